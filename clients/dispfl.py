@@ -4,8 +4,7 @@ Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized 
 Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where the text and the released code differ:
 
 * All clients start from one common model, as in the code; the text draws one each.
-* With ``max-grad-norm`` the dense gradient is clipped, then masked, as in the code; ``dispfl.clip = "masked"`` masks
-  first. The text does not clip.
+* With ``max-grad-norm`` the dense gradient is clipped, then masked, as in the code. The text does not clip.
 * Growth is by gradient, as in the text; ``dispfl.growth = "random"`` is what all released scripts do.
 * The prune rate is annealed over ``num-server-rounds``, or over ``dispfl.annealing-rounds`` where these are given;
   after them masks stay as they are.
@@ -25,14 +24,12 @@ from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import training_flops
-from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks, uniform_densities
+from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.schedules import cosine_fraction
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.models import vision
-
-_ALLOCATIONS = {"erk": erk_densities, "uniform": uniform_densities}
 
 
 class DisPFLClient(GossipClient):
@@ -60,9 +57,8 @@ class DisPFLClient(GossipClient):
     def initial_masks(self) -> dict[str, Tensor]:
         """Draw positions (line 2) at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        densities = _ALLOCATIONS[self.config.dispfl.allocation](shapes, self.target_density())
-        drawn_for = self.client_id if self.config.dispfl.initial_masks == "per-client" else 0
-        draw = rng.generator(self.config.seed, "initial masks", drawn_for)
+        densities = erk_densities(shapes, self.target_density())
+        draw = rng.generator(self.config.seed, "initial masks", self.client_id)
         return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
@@ -74,13 +70,7 @@ class DisPFLClient(GossipClient):
     def local_update(self, task: Task, state: State) -> Update:
         masks = self.start_masks(task, state)  # m_{k,t}
         metrics = self.test_start(task, self.begin(task, state))  # lines 7 and 8
-
-        def mask_first(_: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-            for name, mask in masks.items():
-                gradients[name].mul_(mask.to(gradients[name].device))
-
-        before_clipping = mask_first if self.config.dispfl.clip == "masked" else None
-        result = self.train(task, masks=masks, adjust_gradients=before_clipping)  # lines 9 to 13
+        result = self.train(task, masks=masks)  # lines 9 to 13
         tensors = vision.state_tensors(self.model, include_buffers=True)
         # line 15; the weights keep their old support until the next average, which may fill in what has grown
         share = self.share_replaced(task.round)

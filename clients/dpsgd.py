@@ -1,7 +1,7 @@
 """D-PSGD, the client half: average, then local epochs; dense, or under a mask that is drawn once and stays.
 
 Lian et al., NeurIPS 2017, with local epochs, as in Dis-PFL. The fixed mask is that of Dis-PFL's Table 3: every layer at
-one density. Whether its clients share one is not said there; here they do, or not with ``dpsgd.masks = "per-client"``.
+one density. Whether its clients share one is not said there; here they do.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class DPSGDClient(GossipClient):
             return {}
         parameters = dict(self.model.named_parameters())
         shapes = {name: parameters[name].shape for name in self.prunable}
-        drawn_for = self.client_id if options.masks == "per-client" else 0
-        draw = rng.generator(self.config.seed, "initial masks", drawn_for)
+        draw = rng.generator(self.config.seed, "initial masks", 0)
         return state.group("masks") or random_masks(shapes, uniform_densities(shapes, options.density), draw)
 
     def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:

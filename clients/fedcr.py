@@ -2,8 +2,8 @@
 
 Zhang, Li, Zhuo, Lin, ICML 2023, as the released code has it: the loss of a batch is the cross entropy, averaged over
 draws of the codes, plus β times the mean divergence between the label's prior and the encoder, KL(prior ‖ encoder) as
-coded (``fedcr.divergence = "encoder-to-prior"`` for the usual direction). In the last epoch the encoders of each
-class's images are multiplied; the products are sent.
+coded, which is not the usual direction. In the last epoch the encoders of each class's images are multiplied; the
+products are sent.
 
 The divergence begins in the millions, since an untrained encoder has a σ of 0.007 where the prior has 1. The released
 code clips each step's gradient to a norm of 10. Without a limit a few steps throw σ so far that training diverges, so a
@@ -87,12 +87,11 @@ class FedCRClient(FedP3Client):
             logits = network.classify(mean + std * noise)  # (draws, batch, classes)
             target = labels.expand(options.train_draws, -1)
             prior = network.prior.mean[labels], network.prior.std[labels]
-            encoder = mean, std
-            pair = (*prior, *encoder) if options.divergence == "prior-to-encoder" else (*encoder, *prior)
             if epochs_done == self.config.local_epochs - 1:
                 products = experts_by_class(mean.detach(), std.detach(), labels, len(network.prior.mean))
                 self.experts = [total + part.cpu() for total, part in zip(self.experts, products, strict=True)]
-            return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + options.beta * kl_divergence(*pair).mean()
+            divergence = kl_divergence(*prior, mean, std).mean()
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + options.beta * divergence
 
         how["objective"], how["after_epoch"] = objective, after_epoch
         return super().train(task, **how)

@@ -3,7 +3,7 @@
 Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algorithm 2. Where text and code differ:
 
 * What the server pruned stays pruned while the client trains, as in Algorithm 2; the code lets it grow back until the
-  next round overwrites it (``fedp3.pruned-weights = "train"``).
+  next round overwrites it.
 * All layers are trained, those that are not sent too, as in both. In its last round the code trains the last layer
   alone, for 10 epochs (``fedp3.head-epochs = 10``); the text knows nothing of it.
 """
@@ -26,7 +26,7 @@ from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.flops import BACKWARD_PER_FORWARD, sparse_flops
 from fedprune_app.core.layers import hidden_names, layers_of
-from fedprune_app.core.masks import sketch_masks
+from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import hidden_groups
 from fedprune_app.engine.store import State, grouped
@@ -87,7 +87,7 @@ class FedP3Client(ImageClient):
         weights = {n: t for n, t in task.payload.tensors.items() if n in self.prunable and n not in dense}
         if density == 1 or not weights:
             return {}
-        return sketch_masks(weights, density, self.options.prune_by, self.config.seed, self.client_id, task.round)
+        return magnitude_masks(weights, density)
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         return state.group("masks") if state.tensors else self.global_masks(task)
@@ -110,7 +110,7 @@ class FedP3Client(ImageClient):
 
     def local_update(self, task: Task, state: State) -> Update:
         own = self.own_layers(task, state)
-        kept = self.global_masks(task) if self.options.pruned_weights == "stay-zero" else {}
+        kept = self.global_masks(task)
         part = None
         if self.trains_head_alone(task.round):
             epochs, frozen = self.options.head_epochs, hidden_names(list(self.sizes), self.prunable)
@@ -154,7 +154,7 @@ class FedP3Client(ImageClient):
         options = self.options
         if options.local == "fixed":
             return None
-        law = share_law(options.local_law, options.local_density)
+        law = share_law(options.local_density)
         draw = rng.numpy_generator(self.config.seed, "local pruning", self.client_id, round)
         shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
         if options.local == "uniform":

@@ -21,20 +21,9 @@ FJORD_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 Law = Callable[[np.random.Generator], float]
 
 
-def share_law(law: str, least: float) -> Law:
-    """Return the law by which a step's share q is drawn, in [least, 1].
-
-    * ``uniform``: uniform in [least, 1].
-    * ``constant``: always ``least``.
-    * ``fjord``: one of 0.2, 0.4, ..., 1 that is at least ``least``.
-    """
-    shares = [share for share in FJORD_SHARES if share >= least - 1e-9]
-    laws: dict[str, Law] = {
-        "uniform": lambda draw: least + (1 - least) * draw.random(),
-        "constant": lambda draw: least,
-        "fjord": lambda draw: shares[int(draw.integers(len(shares)))],
-    }
-    return laws[law]
+def share_law(least: float) -> Law:
+    """Return the law by which a step's share q is drawn: uniformly in [least, 1]."""
+    return lambda draw: least + (1 - least) * draw.random()
 
 
 class UniformPruning:

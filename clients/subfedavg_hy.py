@@ -37,7 +37,6 @@ from fedprune_app.core.structured import (
     shrink,
 )
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.hooks import GradientHook
 from fedprune_app.models import vision
 from fedprune_app.models.initial import channels_of
 
@@ -130,7 +129,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
             if epoch == 0:
                 first = proposals()
 
-        result = self.train(task, masks=small_fc, after_epoch=after_epoch, adjust_gradients=self._scale_penalty())
+        result = self.train(task, masks=small_fc, after_epoch=after_epoch)
         layers = forward_flops(self.model, self.dataset.image_shape)
         flops = training_flops(layers, self.costs.examples(), small_fc)
         last = proposals()
@@ -162,15 +161,3 @@ class SubFedAvgHyClient(SubFedAvgClient):
 
     def _scale_names(self) -> list[str]:
         return [name for group in self.groups for name in group.scales]
-
-    def _scale_penalty(self) -> GradientHook | None:
-        """Return the subgradient of an L1 penalty on the scales, or None."""
-        strength, names = self.config.subfedavg.scale_decay, self._scale_names()
-        if not strength:
-            return None
-
-        def penalise(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-            for name in names:
-                gradients[name].add_(torch.sign(values[name]), alpha=strength)
-
-        return penalise

@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
-from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_YES_OR_NO = {"resume", "force", "progress", "full"}
 
 
 def _in_python(function: Callable[P, T]) -> Callable[P, T]:
@@ -76,9 +74,6 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> T:
-        for name in _YES_OR_NO & named.keys():
-            if not isinstance(named[name], bool):
-                raise ConfigError(name, named[name], "True or False")
         try:
             return function(*arguments, **named)
         except ConfigError as error:
@@ -100,10 +95,6 @@ class RunsFailed(LaunchError):
         super().__init__(message)
         self.runs = list(runs)
         self.failed = dict(failed)
-
-    def __reduce__(self) -> tuple[type[RunsFailed], tuple[str, list[Run], dict[str, str]]]:
-        """Return what makes the error again, so that another process can raise it here."""
-        return type(self), (str(self), self.runs, self.failed)
 
 
 Settings = Mapping[str, object]
@@ -333,7 +324,7 @@ def _exportable(
     from fedprune_app.exports.find import find_model
 
     state, data = _moved(state_dir, data_dir)
-    return find_model(_folder("run", run), _client(client), state_dir=state, data_dir=data, trusted=_trusted(plugins))
+    return find_model(_folder("run", run), client, state_dir=state, data_dir=data, trusted=_trusted(plugins))
 
 
 def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
@@ -345,23 +336,9 @@ def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
     return place("state_dir", state_dir), place("data_dir", data_dir)
 
 
-def _client(client: Any) -> int | None:
-    if client is None:
-        return None
-    if not _is_whole(client):
-        raise ConfigError("client", client, "a whole number, or None for the global model")
-    return int(client)
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _trusted(plugins: str | Sequence[str]) -> list[str]:
     """Load the plug-ins of these names, and return them with absolute paths."""
     names = [plugins] if isinstance(plugins, str) else plugins
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigError("plugins", plugins, "a text, or a list of texts")
     return trusted_code(names) if names else []
 
 
@@ -387,7 +364,6 @@ def export(
     from fedprune_app.exports.formats import export_model, format_of
     from fedprune_app.exports.packed import check_options, is_language_model, pack_model
 
-    client = _client(client)
     path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):
         check_options(path, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugins)
@@ -412,9 +388,5 @@ def predict(
     """
     from fedprune_app.exports.predict import predictions
 
-    if not _is_whole(top) or top < 1:
-        raise ValueError(f"top is {top!r}, allowed: a whole number, at least 1")
     several = [files] if isinstance(files, str | PathLike) else files
-    if not isinstance(several, Sequence):
-        raise ValueError(f"files is {files!r}, allowed: a path, or a list of paths")
-    return predictions(_path("model", model), [_path("files", each) for each in several], int(top), build)
+    return predictions(_path("model", model), [_path("files", each) for each in several], top, build)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
@@ -200,6 +201,12 @@ def scratch_folder(place: Path | None = None) -> Iterator[Path]:
     place = place or Path(tempfile.gettempdir())
     with _opened(place) as folder, _new_folder(place, folder, 0o700) as new:
         yield new
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal digits; the file is read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def append_lines(path: Path, lines: bytes) -> None:

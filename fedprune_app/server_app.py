@@ -22,12 +22,13 @@ from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, tell_launcher, watch_
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
+from fedprune_app.files import sha256_of
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import own_measures
-from fedprune_app.results.reader import file_sha256, marks_of, read_info
+from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.server import resuming
 from fedprune_app.server.build import BUILDS, CLIENT_INFOS, other_data
@@ -103,7 +104,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         models = folder / "models"
         strategy.write_model(models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
-        digests = {str(path.relative_to(models)): file_sha256(path) for path in files}
+        digests = {str(path.relative_to(models)): sha256_of(path) for path in files}
         recorder.annotate(model_files=digests, state_rounds=strategy.state_rounds)
         recorder.finish("completed", final_sha256=strategy.final_sha256())
     except (KeyboardInterrupt, SystemExit):

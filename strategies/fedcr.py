@@ -62,10 +62,9 @@ class FedCR(FedP3):
         self.experts[client] = Payload(experts)
 
     def end(self, round: Round) -> None:
-        """Return the product of all clients' experts and N(0, 1); an exponential mean of those of the rounds."""
+        """Return the product of all clients' experts and N(0, 1)."""
         super().end(round)
         in_order = [self.experts[client].tensors for client in sorted(self.experts)]
         summed = [torch.stack([sent[name] for sent in in_order]).sum(0) for name in (PRECISION, WEIGHTED)]
-        weight = self.config.fedcr.prior_weight
         for name, new in zip((MEAN, STD), product_with_standard_normal(*summed), strict=True):
-            self.model[name] = (weight * new + (1 - weight) * self.model[name].double()).to(self.model[name].dtype)
+            self.model[name] = new.to(self.model[name].dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
 from fedprune_app.core import layers, rng
 from fedprune_app.core.aggregate import attention_mean
-from fedprune_app.core.masks import sketch_masks
+from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
@@ -126,26 +126,20 @@ class FedP3(AveragingStrategy):
 
     # --- lines 4 to 6: what is sent ---------------------------------------------------------------------------------
 
-    def pruned_for(self, client: int, assigned: Assigned) -> Payload:
+    def pruned_for(self, assigned: Assigned) -> Payload:
         """Return ``W^l`` for the layers l ∈ L_i and the last one, and ``P_i ⊙ W^l`` for the others."""
         chosen, density = assigned
         dense = {*self.travelling(chosen), *self.layers[self.head]}
         weights = {n: t for n, t in self.model.items() if n in self.prunable and n not in dense}
         if density == 1 or not weights:
             return Payload(self.model)
-        masks = sketch_masks(weights, density, self.options.prune_by, self.config.seed, client, self.draws)
+        masks = magnitude_masks(weights, density)
         return Payload(self.model | {n: weights[n].where(mask, 0) for n, mask in masks.items()}, masks)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield clients of equal sets in a row: their payload is made and encoded once."""
-
-        def alike(client: int) -> tuple[Assigned, int]:
-            return self.assigned(client), 0 if self.options.prune_by == "magnitude" else client
-
-        for (assigned, _), clients in groupby(sorted(round.participants, key=alike), key=alike):
-            first, *others = clients
-            payload = self.pruned_for(first, assigned)
-            yield from Outgoing.to_each((first, *others), payload, **self.fields(assigned))
+        for assigned, clients in groupby(sorted(round.participants, key=self.assigned), key=self.assigned):
+            yield from Outgoing.to_each(tuple(clients), self.pruned_for(assigned), **self.fields(assigned))
 
     def fields(self, assigned: Assigned) -> dict[str, Any]:
         """Return the named values that tell a client what was assigned to it."""

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fedprune_app.config import ConfigError, GossipOptions
+from fedprune_app.config import GossipOptions
 from fedprune_app.core import rng
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.topology import links, neighbours, read_adjacency
+from fedprune_app.core.topology import links, neighbours
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
@@ -47,31 +46,22 @@ class Gossip(Relay):
         super().__init__(context, model, prunable)
         self.densities: dict[int, float] = {}  # of the clients' models, as they last said
         self.reads_updates = self.options.gossip == "server"
-        self.adjacency = None
-        if self.options.topology == "file":
-            path = self.options.adjacency_file
-            try:
-                self.adjacency = read_adjacency(Path(path).read_text(encoding="utf-8"), len(self.clients))
-            except (OSError, ValueError) as error:
-                raise ConfigError("adjacency-file", path, which="cannot be used", hint=str(error)) from None
 
     # --- who is there, and who receives from whom -----------------------------------------------------------------
 
     @property
     def trains_dropped(self) -> bool:
-        return self.options.dropped == "trains-alone"
+        return self.options.trains_alone
 
     def neighbours(self, round: Round) -> dict[int, tuple[int, ...]]:
         """Return from whom each participant receives; a client that trains alone receives from nobody."""
         active = [client for client in round.sampled if client not in round.dropped]
         # In the released code others may still draw a dropped client, and the ring serves its old model; where
         # all are connected, clients hear only those that are there.
-        stale = self.options.dropped == "trains-alone" and self.options.topology.startswith(("random", "ring"))
+        stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
         senders = list(round.sampled) if stale else active
-        drawn = neighbours(
-            self.options.topology, list(self.clients), senders, self.options.neighbours, draw, self.adjacency
-        )
+        drawn = neighbours(self.options.topology, list(self.clients), senders, self.options.neighbours, draw)
         return {client: () if client in round.dropped else drawn[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
         counts.append(evaluate(model, images, labels, device=device_of(config)).correct)
         tickets.append((before, trained, masks))
         log.info("ticket %d: %d of %d public images", j, counts[-1], len(labels))
-    probabilities = selection_probabilities(counts, len(labels), options.selection, options.temperature)
+    probabilities = selection_probabilities(counts, len(labels))
     chosen = int(rng.numpy_generator(config.seed, "ticket selection").choice(len(tickets), p=np.array(probabilities)))
     before, trained, masks = tickets[chosen]
     start = {"rewind": before, "trained": trained, "random": dict(initial)}[options.start]
@@ -93,22 +93,20 @@ def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, tic
     The text's learning rate is 1.2e-3. With Adam this is what Frankle and Carbin train with.
     """
     options = config.fedltp
-    is_adam = options.ticket_optimizer == "adam"
     sgd = SGD(
         options.ticket_learning_rate,
-        momentum=0.0 if is_adam else config.momentum,
+        momentum=0.0,
         batch_size=options.ticket_batch_size,
         steps_per_epoch=options.ticket_iterations,
         skips_lone=skips_lone,
     )
     draw = rng.generator(config.seed, "ticket training", ticket)
-    hook = adam() if is_adam else None
-    result = train(model, images, labels, sgd, rng=draw, adjust_gradients=hook, device=device_of(config))
+    result = train(model, images, labels, sgd, rng=draw, adjust_gradients=adam(), device=device_of(config))
     if result.diverged:
         raise ConfigError(
-            "fedltp.ticket-learning-rate",
-            options.ticket_learning_rate,
-            f"one with which training on public data does not diverge (loss {result.loss_mean})",
+            "model",
+            config.model,
+            f"one whose training on public data does not diverge (loss {result.loss_mean})",
         )
 
 

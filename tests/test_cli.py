@@ -44,7 +44,7 @@ def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice
             assert f" {choice}: " in shown, f"{key}={choice}"
     if columns == 100:
         assert "momentum = 0.5 The momentum of local SGD. Allowed: at least 0 and below 1." in shown
-        assert "common: all clients have the same mask per-client: each client has its own" in shown
+        assert "gradient: the weights with the largest gradients random: random weights" in shown
 
 
 def test_a_level_of_the_log_may_be_in_small_letters_or_is_refused(fedprune, monkeypatch):

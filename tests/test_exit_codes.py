@@ -65,7 +65,6 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         ),
         (["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"], "robust-trim is 0.01"),
         (["system=fedp3", "fedp3.layer-set=none"], "fedp3.layer-set is 'none'"),
-        (["system=dispfl", "dispfl.topology=file", "dispfl.adjacency-file=none"], "[Errno 2]"),
         (["system=fedltp", "validation-fraction=0", "fedltp.public-samples=1"], ""),
         (["system=fedspallm", "dataset=text", "data-dir=nowhere"], "data-dir is '"),
         (["min-clients=5"], "min-clients is 5"),

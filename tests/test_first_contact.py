@@ -211,14 +211,3 @@ def test_what_a_run_would_refuse_is_told_by_a_check(fedprune, tmp_path, settings
     assert code == (2 if says else 0), said
     assert says in said
     assert not list(tmp_path.iterdir())
-
-
-def test_an_unknown_superlink_is_answered_with_the_known_ones(fedprune, tmp_path, monkeypatch):
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    (tmp_path / "config.toml").write_text(
-        '[superlink]\ndefault = "hospital"\n\n[superlink.hospital]\naddress = "a:1"\n'
-    )
-    code, said = fedprune("run", "--superlink", "hospitl", "system=fedavg")
-    assert code == 2
-    assert "--superlink is 'hospitl'" in said
-    assert str(tmp_path / "config.toml") in said

@@ -11,28 +11,6 @@ from fedprune_app.config.options import Needs, option
 
 
 @dataclass(frozen=True)
-class FineTuneOptions(Table):
-    """These options say how clients of FedAvg-FT and D-PSGD-FT tune the global model before they are evaluated."""
-
-    needs: ClassVar[Needs] = {"system": ("fedavg-ft", "dpsgd-ft")}
-
-    epochs: int = option(0, "The number of epochs of fine-tuning. 0 means as many as local-epochs.", least=0)
-    learning_rate: str = option(
-        "last",
-        "The learning rate of fine-tuning.",
-        choices={
-            "last": "the rate of the round that just ended",
-            "code": "the rate of a round before the first, as in Dis-PFL's released code",
-        },
-    )
-    layers: str = option(
-        "all",
-        "The layers that are fine-tuned.",
-        choices={"all": "all layers", "last": "the last layer alone, as FedP3 compares with fine-tuning"},
-    )
-
-
-@dataclass(frozen=True)
 class DittoOptions(Table):
     """These options are Ditto's, as Dis-PFL compares with it; the key ``local-epochs`` is not used."""
 
@@ -48,11 +26,10 @@ class FedFomoOptions(Table):
     """These options are FedFomo's."""
 
     needs: ClassVar[Needs] = {"system": ("fedfomo",)}
+    exploration: ClassVar[float] = 0.5
+    """The probability that candidates are drawn at random, not by their past weight."""
 
     candidates: int = option(10, "The number of other clients' models that a client gets in a round (M).", least=1)
-    exploration: float = option(
-        0.5, "The probability that candidates are drawn at random, not by their past weight.", least=0, most=1
-    )
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where FedFomo has no validation data to weigh models by."""
@@ -93,8 +70,7 @@ class MTLOptions(Table):
     """These options are MTL's, a surrogate for MOCHA on networks."""
 
     needs: ClassVar[Needs] = {"system": ("mtl",)}
+    ridge: ClassVar[float] = 0.1
+    """The number that is added to the diagonal of the task covariance before the inverse is taken (ε)."""
 
     strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)
-    ridge: float = option(
-        0.1, "The number that is added to the diagonal of the task covariance before the inverse is taken (ε).", above=0
-    )

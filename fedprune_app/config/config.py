@@ -11,7 +11,6 @@ from fedprune_app.config.baselines import (
     DittoOptions,
     FedFomoOptions,
     FedProxOptions,
-    FineTuneOptions,
     LGFedAvgOptions,
     MTLOptions,
 )
@@ -36,7 +35,6 @@ class Config(CommonOptions):
     subfedavg: SubFedAvgOptions = field(default_factory=SubFedAvgOptions)
     dispfl: DisPFLOptions = field(default_factory=DisPFLOptions)
     dpsgd: DPSGDOptions = field(default_factory=DPSGDOptions)
-    finetune: FineTuneOptions = field(default_factory=FineTuneOptions)
     ditto: DittoOptions = field(default_factory=DittoOptions)
     fedfomo: FedFomoOptions = field(default_factory=FedFomoOptions)
     fedprox: FedProxOptions = field(default_factory=FedProxOptions)

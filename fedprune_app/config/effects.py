@@ -20,7 +20,7 @@ _INSTEAD = {
 }
 """By key and system: the keys that a system has for the same quantity."""
 
-_PRUNED_FOR_FEDCR = ("density", "fedp3.densities", "fedp3.assignment", "fedp3.prune-by", "fedp3.pruned-weights")
+_PRUNED_FOR_FEDCR = ("density", "fedp3.densities", "fedp3.assignment")
 _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
     # of a client that trains all layers nothing is chosen or pruned

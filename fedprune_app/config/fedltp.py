@@ -23,6 +23,10 @@ class FedLTPOptions(Table):
     """
 
     needs: ClassVar[Needs] = {"system": ("fedltp",)}
+    ticket_batch_size: ClassVar[int] = 60
+    """The number of public images in a training step of a ticket, as in Frankle and Carbin."""
+    ticket_learning_rate: ClassVar[float] = 1.2e-3
+    """The learning rate on public data, as in the text."""
 
     public_dataset: str = option(
         "",
@@ -60,16 +64,6 @@ class FedLTPOptions(Table):
     ticket_iterations: int = option(
         1000, "The number of training steps of a ticket on public data (k).", least=1, needs=_TICKETS
     )
-    ticket_batch_size: int = option(
-        60, "The number of public images in a training step of a ticket.", least=1, needs=_TICKETS
-    )
-    ticket_learning_rate: float = option(1.2e-3, "The learning rate on public data.", above=0, needs=_TICKETS)
-    ticket_optimizer: str = option(
-        "adam",
-        "The optimiser that trains tickets.",
-        choices={"adam": "Adam", "sgd": "SGD with the key momentum"},
-        needs=_TICKETS,
-    )
     rule: str = option(
         "quantile",
         "The weights that a ticket keeps in each tensor.",
@@ -78,22 +72,6 @@ class FedLTPOptions(Table):
             "relative-threshold": "weights above (1 - density) times the largest",
         },
         needs=_TICKETS,
-    )
-    selection: str = option(
-        "softmax",
-        "The rule that chooses one of the tickets.",
-        choices={
-            "softmax": "drawn by softmax of accuracies over temperature",
-            "counts": "drawn by softmax of the numbers of correct images",
-            "argmax": "the best",
-        },
-        needs=_TICKETS,
-    )
-    temperature: float = option(
-        0.01,
-        "The temperature of the softmax of accuracies.",
-        above=0,
-        needs={**_TICKETS, ".selection": ("softmax",)},
     )
     start: str = option(
         "rewind",

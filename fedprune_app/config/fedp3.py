@@ -51,6 +51,8 @@ class FedP3Options(Table):
     """
 
     needs: ClassVar[Needs] = {"system": ("fedp3", "fedcr", "ldp-fedp3")}
+    temperature: ClassVar[float] = 1.0
+    """That of attention's softmax over distances from the mean, as a multiple of the mean distance."""
 
     layer_set: str = option(
         "lowerb",
@@ -91,25 +93,6 @@ class FedP3Options(Table):
         "The densities of the clients in turn: '0.9 0.7'. Empty means that every client has the key density.",
         needs=_OF_BOTH,
     )
-    prune_by: str = option(
-        "magnitude",
-        "The weights that the server prunes from the layers a client does not train.",
-        choices={
-            "magnitude": "the smallest weights of the round",
-            "random": "random weights, which each client draws once",
-            "random-per-round": "random weights, which each client draws in every round",
-        },
-        needs=_OF_BOTH,
-    )
-    pruned_weights: str = option(
-        "stay-zero",
-        "The treatment, in local training, of weights that the server pruned.",
-        choices={
-            "stay-zero": "they stay pruned",
-            "train": "they are trained, starting from zero, as in the released code",
-        },
-        needs=_OF_BOTH,
-    )
     local: str = option(
         "fixed",
         "The local pruning of the layers that a client does not train.",
@@ -122,19 +105,9 @@ class FedP3Options(Table):
     )
     local_density: float = option(
         0.9,
-        "The smallest share p of weights or units that local pruning keeps.",
+        "The smallest share p of weights or units that local pruning keeps. The share of a step is drawn from [p, 1].",
         above=0,
         most=1,
-        needs={**_OF_FEDP3, ".local": ("uniform", "ordered-dropout")},
-    )
-    local_law: str = option(
-        "uniform",
-        "The share that local pruning keeps in one step.",
-        choices={
-            "uniform": "drawn from [p, 1]",
-            "constant": "always p",
-            "fjord": "drawn from 0.2, 0.4, ..., 1, from p on",
-        },
         needs={**_OF_FEDP3, ".local": ("uniform", "ordered-dropout")},
     )
     aggregation: str = option(
@@ -148,12 +121,6 @@ class FedP3Options(Table):
             "attention": "weighted by the distance from the mean, an addition of fedprune",
         },
         needs=_OF_BOTH,
-    )
-    temperature: float = option(
-        1.0,
-        "The temperature of attention's softmax over distances from the mean, as a multiple of the mean distance.",
-        above=0,
-        needs={**_OF_BOTH, ".aggregation": ("attention",)},
     )
     personal_head: bool = option(
         False,
@@ -220,25 +187,12 @@ class FedCROptions(Table):
     """These options are FedCR's; names are as in the released code where the code has one."""
 
     needs: ClassVar[Needs] = {"system": ("fedcr",)}
+    train_draws: ClassVar[int] = 15
+    """The number of draws of an image's code in training, as in the released code."""
+    test_draws: ClassVar[int] = 30
+    """The number of draws of an image's code in testing, as in the released code."""
 
     beta: float = option(0.001, "The strength of the divergence between prior and encoder (β).", least=0)
-    divergence: str = option(
-        "prior-to-encoder",
-        "The direction of the divergence.",
-        choices={
-            "prior-to-encoder": "KL(prior ‖ encoder), as in the released code",
-            "encoder-to-prior": "KL(encoder ‖ prior)",
-        },
-    )
-    prior_weight: float = option(
-        1.0,
-        "The share that a round's product has in the new prior: beta2 of the released code, whose default 0 never "
-        "updates the prior.",
-        least=0,
-        most=1,
-    )
-    train_draws: int = option(15, "The number of draws of an image's code in training.", least=1)
-    test_draws: int = option(30, "The number of draws of an image's code in testing.", least=1)
     layer_set: str = option(
         "all",
         "The hidden layers that a client trains in full and sends, as in fedp3.layer-set.",

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
-from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
-from fedprune_app.config.options import Kind, Needs, NoneOf, option
+from fedprune_app.config.options import Needs, option
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class GossipOptions(Table):
             "ring": "from the clients before and after",
             "full": "from all other clients",
             "exponential": "from the clients 1, 2, 4, 8, ... places before",
-            "file": "as adjacency-file says",
         },
     )
     neighbours: int = option(
@@ -33,12 +31,6 @@ class GossipOptions(Table):
         "The number of clients that a client receives from in a round, with the random topologies.",
         least=1,
         needs={".topology": ("random", "random-in")},
-    )
-    adjacency_file: str = option(
-        "",
-        "The text file of topology 'file', as an absolute path. Row k marks with 1 the clients that client k "
-        "receives from.",
-        kind=Kind.FILE,
     )
     gossip: str = option(
         "server",
@@ -48,27 +40,11 @@ class GossipOptions(Table):
             "client": "each client averages them; the relay forwards them unread",
         },
     )
-    dropped: str = option(
-        "absent",
-        "The behaviour of a client that drops out of a round.",
-        choices={
-            "absent": "the client does nothing",
-            "trains-alone": (
-                "the client trains alone; with the random topologies and the ring its old model is still served, as in "
-                "Dis-PFL's released code"
-            ),
-        },
-    )
 
-    def check_adjacency(self, table: str) -> None:
-        """Raise :class:`ConfigError` unless topology 'file' and a file come together; ``table`` names the options."""
-        if bool(self.adjacency_file) != (self.topology == "file"):
-            raise ConfigError(
-                f"{table}.adjacency-file",
-                self.adjacency_file,
-                "a path" if not self.adjacency_file else "nothing",
-                condition=f"with {table}.topology {self.topology!r}",
-            )
+    @property
+    def trains_alone(self) -> bool:
+        """Whether a client that drops out of a round still trains, alone."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -84,16 +60,6 @@ class DisPFLOptions(GossipOptions):
         "",
         "The densities of the clients in turn: '0.2 0.4 0.6 0.8 1.0'. Empty means that every client has the key "
         "density.",
-    )
-    allocation: str = option(
-        "erk",
-        "The rule that spreads the density over the layers.",
-        choices={"erk": "Erdős-Rényi-Kernel: small layers stay denser", "uniform": "every layer is equally dense"},
-    )
-    initial_masks: str = option(
-        "per-client",
-        "The masks that clients begin with.",
-        choices={"per-client": "each client draws its own", "common": "all clients of one density have the same"},
     )
     prune_rate: float = option(
         0.5,
@@ -115,17 +81,26 @@ class DisPFLOptions(GossipOptions):
             "random": "random weights, as in the released scripts",
         },
     )
-    clip: str = option(
-        "dense",
-        "The gradient that max-grad-norm limits.",
-        choices={"dense": "the gradient before masking, as in the released code", "masked": "the masked gradient"},
-        needs={"max-grad-norm": NoneOf((0.0,))},
+    dropped: str = option(
+        "absent",
+        "The behaviour of a client that drops out of a round.",
+        choices={
+            "absent": "the client does nothing",
+            "trains-alone": (
+                "the client trains alone; with the random topologies and the ring its old model is still served, as in "
+                "the released code"
+            ),
+        },
     )
 
+    @property
+    def trains_alone(self) -> bool:
+        """Whether a client that drops out of a round still trains, alone."""
+        return self.dropped == "trains-alone"
+
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for densities that cannot be, or a topology without its file."""
+        """Raise :class:`ConfigError` for densities that cannot be."""
         self.density_of(0, common.density)
-        self.check_adjacency("dispfl")
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
         """Fix the number of rounds where the prune rate is annealed over all of them."""
@@ -145,13 +120,6 @@ class DPSGDOptions(GossipOptions):
 
     needs: ClassVar[Needs] = {"system": ("dpsgd", "dpsgd-ft")}
 
-    density: float = option(1.0, "The share of each weight tensor that a fixed random mask keeps.", above=0, most=1)
-    masks: str = option(
-        "common",
-        "The owner of the fixed mask.",
-        choices={"common": "all clients have the same mask", "per-client": "each client has its own"},
+    density: float = option(
+        1.0, "The share of each weight tensor that a fixed random mask keeps, the same one for all.", above=0, most=1
     )
-
-    def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for a topology without its file."""
-        self.check_adjacency("dpsgd")

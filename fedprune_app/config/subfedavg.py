@@ -18,16 +18,16 @@ class SubFedAvgOptions(Table):
     """These options are those of systems ``subfedavg`` and ``subfedavg-hy``."""
 
     needs: ClassVar[Needs] = {"system": ("subfedavg", "subfedavg-hy")}
+    final_step_cap: ClassVar[float] = 5.0
+    """The largest percentage that Un's last step before the target prunes, as in the released code."""
+    channel_fraction: ClassVar[float] = 0.45
+    """The share of a layer's scales, smallest first, whose channels Hy removes in one step, as in the released code."""
+    channel_floor: ClassVar[float] = 0.5
+    """The share of a layer's channels that Hy never removes, as in the released code."""
 
     target_rate: float = option(50.0, "The percentage of all parameters that is pruned in the end.", least=0, below=100)
     prune_step: float = option(
         10.0, "The percentage of the remaining weights that one step prunes (r_us).", above=0, below=100
-    )
-    final_step_cap: float = option(
-        5.0,
-        "The largest percentage that the last step before the target prunes. System subfedavg-hy has no such cap.",
-        above=0,
-        needs=_OF_UN,
     )
     accuracy_threshold: float = option(
         50.0,
@@ -59,26 +59,6 @@ class SubFedAvgOptions(Table):
         most=1,
         needs=_OF_HY,
     )
-    channel_fraction: float = option(
-        0.45,
-        "The share of a layer's BatchNorm scales, smallest first, whose channels subfedavg-hy removes in one step.",
-        least=0,
-        below=1,
-        needs=_OF_HY,
-    )
-    channel_floor: float = option(
-        0.5,
-        "The share of a layer's channels that subfedavg-hy never removes.",
-        above=0,
-        below=1,
-        needs=_OF_HY,
-    )
-    scale_decay: float = option(
-        0.0,
-        "The L1 penalty on BatchNorm scales in subfedavg-hy. The released code's option -sr is 1e-4.",
-        least=0,
-        needs=_OF_HY,
-    )
     gate_split: str = option(
         "validation",
         "The data whose accuracy decides whether a client prunes.",
@@ -90,22 +70,14 @@ class SubFedAvgOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where a decision lacks its data, a step has no channels, or a share is meant."""
+        """Raise :class:`ConfigError` where a decision lacks its data, or a share is meant."""
         for key, percentage in (("target-rate", self.target_rate), ("accuracy-threshold", self.accuracy_threshold)):
             if 0 < percentage < 1:
                 meant = f"{100 * percentage:g}"
                 raise ConfigError(
                     f"subfedavg.{key}", percentage, "0, or a percentage from 1", hint=f"{meant} is meant?"
                 )
-        is_structured = common.system == "subfedavg-hy"
-        prunes = self.target_rate > 0 or is_structured  # channels go whatever the target
+        prunes = self.target_rate > 0 or common.system == "subfedavg-hy"  # channels go whatever the target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"
         if asks_validation and common.validation_fraction == 0 and prunes:
             raise ConfigError("validation-fraction", 0.0, "above 0", condition="with subfedavg.gate-split 'validation'")
-        if is_structured and self.channel_fraction + self.channel_floor >= 1:
-            raise ConfigError(
-                "subfedavg.channel-fraction",
-                self.channel_fraction,
-                f"below {1 - self.channel_floor:g}, or a step would remove channels that have to stay",
-                condition=f"with channel-floor {self.channel_floor!r}",
-            )

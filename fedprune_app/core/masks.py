@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprune_app.core.rng import generator
-
 Masks = dict[str, Tensor]
 
 
@@ -139,26 +137,6 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
         else:
             masks[name] = everywhere if count else ~everywhere
     return masks
-
-
-def sketch_masks(
-    weights: Mapping[str, Tensor], density: float, kind: str, seed: int, partition: int, round: int
-) -> Masks:
-    """Return FedP3's P_i: masks that keep ``keep_count(n, density)`` weights per tensor.
-
-    ``kind`` is one of these:
-
-    * ``magnitude``: the weights of largest magnitude;
-    * ``random``: a client's own draw, the same in every round;
-    * ``random-per-round``: a client's own draw, a new one in every round.
-
-    Server and client make the same masks.
-    """
-    if kind == "magnitude":
-        return magnitude_masks(weights, density)
-    draw = generator(seed, "global pruning", partition, round if kind == "random-per-round" else 0)
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    return random_masks(shapes, dict.fromkeys(shapes, density), draw)
 
 
 def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], percent: float) -> Masks:

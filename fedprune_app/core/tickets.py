@@ -17,7 +17,8 @@ from fedprune_app.core.masks import Masks, keep_count, relative_threshold_masks
 from fedprune_app.core.scores import magnitude_mask, smallest
 
 RULES = ("quantile", "relative-threshold")
-SELECTIONS = ("softmax", "counts", "argmax")
+TEMPERATURE = 0.01
+"""A ticket that is right of one percent fewer images is drawn with 1/e of the probability."""
 
 
 @dataclass(frozen=True)
@@ -51,31 +52,17 @@ def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "qua
     return relative_threshold_masks(weights, 1 - density)
 
 
-def selection_probabilities(counts: Sequence[int], total: int, selection: str, temperature: float = 1.0) -> list[float]:
+def selection_probabilities(counts: Sequence[int], total: int, temperature: float = TEMPERATURE) -> list[float]:
     """Return the probability with which each ticket is taken, given its number of correct predictions of ``total``.
 
-    * ``softmax`` is that of accuracies over ``temperature``.
-    * ``counts`` is the softmax of the counts themselves (equation 10 as printed): all but certain to take the best
-      ticket, unless counts are within a few of each other.
-    * ``argmax`` takes the best ticket, the first of equals.
+    They are the softmax of accuracies over ``temperature``. Equation 10 as printed is the softmax of the counts
+    themselves: it all but always takes the best ticket. The largest exponent is 0, so nothing overflows.
 
-    The largest exponent is 0, so nothing overflows. ``ValueError`` for no tickets, another selection, or a
-    temperature that is not above 0.
-
-    >>> shares = selection_probabilities([90, 80], total=100, selection="softmax", temperature=0.1)
-    >>> [round(share, 2) for share in shares]
+    >>> [round(share, 2) for share in selection_probabilities([90, 80], total=100, temperature=0.1)]
     [0.73, 0.27]
-    >>> selection_probabilities([90, 80], total=100, selection="argmax")
-    [1.0, 0.0]
     """
-    if not counts or selection not in SELECTIONS or not temperature > 0 or total < 1:
-        given = f"{len(counts)} tickets, total {total}, selection {selection!r}, temperature {temperature}"
-        raise ValueError(f"{given}, allowed: at least 1, at least 1, {', '.join(SELECTIONS)}, above 0")
     best = max(counts)
-    if selection == "argmax":
-        return [float(j == counts.index(best)) for j in range(len(counts))]
-    unit = total * temperature if selection == "softmax" else 1.0
-    powers = np.exp([(count - best) / unit for count in counts])  # exact differences, never positive
+    powers = np.exp([(count - best) / (total * temperature) for count in counts])  # exact differences, never positive
     return [float(power) for power in powers / powers.sum()]
 
 

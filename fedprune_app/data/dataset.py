@@ -58,7 +58,6 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        """Return the number of classes."""
         return len(self.classes)
 
     @property
@@ -129,7 +128,6 @@ def channel_stats(*parts: tuple[Images, NDArray[np.int64]]) -> tuple[tuple[float
 
 
 def first_folder(*folders: Path, inside: str) -> Path | None:
-    """Return the first folder that has a folder named ``inside``."""
     return next((folder for folder in folders if (folder / inside).is_dir()), None)
 
 

@@ -77,7 +77,6 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
 
 
 def forget() -> None:
-    """Drop the datasets that are kept."""
     _load.cache_clear()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import logging
 import os
 import stat
@@ -40,7 +39,7 @@ from fedprune_app.files import locked, replacing
 
 log = logging.getLogger("flwr.fedprune")
 
-_CACHE_FORMAT = b"npy, sha256"  # part of the names of cache files, so that those of another format are not read
+_CACHE_FORMAT = b"npy"  # part of the names of cache files, so that those of another format are not read
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 OWNERS_FILE = "owners.csv"
 Member = tuple[os.DirEntry[str], int]  # a file, and its label
@@ -62,20 +61,20 @@ def image_folder(
         return _owners_folders(name, folder, mean, std, form)
     fixed = form.classes
     parts = ["train", "test"] if form.needs_test or (folder / "test").is_dir() else ["train"]
-    found: dict[str, set[str]] = {}
+    kinds: dict[str, set[str]] = {}
     for part in parts:
         if not (folder / part).is_dir():
             advice = (
                 "" if part == "train" else "; or test-split=holdout, which holds out a share of each client's images"
             )
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", Path(part), advice))
-        found[part] = {*_class_folders(folder / part)}
-    if fixed and (strange := set.union(*found.values()) - set(fixed)):
+        kinds[part] = {*_class_folders(folder / part)}
+    if fixed and (strange := set.union(*kinds.values()) - set(fixed)):
         raise ValueError(f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(fixed)}")
-    odd = found["train"] ^ found[parts[-1]] if form.needs_test else found[parts[-1]] - found["train"]
+    odd = kinds["train"] ^ kinds[parts[-1]] if form.needs_test else kinds[parts[-1]] - kinds["train"]
     if odd and not fixed:
         raise ValueError(f"data-dir '{folder}': class '{min(odd)}' is not in both train/ and test/")
-    classes = fixed or tuple(sorted(found["train"]))
+    classes = fixed or tuple(sorted(kinds["train"]))
     members = {part: _members(folder / part, classes) for part in parts}
     splits = [_decoded(folder, part, members[part], form) for part in parts]
     owners = _listed_owners(folder, [item for item, _ in members["train"]]) if form.by_owner else None
@@ -88,9 +87,9 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
         allowed = f"train/ and {OWNERS_FILE}, or test-split=holdout with a folder for each client"
         raise ValueError(f"data-dir '{folder}' has no train/ and test/, allowed with partition 'owners': {allowed}")
     people = [item for item in visible(folder) if item.is_dir()]
-    found = {kind for person in people for kind in _class_folders(Path(person.path))}
-    classes = form.classes or tuple(sorted(found))
-    if strange := found - set(classes):
+    kinds = {kind for person in people for kind in _class_folders(Path(person.path))}
+    classes = form.classes or tuple(sorted(kinds))
+    if strange := kinds - set(classes):
         raise ValueError(
             f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(classes)}"
         )
@@ -107,11 +106,11 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
 
 def _class_folders(folder: Path) -> dict[str, list[Path]]:
     """Return the folders of each class. One class has two where a system wrote its name in another form of Unicode."""
-    found: dict[str, list[Path]] = {}
+    places: dict[str, list[Path]] = {}
     for item in visible(folder):
         if item.is_dir():
-            found.setdefault(same_text(item.name), []).append(Path(item.path))
-    return found
+            places.setdefault(same_text(item.name), []).append(Path(item.path))
+    return places
 
 
 def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:
@@ -223,8 +222,7 @@ def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Spli
     """Return decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
 
     The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that folder is
-    read-only. The file holds a digest of its content, and a damaged file is made again. A lock keeps the processes of a
-    run from decoding the same folder.
+    read-only. A file that is cut is made again. A lock keeps the processes of a run from decoding the same folder.
     """
     if not members:
         raise ValueError(f"data-dir '{folder}' has no images in {part}/")
@@ -251,10 +249,9 @@ def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Spli
                 directory.mkdir(parents=True, exist_ok=True)
                 with locked(directory / f"{part}.lock", f"reads the images in {part}/ of {str(folder)!r}"):
                     if (cached := _cached(file)) is None:  # no other process made it meanwhile
-                        if file.exists():
-                            log.warning("the cache '%s' is damaged and is made again", file)
                         images = _decode(folder, paths, form) if images is None else images
-                        _write_cache(file, images)
+                        with replacing(file) as new:
+                            np.save(new, images)
                         cached = _cached(file)
             if cached is not None:
                 return cached, labels
@@ -306,33 +303,10 @@ def _cache_directories(folder: Path) -> list[Path]:
     return [folder / ".fedprune-cache", home / "fedprune" / key]
 
 
-def _write_cache(path: Path, images: Images) -> None:
-    """Write a ``.npy`` file with the SHA-256 of its content behind it, where numpy does not look."""
-    with replacing(path) as file:
-        digest = hashlib.sha256()
-        for block in _npy_blocks(images):
-            digest.update(block)
-            file.write(block)
-        file.write(digest.digest())
-
-
-def _npy_blocks(images: Images) -> Iterator[bytes | memoryview]:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(images))
-    yield header.getvalue()
-    yield np.ascontiguousarray(images).data.cast("B")
-
-
 def _cached(path: Path) -> Images | None:
-    """Return the images of :func:`_write_cache`, mapped into memory; None without a file or for a damaged one."""
-    if not path.exists():
+    """Return the cached images, mapped into memory; None without a file, or for one that is cut."""
+    try:
+        images: Images = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
         return None
-    with path.open("rb") as file:
-        digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size - hashlib.sha256().digest_size
-        while left > 0 and (block := file.read(min(left, 2**20))):
-            digest.update(block)
-            left -= len(block)
-        if file.read() != digest.digest():
-            return None
-    images: Images = np.load(path, mmap_mode="r", allow_pickle=False)
     return images

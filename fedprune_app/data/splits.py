@@ -45,7 +45,6 @@ class ClientData:
 
     @property
     def num_examples(self) -> int:
-        """Return the number of training samples."""
         return len(self.train_labels)
 
 

@@ -170,7 +170,6 @@ def _files(data_dir: str, part: str) -> list[Path]:
 
 
 def texts_in(folder: Path) -> list[Path]:
-    """Return the files of a folder that are read as text."""
     return sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
 
 

@@ -26,27 +26,15 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY as ACCESS_TOKEN_STORE_KEY
     from flwr.cli.constant import AUTHN_TYPE_STORE_KEY as AUTHN_TYPE_STORE_KEY
     from flwr.cli.constant import REFRESH_TOKEN_STORE_KEY as REFRESH_TOKEN_STORE_KEY
-    from flwr.clientapp.client_app import LoadClientAppError as LoadClientAppError
-    from flwr.common.config import get_fused_config_from_dir as get_fused_config_from_dir
-    from flwr.common.config import get_project_config as get_project_config
     from flwr.common.constant import ACCESS_TOKEN_KEY as ACCESS_TOKEN_KEY
     from flwr.common.constant import NOOP_ACCOUNT_NAME as NOOP_ACCOUNT_NAME
     from flwr.common.constant import NOOP_FLWR_AID as NOOP_FLWR_AID
     from flwr.common.constant import SUPERLINK_NODE_ID as SUPERLINK_NODE_ID
     from flwr.common.constant import AuthnType as AuthnType
-    from flwr.common.constant import ErrorCode as ErrorCode
     from flwr.common.serde import recorddict_to_proto as recorddict_to_proto
-    from flwr.proto import message_pb2
     from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest as ConfirmMessageReceivedRequest
-    from flwr.proto.message_pb2 import ObjectTree as ObjectTree
-    from flwr.proto.message_pb2 import PullObjectRequest as PullObjectRequest
-    from flwr.proto.message_pb2 import PullObjectResponse as PullObjectResponse
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
-    from flwr.proto.runtime_pb2 import PullAppMessagesResponse as PullAppMessagesResponse
-    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources as pool_size_from_resources
     from flwr.simulation.run_simulation import _run_simulation as _run_simulation
-    from flwr.supercore.auth.typing import AccountAuthCredentials as AccountAuthCredentials
-    from flwr.supercore.auth.typing import AccountAuthLoginDetails as AccountAuthLoginDetails
     from flwr.supercore.auth.typing import AccountInfo as AccountInfo
     from flwr.supercore.constant import NOOP_FEDERATION_ID as NOOP_FEDERATION_ID
     from flwr.supercore.exit import add_exit_handler as add_exit_handler
@@ -62,7 +50,6 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents as inflate_object_from_contents
     from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
-    from flwr.supercore.object_ref import load_app as load_app
     from flwr.supercore.run import Run as Run
     from flwr.supercore.task_identity import TaskIdentity as TaskIdentity
     from flwr.supercore.telemetry import EventType as EventType
@@ -70,39 +57,27 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.superlink.cli.flower_superlink import flower_superlink as flower_superlink
     from flwr.superlink.grid import HttpGrid as HttpGrid
 
-    MessageProto = message_pb2.Message
-
 _FIRST, _LAST = "1.39", "1.42"  # as in pyproject.toml
 
 _OBJECTS = "flwr.supercore.inflatable.inflatable_object"
 _FETCHING = "flwr.supercore.inflatable.inflatable_utils"
-_RAY_ACTOR = "flwr.simulation.ray_transport.ray_actor"
 PLACES = {
     "ACCESS_TOKEN_KEY": "flwr.common.constant",
     "ACCESS_TOKEN_STORE_KEY": "flwr.cli.constant",
     "AUTHN_TYPE_STORE_KEY": "flwr.cli.constant",
-    "AccountAuthCredentials": "flwr.supercore.auth.typing",
-    "AccountAuthLoginDetails": "flwr.supercore.auth.typing",
     "AccountInfo": "flwr.supercore.auth.typing",
     "ArrayChunk": "flwr.app.message.arraychunk",
     "AuthnType": "flwr.common.constant",
     "ConfirmMessageReceivedRequest": "flwr.proto.message_pb2",
     "ControlAuthnPlugin": "flwr.superlink.auth_plugin",
-    "ErrorCode": "flwr.common.constant",
     "EventType": "flwr.supercore.telemetry",
     "HttpGrid": "flwr.superlink.grid",
-    "LoadClientAppError": "flwr.clientapp.client_app",
-    "MessageProto": "flwr.proto.message_pb2:Message",
     "NOOP_ACCOUNT_NAME": "flwr.common.constant",
     "NOOP_FEDERATION_ID": "flwr.supercore.constant",
     "NOOP_FLWR_AID": "flwr.common.constant",
     "ObjectPullError": _FETCHING,
     "ObjectPushError": _FETCHING,
-    "ObjectTree": "flwr.proto.message_pb2",
     "PullAppMessagesRequest": "flwr.proto.runtime_pb2",
-    "PullAppMessagesResponse": "flwr.proto.runtime_pb2",
-    "PullObjectRequest": "flwr.proto.message_pb2",
-    "PullObjectResponse": "flwr.proto.message_pb2",
     "REFRESH_TOKEN_STORE_KEY": "flwr.cli.constant",
     "Run": "flwr.supercore.run",
     "SUPERLINK_NODE_ID": "flwr.common.constant",
@@ -110,55 +85,25 @@ PLACES = {
     "_run_simulation": "flwr.simulation.run_simulation",
     "add_exit_handler": "flwr.supercore.exit",
     "flower_superlink": "flwr.superlink.cli.flower_superlink",
-    "get_fused_config_from_dir": "flwr.common.config",
     "get_object_body": _OBJECTS,
     "get_object_head_values_from_object_content": _OBJECTS,
-    "get_project_config": "flwr.common.config",
     "inflate_object_from_contents": _FETCHING,
     "iterate_object_tree": _OBJECTS,
-    "load_app": "flwr.supercore.object_ref",
     "load_control_authn_plugin": "flwr.superlink.cli.flower_superlink",
     "make_pull_object_fn_protobuf": "flwr.supercore.inflatable.inflatable_protobuf_utils",
-    "pool_size_from_resources": _RAY_ACTOR,
     "pull_objects": _FETCHING,
     "recorddict_to_proto": "flwr.common.serde",
 }
-"""The module of each private name, and after a colon the name that Flower itself has for it where that differs."""
-
-REPLACED = ("load_control_authn_plugin",)
-"""Names that are looked up in Flower's own modules, where :func:`replace` puts ours; nobody here imports them."""
-
-MEMBERS = {
-    "ControlAuthnPlugin": ("validate_tokens_in_metadata", "get_login_details", "get_auth_tokens", "refresh_tokens"),
-    "HttpGrid": ("_runtime_client", "node", "run", "pull_messages"),
-    "Run": ("create_empty", "primary_task_id", "federation_id", "override_config"),
-    "TaskIdentity": ("task_id", "run_id", "node_id"),
-}
-"""Members of private classes that are used or replaced."""
-
-ARGUMENTS = {
-    "_run_simulation": (
-        "num_supernodes exit_event server_app_attr client_app_attr server_app_context backend_config app_dir run is_app"
-    ),
-    "get_fused_config_from_dir": "project_dir override_config",
-    "get_project_config": "project_dir",
-    "inflate_object_from_contents": "object_id object_contents",
-    "load_app": "module_attribute_str error_type project_dir",
-    "make_pull_object_fn_protobuf": "pull_object_protobuf node run_id",
-    "pull_objects": "object_ids pull_object_fn max_time max_tries_per_object initial_backoff backoff_cap",
-}
-"""Arguments that private functions are called with; the first ones may be positional."""
+"""The module of each private name."""
 
 
 def __getattr__(name: str) -> Any:
-    place = PLACES.get(name)
-    if place is None:
+    if (module := PLACES.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, theirs = place.partition(":")
     try:
-        found = getattr(import_module(module), theirs or name)
+        found = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        missing = f"Flower {version('flwr')} has no {theirs or name} in {module}"
+        missing = f"Flower {version('flwr')} has no {name} in {module}"
         raise ImportError(f"{missing}, allowed: Flower {_FIRST} to {_LAST} ({error})") from error
     globals()[name] = found
     return found
@@ -166,15 +111,13 @@ def __getattr__(name: str) -> Any:
 
 def if_imported(name: str) -> Any:
     """Return what ``name`` stands for if its module was imported before, or None; nothing is imported for it."""
-    module, _, theirs = PLACES[name].partition(":")
-    return getattr(sys.modules.get(module), theirs or name, None)
+    return getattr(sys.modules.get(PLACES[name]), name, None)
 
 
 def replace(name: str, new: object) -> None:
     """Let Flower's own module use ``new`` for ``name``, which has to be there."""
-    module, _, theirs = PLACES[name].partition(":")
     __getattr__(name)
-    setattr(import_module(module), theirs or name, new)
+    setattr(import_module(PLACES[name]), name, new)
 
 
 def release() -> tuple[int, int]:

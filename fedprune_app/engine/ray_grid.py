@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import ray
@@ -19,16 +20,21 @@ from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
 from fedprune_app.core.cohort import share_of
-from fedprune_app.engine.flower_private import ErrorCode, LoadClientAppError, load_app, pool_size_from_resources
-from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
+from fedprune_app.engine.simulated_grid import RAISED, SimulatedGrid, answers
+
+
+def named(reference: str) -> Any:
+    """Return what ``module:name`` names, of a module on Python's path."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
 
 
 @ray.remote
 class SimulatedClients:
     """These are the clients that a process answers for, whichever they are."""
 
-    def __init__(self, client_app: str, app_folder: str, beside_server: bool) -> None:
-        self._app: ClientApp = load_app(client_app, LoadClientAppError, app_folder)
+    def __init__(self, client_app: str, beside_server: bool) -> None:
+        self._app: ClientApp = named(client_app)
         self._beside_server = beside_server
 
     def answer(self, asked: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
@@ -50,15 +56,13 @@ class _Cohort:
 class RayGrid(SimulatedGrid):
     """The clients of this grid answer in Ray actors, as many at a time as the actors' ``resources`` leave room for.
 
-    ``client_app`` names the ClientApp of the Flower app in ``app_folder``. Ray has to be there already;
-    ``one_machine`` says whether it is on this machine alone. Raises ``ValueError`` where there is no room for one
-    actor.
+    ``client_app`` names the ClientApp. Ray has to be there already; ``one_machine`` says whether it is on this machine
+    alone. Raises ``ValueError`` where there is no room for one actor.
     """
 
     def __init__(
         self,
         client_app: str,
-        app_folder: str,
         num_clients: int,
         run_config: Mapping[str, Any],
         resources: Mapping[str, float],
@@ -66,8 +70,8 @@ class RayGrid(SimulatedGrid):
     ) -> None:
         super().__init__(num_clients, run_config)
         worker: Any = SimulatedClients  # Ray's decorator has no types
-        self._new_worker = partial(worker.options(**resources).remote, client_app, app_folder, one_machine)
-        self._idle = [self._new_worker() for _ in range(pool_size_from_resources(dict(resources)))]
+        self._new_worker = partial(worker.options(**resources).remote, client_app, one_machine)
+        self._idle = [self._new_worker() for _ in range(_room_for(resources))]
         self._at_work: dict[Any, _Cohort] = {}  # by the generator of replies
         self._suspects: dict[str, Message] = {}  # messages of cohorts that died; each is answered alone
         self._replies: dict[str, Message] = {}
@@ -160,7 +164,7 @@ class RayGrid(SimulatedGrid):
                 self._forgotten -= cohort.left.keys()
                 return
             for message_id, message in cohort.left.items():
-                reason = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error).__name__}: {error}")
+                reason = Error(RAISED, f"{type(error).__name__}: {error}")
                 self._arrive(message_id, Message(reason, reply_to=message))
             return
         cohort.since = time.monotonic()
@@ -175,3 +179,14 @@ class RayGrid(SimulatedGrid):
             self._forgotten.discard(message_id)
             return
         self._replies[message_id] = self._answered(message_id, reply)
+
+
+def _room_for(resources: Mapping[str, float]) -> int:
+    """Return how many actors with these ``resources`` Ray has room for; none is on two machines."""
+    needs = {{"num_cpus": "CPU", "num_gpus": "GPU"}[key]: count for key, count in resources.items() if count}
+    machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    there = [machine["Resources"] for machine in machines]
+    room = sum(min(int(machine.get(name, 0) / count) for name, count in needs.items()) for machine in there)
+    if not room:
+        raise ValueError(f"Ray has no room for a process of clients, which takes {needs} of {there}")
+    return room

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
@@ -37,13 +37,8 @@ from fedprune_app.engine import flower_private, wire
 from fedprune_app.engine.flower_private import (
     ArrayChunk,
     ConfirmMessageReceivedRequest,
-    MessageProto,
     ObjectPullError,
-    ObjectTree,
     PullAppMessagesRequest,
-    PullAppMessagesResponse,
-    PullObjectRequest,
-    PullObjectResponse,
     get_object_body,
     get_object_head_values_from_object_content,
     inflate_object_from_contents,
@@ -164,20 +159,20 @@ def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> 
             yield _fetch(grid, head, tree, deadlines[message_id], max_bytes)
 
 
-def _listed(grid: HttpGrid, message_ids: list[str]) -> PullAppMessagesResponse:
+def _listed(grid: HttpGrid, message_ids: list[str]) -> Any:
     """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
     _watch(flower_private.http_client(grid))
     with _filtered(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
         return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
 
-def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float, max_bytes: int) -> Reply:
+def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int) -> Reply:
     """Return one reply; the SuperLink then forgets that reply."""
     message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
     client, run_id = grid._runtime_client, grid.run.run_id
     budget = Budget(max_bytes)
 
-    def pull(request: PullObjectRequest) -> PullObjectResponse:
+    def pull(request: Any) -> Any:
         with _filtered(budget):
             return client.PullObject(request)
 

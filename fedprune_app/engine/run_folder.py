@@ -19,7 +19,6 @@ def run_folder(config: Config, run_id: int) -> Path:
 
 
 def new_run_key() -> str:
-    """Return a name for a new run that no other run has."""
     return secrets.token_hex(8)
 
 

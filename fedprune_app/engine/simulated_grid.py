@@ -17,7 +17,6 @@ from fedprune_app.core.cohort import largest_cohort, work_in_cohort
 from fedprune_app.core.rng import derive_seed
 from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
-    ErrorCode,
     Run,
     TaskIdentity,
     set_answered_id,
@@ -26,6 +25,8 @@ from fedprune_app.engine.flower_private import (
 from fedprune_app.engine.simulated import answering_in_simulation
 
 RUN_ID = 1
+RAISED = 2
+"""The code of an error that a client raised, the one that Flower has for it."""
 
 
 class SimulatedGrid(Grid):
@@ -103,8 +104,7 @@ def answers(
             with answering_in_simulation(beside_server):
                 return app(message, context)
         except Exception as error:
-            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
-            return Message(Error(code, f"{type(error).__name__}: {error}"), reply_to=message)
+            return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
 
     works = [lambda each=each: answer(*each) for each in asked]
     yield from work_in_cohort(works)

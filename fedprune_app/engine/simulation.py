@@ -15,6 +15,7 @@ import secrets
 import shlex
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,6 @@ from fedprune_app.engine.flower_private import (
     EventType,
     Run,
     TaskIdentity,
-    get_fused_config_from_dir,
-    get_project_config,
 )
 
 _RAY_GRAIN = 1e-4  # Ray rounds to it, and a rounded part might not fit
@@ -80,45 +79,37 @@ def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
-    """Run the Flower app in the folder ``app`` with a run's ``config`` to its end, on a Grid of our own.
+    """Run the Flower app in the folder ``app``, which is on Python's path, to its end on a Grid of our own.
 
-    Whatever ends the run is raised.
+    ``config`` has all keys of the run. Whatever ends the run is raised.
     """
     import ray
-    from flwr.serverapp import ServerApp
 
-    from fedprune_app.engine.flower_private import load_app
-    from fedprune_app.engine.ray_grid import RayGrid
+    from fedprune_app.engine.ray_grid import RayGrid, named
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     environment = with_this_python({"env_vars": {"PYTHONPATH": paths}})
-    fused = get_fused_config_from_dir(app, config)
-    with _in_time(float(fused["startup-seconds"])):
+    with _in_time(float(config["startup-seconds"])):
         ray.init(include_dashboard=False, runtime_env=environment, **workers.init_args())
-    components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
-    grid = RayGrid(components["clientapp"], str(app), num_clients, fused, workers.resources(), workers.processes > 0)
-    server_app: ServerApp = load_app(components["serverapp"], RuntimeError, app)
-    grid.serve(server_app)
+    components = _components(app)
+    grid = RayGrid(components["clientapp"], num_clients, config, workers.resources(), workers.processes > 0)
+    grid.serve(named(components["serverapp"]))
 
 
 def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
-    """Run the Flower app in the folder ``app`` with a run's ``config`` to its end, on Flower's own simulation.
-
-    Whatever ends the run is raised.
-    """
+    """Run the Flower app in the folder ``app`` to its end on Flower's own simulation; otherwise as :func:`run`."""
     import ray
 
     from fedprune_app.engine.flower_private import _run_simulation
 
-    components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
+    components = _components(app)
     run = Run.create_empty(secrets.randbits(64))
     run.primary_task_id = secrets.randbits(64)
     run.federation_id = NOOP_FEDERATION_ID
     run.override_config = config
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID
-    fused = get_fused_config_from_dir(app, config)
     if not workers.processes:
-        with _in_time(float(fused["startup-seconds"])):
+        with _in_time(float(config["startup-seconds"])):
             ray.init(**workers.init_args())  # to count; Flower connects anew
     resources = workers.resources()
     ray.shutdown()
@@ -128,12 +119,20 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
         exit_event=EventType.FLWR_SIMULATION_RUN_LEAVE,
         server_app_attr=components["serverapp"],
         client_app_attr=components["clientapp"],
-        server_app_context=Context(run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), fused),
+        server_app_context=Context(run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), config),
         backend_config={"client_resources": dict(resources), "init_args": workers.init_args()},
         app_dir=str(app),
         run=run,
         is_app=True,
     )
+
+
+def _components(app: Path) -> dict[str, str]:
+    """Return what the app's pyproject.toml names as its ServerApp and its ClientApp."""
+    components: dict[str, str] = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
+        "components"
+    ]
+    return components
 
 
 def main() -> None:

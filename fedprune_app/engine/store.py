@@ -250,5 +250,4 @@ def make_states_durable(states: Path, clients: Iterable[int], run_key: str, roun
 
 
 def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:
-    """Return the store of the server's own states, below the run folder."""
     return VersionedStore(folder / "checkpoints", owner=owner("checkpoint", run_key))

@@ -23,8 +23,6 @@ from fedprune_app.engine.flower_private import (
     NOOP_ACCOUNT_NAME,
     NOOP_FLWR_AID,
     REFRESH_TOKEN_STORE_KEY,
-    AccountAuthCredentials,
-    AccountAuthLoginDetails,
     AccountInfo,
     AuthnType,
     ControlAuthnPlugin,
@@ -73,17 +71,13 @@ class SecretAuthn(ControlAuthnPlugin):
             return False, None
         return True, AccountInfo(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
 
-    def get_login_details(self) -> AccountAuthLoginDetails | None:
-        """Return None, since nobody can log in: a user has the secret or does not have it."""
-        return None
+    def get_login_details(self) -> None:
+        """Return nothing, since nobody can log in: a user has the secret or does not have it."""
 
-    def get_auth_tokens(self, device_code: str) -> AccountAuthCredentials | None:
-        """Return None, since nobody can log in."""
-        return None
+    def get_auth_tokens(self, device_code: str) -> None:
+        """Return nothing, since nobody can log in."""
 
-    def refresh_tokens(
-        self, metadata: Sequence[tuple[str, str | bytes]]
-    ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
+    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
         """Return nothing, since the secret does not end."""
         return None, None
 

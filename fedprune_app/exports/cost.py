@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,15 +53,23 @@ def latencies(
     clock would measure which runner has to wait, even in the median. The runners take turns, after one turn each to
     warm up. The median is of 3 to 100 turns, as many as fit into ``seconds``.
     """
+    with one_thread():
+        return {batch: medians(runners, example_images(image_shape, batch), seconds) for batch in batches}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one thread until the block ends."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return {batch: _medians(runners, example_images(image_shape, batch), seconds) for batch in batches}
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _medians(runners: Sequence[Runner], images: Tensor, seconds: float) -> list[float]:
+def medians(runners: Sequence[Runner], images: Tensor, seconds: float = 1.0) -> list[float]:
+    """Return each runner's median milliseconds of this thread's time, as :func:`latencies` has them."""
     for runner in runners:
         runner(images)
     turns: list[list[float]] = []

@@ -20,7 +20,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -93,26 +92,28 @@ class ExportInfo:
         Raises ``ValueError`` for whatever :meth:`to_json` would not write, except unknown keys.
         """
         try:
-            found = json.loads(text)
+            metadata = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"its metadata is not valid JSON ({type(error).__name__})") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"its metadata is {_short(found)}, allowed: a JSON object")
+        if not isinstance(metadata, dict):
+            raise ValueError(f"its metadata is {_short(metadata)}, allowed: a JSON object")
         for key, (is_allowed, allowed) in _KEYS.items():
-            if key not in found:
+            if key not in metadata:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
-            if not is_allowed(found[key]):
-                raise ValueError(f"'{key}' is {_short(found[key])}, allowed: {allowed}")
-        depth = found["image_shape"][0]
+            if not is_allowed(metadata[key]):
+                raise ValueError(f"'{key}' is {_short(metadata[key])}, allowed: {allowed}")
+        depth = metadata["image_shape"][0]
         for key in ("mean", "std"):
-            if len(found[key]) != depth:
-                raise ValueError(f"'{key}' has {len(found[key])} numbers, allowed: {depth}, one per channel")
-        if (count := len(found["class_names"])) not in (0, found["classes"]):
-            raise ValueError(f"'class_names' has {count} names, allowed: {found['classes']}, or none")
-        if (count := len(found["features"])) not in (0, math.prod(found["image_shape"])):
-            raise ValueError(f"'features' has {count} names, allowed: {math.prod(found['image_shape'])}, or none")
-        values: dict[str, Any] = {f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls)}
-        channels = {name: tuple(indices) for name, indices in found["channels"].items()}
+            if len(metadata[key]) != depth:
+                raise ValueError(f"'{key}' has {len(metadata[key])} numbers, allowed: {depth}, one per channel")
+        if (count := len(metadata["class_names"])) not in (0, metadata["classes"]):
+            raise ValueError(f"'class_names' has {count} names, allowed: {metadata['classes']}, or none")
+        if (count := len(metadata["features"])) not in (0, math.prod(metadata["image_shape"])):
+            raise ValueError(f"'features' has {count} names, allowed: {math.prod(metadata['image_shape'])}, or none")
+        values: dict[str, Any] = {
+            f.name: tuple(v) if isinstance(v := metadata[f.name], list) else v for f in fields(cls)
+        }
+        channels = {name: tuple(indices) for name, indices in metadata["channels"].items()}
         return cls(**{**values, "channels": channels})
 
 
@@ -135,9 +136,9 @@ def read_export_info(path: str | PathLike[str]) -> ExportInfo:
 
     Raises a one-line ``ValueError`` naming the file.
     """
-    found = _read(Path(path), with_tensors=False)
-    _check_digests(Path(path), found)
-    return found.info
+    content = _read(Path(path), with_tensors=False)
+    _check_digests(Path(path), content)
+    return content.info
 
 
 def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse: bool = False) -> nn.Module:
@@ -154,12 +155,12 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
     one-line ``ValueError`` naming the file.
     """
     path = as_path("path", path)
-    found = _read(path, with_tensors=True, build=build)
+    content = _read(path, with_tensors=True, build=build)
     try:
-        network = network_of(found.info, found.payload, build)
+        network = network_of(content.info, content.payload, build)
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}{_doubt(build)}") from None
-    _check_digests(path, found)  # last, because a digest cannot say what is wrong
+    _check_digests(path, content)  # last, because a digest cannot say what is wrong
     if sparse:
         sparsify(network)
     return network
@@ -179,11 +180,6 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
     for name, tensor in payload.tensors.items():
         _check_tensor(name, tensor, full[name], bool(info.channels))
-    _check_channels(info.channels, model, payload.tensors)
-    density = full_density(model, payload)
-    if abs(density - info.density) > 1e-9:
-        raise ValueError(f"'density' is {info.density}, its tensors' is {density}")
-
     shrink(model, *_cuts(full, payload.tensors))
     model.eval().requires_grad_(False)
     try:
@@ -220,11 +216,11 @@ class _Found:
     payload: Payload = field(default_factory=lambda: Payload({}))
 
 
-def _check_digests(path: Path, found: _Found) -> None:
-    about = json.loads(found.metadata)
+def _check_digests(path: Path, content: _Found) -> None:
+    about = json.loads(content.metadata)
     try:
         check_json(about)
-        if found.body is None or _sha256(found.body) == about.get(_BODY):
+        if content.body is None or _sha256(content.body) == about.get(_BODY):
             return
     except (ValueError, RecursionError):
         pass
@@ -303,18 +299,6 @@ def _check_tensor(name: str, tensor: Tensor, like: Tensor, may_be_cut: bool) -> 
     if not fits or (tensor.shape != full and not may_be_cut):
         allowed = f"at most {tuple(full)}" if may_be_cut else tuple(full)
         raise ValueError(f"tensor {name!r} has shape {_short(tuple(tensor.shape))}, allowed: {allowed}")
-
-
-def _check_channels(channels: Mapping[str, tuple[int, ...]], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    norms = {name: m.num_features for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    for name, indices in channels.items():
-        if name not in norms:
-            allowed = ", ".join(norms) or "none, the model has no batch normalisation"
-            raise ValueError(f"channels of {_short(name)}, allowed: {allowed}")
-        if not indices or indices[-1] >= norms[name] or any(a >= b for a, b in pairwise(indices)):
-            raise ValueError(f"channels of '{name}' are {_short(indices)}, allowed: some of {norms[name]}, ascending")
-        if len(indices) != (left := tensors[f"{name}.weight"].numel()):
-            raise ValueError(f"channels of '{name}' are {len(indices)}, its tensor has {left}")
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:

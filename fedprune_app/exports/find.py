@@ -90,23 +90,23 @@ def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, da
     A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
     """
     model = info.get("model") or {}
-    told = state.meta.get("normalisation") or model.get("normalisation")
-    if not isinstance(told, dict):
+    normalisation = state.meta.get("normalisation") or model.get("normalisation")
+    if not isinstance(normalisation, dict):
         dataset = _same_data(run, info, config, data_dir)
-        told = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
+        normalisation = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
         model = {**model, "features": list(dataset.features)}
     fields = {
         "image-shape": model.get("image_shape"),
         "num-classes": model.get("classes"),
         "classes": model.get("class_names", []),
         "features": state.meta.get("features") or model.get("features", []),
-        **{f"normalisation-{name}": values for name, values in told.items()},
+        **{f"normalisation-{name}": values for name, values in normalisation.items()},
     }
     try:
-        found = ImageClientInfo.facts(fields)
+        facts = ImageClientInfo.facts(fields)
     except ValueError as error:
         raise ValueError(f"run {str(run)!r} says of its images what cannot be: {error}") from None
-    return _Inputs(*(found[name] for name in ("image_shape", "num_classes", "classes", "mean", "std", "features")))
+    return _Inputs(*(facts[name] for name in ("image_shape", "num_classes", "classes", "mean", "std", "features")))
 
 
 def _kind_of_inputs(config: Config) -> str:
@@ -170,24 +170,9 @@ def _asks_for_a_client(config: Config, why: str, allowed: str = "a client's numb
     )
 
 
-def _or_global(run: Path, info: Mapping[str, Any], config: Config) -> str:
-    """Return the end of what is allowed in the place of a client, which is empty where no global model is complete."""
-    return ", or the global model" if _has_whole_global(run, info, config) else ""
-
-
-def _has_whole_global(run: Path, info: Mapping[str, Any], config: Config) -> bool:
-    model = info.get("model") or {}
-    if not SYSTEMS[config.system].strategy.has_global_model or "image_shape" not in model:
-        return False
-    shape, classes = tuple(model["image_shape"]), model["classes"]
-    full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
-    names = list(state_tensors(full, include_buffers=True))
-    from_server = _names_from_server(config, full, int(info["rounds_completed"]))
-    try:
-        there = _read(run / "models" / "global.safetensors").tensors.keys()
-    except ValueError:
-        return False
-    return {*names} <= there and not 0 < len(from_server) < len(names)
+def _or_global(config: Config) -> str:
+    """Return the end of what is allowed in the place of a client, which is empty where there is no global model."""
+    return ", or the global model" if SYSTEMS[config.system].strategy.has_global_model else ""
 
 
 def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: int, state_dir: str) -> tuple[int, State]:
@@ -200,22 +185,20 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
         raise ConfigError(
             "--client",
             client,
-            "none"
-            if config.batch_norm == "averaged"
-            else "no export, as the global model lacks the norms of batch-norm 'local'",
+            "none",
             condition=f"with system {config.system!r}",
             hint="it does not keep its fine-tuned models",
         )
     known = sorted(row["partition"] for row in info.get("partition") or [])
     if client not in known:
-        raise ConfigError("--client", client, f"{_ranges(known)}{_or_global(run, info, config)}")
+        raise ConfigError("--client", client, f"{_ranges(known)}{_or_global(config)}")
     run_key = str(info.get("run_key") or "")
     store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
     rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
     if client not in rounds:
-        trained = f"{_ranges(sorted(rounds))}{_or_global(run, info, config)}"
+        trained = f"{_ranges(sorted(rounds))}{_or_global(config)}"
         raise ConfigError("--client", client, trained, which="never trained in this run and has no model")
-    if client not in rounds or rounds[client] not in store.rounds():
+    if rounds[client] not in store.rounds():
         raise ConfigError(
             "--state-dir",
             store.folder,
@@ -229,8 +212,8 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
     """Return the tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
     names = _names_from_server(config, full, round)
-    found = _read(run / "models" / "global.safetensors").tensors if names else {}
-    return {name: found[name] for name in names if name in found}
+    tensors = _read(run / "models" / "global.safetensors").tensors if names else {}
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def _names_from_server(config: Config, full: nn.Module, round: int) -> list[str]:
@@ -283,7 +266,7 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     name = chosen_name(config.model, config.dataset)
     info = ExportInfo(
         system=config.system,
-        client=client,
+        client=None if client is None else int(client),  # it may be a number of NumPy
         round=round,
         model=os.path.basename(name),  # of 'folder/file.py:function'
         image_shape=shape,

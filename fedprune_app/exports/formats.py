@@ -68,26 +68,26 @@ def export_model(
         raise ConfigError("--output", output, "a file", which="is a folder")
     if output.exists() and not force:
         raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces it")
-    found = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
-    content, runner, full_runner = convert(found, format)
+    model = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
+    content, runner, full_runner = convert(model, format)
     replace_file(output, content)
 
-    shape = found.info.image_shape
+    shape = model.info.image_shape
     milliseconds = latencies([full_runner, runner], shape)
-    dense = state_tensors(found.full, include_buffers=True)
+    dense = state_tensors(model.full, include_buffers=True)
     full = Size(
         len(safetensors.torch.save(dense)),
-        sum(parameter.numel() for parameter in found.full.parameters()),
-        sum(forward_flops(found.full, shape).values()),
+        sum(parameter.numel() for parameter in model.full.parameters()),
+        sum(forward_flops(model.full, shape).values()),
         {batch: times[0] for batch, times in milliseconds.items()},
     )
     small = Size(
         len(content),
-        num_parameters(found.payload, parameter_names(found.network)),
-        sparse_flops(forward_flops(found.network, shape), found.payload.masks),
+        num_parameters(model.payload, parameter_names(model.network)),
+        sparse_flops(forward_flops(model.network, shape), model.payload.masks),
         {batch: times[1] for batch, times in milliseconds.items()},
     )
-    return found.info, full, small
+    return model.info, full, small
 
 
 def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
@@ -138,25 +138,25 @@ SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=T
 FORMATS = ("safetensors", SPARSE, *_RUNTIMES)
 
 
-def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
+def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
     """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
 
     The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
     largest logit. Otherwise ``ValueError`` is raised.
     """
     if format in ("safetensors", SPARSE):
-        network = copy.deepcopy(found.network)
+        network = copy.deepcopy(model.network)
         if format == SPARSE:
             sparsify(network)
-        return encode_export(found.info, found.payload), network, found.full
-    content, runner = _RUNTIMES[format](found.network, found.info)
+        return encode_export(model.info, model.payload), network, model.full
+    content, runner = _RUNTIMES[format](model.network, model.info)
     for batch in (1, 3):
-        images = example_images(found.info.image_shape, batch)
-        expected, got = found.network(images), runner(images)
+        images = example_images(model.info.image_shape, batch)
+        expected, got = model.network(images), runner(images)
         error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
         if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
-    return content, runner, _RUNTIMES[format](found.full, found.info)[1]
+    return content, runner, _RUNTIMES[format](model.full, model.info)[1]
 
 
 def _extras(*names: str) -> list[Any]:

@@ -7,18 +7,16 @@ whose pruned weights are zeros.
 from __future__ import annotations
 
 import shutil
-import statistics
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
+from fedprune_app.exports.cost import medians, one_thread
 from fedprune_app.exports.formats import SUFFIXES
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
@@ -28,7 +26,6 @@ from fedprune_app.results.reader import check_models, read_info
 
 CHECKPOINT = Path("models") / "global"
 """A run of a language model leaves its global model here, for transformers."""
-_TURNS = 7
 
 
 @dataclass(frozen=True)
@@ -99,56 +96,32 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     def layer(number: int) -> Payload:
         whole = model.layer_tensors(number)
         tensors = {name: whole[name] for name in model.prunable(number)}
-        found = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
+        payload = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
         kept["all"] += sum(tensor.numel() for tensor in tensors.values())
-        kept["kept"] += found.num_kept()
-        return found
+        kept["kept"] += payload.num_kept()
+        return payload
 
     written = write_packed(model, layer, output)
     try:
-        dense, sparse = _both(output)
+        with one_thread():
+            dense, sparse = load_packed(output), load_packed(output, sparse=True)
     except BaseException:
         shutil.rmtree(output, ignore_errors=True)
         raise
-    times = _milliseconds({"dense": dense, "sparse": sparse})
+    token = torch.zeros((1, 1), dtype=torch.int64)
+    with one_thread(), torch.inference_mode():
+        times = medians([partial(each, use_cache=False) for each in (dense, sparse)], token)
     linear = [type(each) for each in sparse.modules() if isinstance(each, nn.Linear | SparseLinear)]
     return Packed(
-        Cost(_bytes(dense), _bytes(dense), times["dense"]),
-        Cost(written, _bytes(sparse), times["sparse"]),
+        Cost(_bytes(dense), _bytes(dense), times[0]),
+        Cost(written, _bytes(sparse), times[1]),
         kept["kept"] / max(1, kept["all"]),
         max(0, len(linear) - 1),  # the head is no layer of the decoder
         linear.count(SparseLinear),
     )
 
 
-def _both(folder: Path) -> tuple[Any, Any]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return load_packed(folder), load_packed(folder, sparse=True)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _bytes(model: nn.Module) -> int:
     """Return the bytes of a model's tensors in memory; tied ones count once."""
     tensors = {each.data_ptr(): each for each in [*model.parameters(), *model.buffers()]}
     return sum(each.numel() * each.element_size() for each in tensors.values())
-
-
-@torch.inference_mode()
-def _milliseconds(models: Mapping[str, Any]) -> dict[str, float]:
-    """Return each model's median time for one token, without a context, on one thread, in turns."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    token = torch.zeros((1, 1), dtype=torch.int64)
-    times: dict[str, list[float]] = {name: [] for name in models}
-    try:
-        for _ in range(1 + _TURNS):  # the first one is to warm up
-            for name, model in models.items():
-                started = time.thread_time()
-                model(token, use_cache=False)
-                times[name].append(1000 * (time.thread_time() - started))
-    finally:
-        torch.set_num_threads(threads)
-    return {name: statistics.median(taken[1:]) for name, taken in times.items()}

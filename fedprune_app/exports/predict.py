@@ -54,7 +54,7 @@ def predictions(
             "columns the model names; in Python, fedprune_app.load_model takes numbers"
         )
     classify = _Classifier(info, load_model(model, build=build), top)
-    found = []
+    classified = []
     for path in files:
         try:
             _check_file(path, "table" if info.features else "image")
@@ -65,8 +65,8 @@ def predictions(
             refuse(error)
             continue
         for row, classes in enumerate(classify(examples), 1):
-            found.append(Prediction(path, row if info.features else None, classes))
-    return found
+            classified.append(Prediction(path, row if info.features else None, classes))
+    return classified
 
 
 class _Classifier:
@@ -79,15 +79,15 @@ class _Classifier:
         self._top = min(top, len(self._names))
 
     def __call__(self, examples: Tensor) -> list[Classes]:
-        found: list[Classes] = []
+        likeliest: list[Classes] = []
         mean, std = (each.to(examples.dtype) for each in self._scale)
         for start in range(0, len(examples), _BATCH):
             batch = examples[start : start + _BATCH]
             with torch.no_grad():
                 shares, classes = self._network((batch - mean).div(std).float()).softmax(1).topk(self._top)
             for row in zip(classes.tolist(), shares.tolist(), strict=True):
-                found.append([(self._names[k], share) for k, share in zip(*row, strict=True)])
-        return found
+                likeliest.append([(self._names[k], share) for k, share in zip(*row, strict=True)])
+        return likeliest
 
 
 def _check_file(path: Path, kind: str) -> None:

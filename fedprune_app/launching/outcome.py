@@ -28,12 +28,10 @@ class RecordedEnd:
 
     @property
     def is_over(self) -> bool:
-        """Whether the file says that the run is over."""
         return self._outcome is not None
 
     @property
     def is_completed(self) -> bool:
-        """Whether the file says that the run was completed."""
         return self._outcome is not None and self._outcome[0] == "completed"
 
     @property

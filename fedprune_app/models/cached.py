@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from fedprune_app.files import locked, replacing_folder
+from fedprune_app.files import locked, replacing_folder, sha256_of
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -49,9 +48,3 @@ def is_whole(folder: Path) -> bool:
         return all(sha256_of(folder / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def sha256_of(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

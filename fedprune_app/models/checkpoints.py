@@ -79,7 +79,6 @@ def _of_hub(name: str, download: bool) -> Path:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's text without its line breaks."""
     return " ".join(str(error).split())
 
 

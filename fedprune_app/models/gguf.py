@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fedprune_app.models.cached import cache_folder, cached_model, sha256_of
+from fedprune_app.files import sha256_of
+from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.checkpoints import import_transformers, one_line
 
 

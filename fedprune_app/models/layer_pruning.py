@@ -184,7 +184,6 @@ def same_inputs(model: LanguageModel) -> list[list[str]]:
 
 
 def _shapes(model: LanguageModel, layer: int) -> dict[str, torch.Size]:
-    """Return the shapes of a layer's tensors, by name."""
     return {name: tensor.shape for name, tensor in model.layer_like(layer).items()}
 
 

@@ -47,7 +47,6 @@ class SparseLinear(nn.Module):
 
     @property
     def matrix(self) -> PackedMatrix:
-        """Return the packed weight."""
         return PackedMatrix(self.in_features, self.words, self.starts, self.values)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -56,11 +55,6 @@ class SparseLinear(nn.Module):
         Raises ``RuntimeError`` for inputs that need gradients or are not on the CPU.
         """
         return sparse_linear.linear(inputs, self.matrix, self.bias)
-
-    def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows of the layer."""
-        density = f"density={self.matrix.density:.3f}"
-        return f"in_features={self.in_features}, out_features={self.out_features}, {density}"
 
 
 @dataclass(frozen=True)
@@ -145,8 +139,6 @@ def sparsify(model: nn.Module) -> list[str]:
     zeros, small, or without the library. The model is for inference from then on, on the device where it is, and is
     changed in place. On a GPU only matrices that keep two of every four neighbours, in 16 bits, may become sparse.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is of type {type(model).__name__}, allowed: torch.nn.Module")
     layers = list(_linear_layers(model))
     chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for _, module, _ in layers))
     replaced = []

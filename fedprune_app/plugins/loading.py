@@ -14,16 +14,14 @@ what its operator allows with ``allowed-plugins``.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,37 +88,6 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
         name = str(values.get(key) or DEFAULTS[key])
         if name not in ("auto", *NAMES[key]):
             _load_entry_point(key, group, name)
-            _check_meant(key, name)
-
-
-def _check_meant(key: str, name: str) -> None:
-    """Raise :class:`ConfigError` for a name that nothing registers if an installed plug-in's was probably meant."""
-    if name in NAMES[key]:
-        return
-    known = _all_declared(_places())[key]
-    close = difflib.get_close_matches(name, [*NAMES[key], *known], n=1, cutoff=0.7)
-    if close and close[0] not in NAMES[key]:
-        raise ConfigError(
-            key,
-            name,
-            "a name that `fedprune list` shows",
-            hint=f"did you mean {close[0]!r}, of the plug-in {known[close[0]]}?",
-        )
-
-
-def idle(values: Mapping[str, object]) -> list[str]:
-    """Return what the key ``plugins`` names, is loaded, and neither registered a name nor has a function in use."""
-    used = {code.target for code in code_in(values) if code.function}
-    active = {each for origin in origins.values() for each in (origin, *_files_of(origin))}
-    return [
-        name
-        for name in names_in(values)
-        if name not in {*used, *active} and not any(each.startswith(f"{name}.") for each in active)
-    ]
-
-
-def _files_of(origin: str) -> list[str]:
-    return [target for target, (_, module) in _files.items() if module.__name__ == origin]
 
 
 def check_named(values: Mapping[str, object], named: Mapping[str, object]) -> None:
@@ -154,12 +121,12 @@ def check_reachable(values: Mapping[str, object]) -> None:
 
 def described(values: Mapping[str, object]) -> dict[str, str]:
     """Return for all plug-ins that ``values`` name which code they are: a version, or the SHA-256 of the file."""
-    found = {code.target: _identity(code.target) for code in code_in(values)}
+    versions = {code.target: _identity(code.target) for code in code_in(values)}
     for key in GROUPS:
         origin = origins.get((key, str(values.get(key) or DEFAULTS[key])), "")
-        if origin and not any(_files.get(target, ("", None))[1] is sys.modules.get(origin) for target in found):
-            found.setdefault(origin, _identity(origin))
-    return found
+        if origin and not any(_files.get(target, ("", None))[1] is sys.modules.get(origin) for target in versions):
+            versions.setdefault(origin, _identity(origin))
+    return versions
 
 
 def _identity(target: str) -> str:
@@ -253,14 +220,11 @@ def _from_file(code: Code) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        before = sys.modules.get(name)
         sys.modules[name] = module  # where dataclasses look for the module of a class
         try:
             spec.loader.exec_module(module)
         except BaseException:
             sys.modules.pop(name)
-            if before is not None:
-                sys.modules[name] = before
             raise
         _files[code.target] = digest, module
     return _files[code.target][1]
@@ -270,7 +234,7 @@ def _register_function(code: Code, module: ModuleType) -> None:
     """Register a function under the text that names it."""
     function = getattr(module, code.function, None)
     if not callable(function):
-        own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         names = ", ".join([name for name in own if not name.startswith("_")][:10]) or "which has none"
         raise ConfigError(code.key, str(code), f"a function of {code.target}: {names}")
     name, summary = str(code), f"{code.function} of {code.target}"
@@ -293,39 +257,25 @@ def function(key: str, name: str) -> Callable[..., Any]:
     """
     target, _, attribute = name.rpartition(":")
     code = Code(key, target, attribute)
-    found = getattr(_imported(code), attribute, None) if target else None
-    if not callable(found):
+    value = getattr(_imported(code), attribute, None) if target else None
+    if not callable(value):
         raise ConfigError(key, name, "file.py:function or module:function")
-    made: Callable[..., Any] = found
+    made: Callable[..., Any] = value
     return made
 
 
 def _load_entry_point(key: str, group: str, name: str) -> None:
     """Load the installed plug-in that declares a name, if there is one."""
-    for module in _declaring(group, name, _places()):
+    for module in _declaring(group, name):
         _imported(Code(key, module))
         if name not in NAMES[key]:
             raise ConfigError(key, name, which=f"{module} declares and does not register")
 
 
 @lru_cache(maxsize=64)  # a search reads files of all installed packages, and every message to a client asks
-def _declaring(group: str, name: str, places: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+def _declaring(group: str, name: str) -> tuple[str, ...]:
     """Return the modules of the installed plug-ins that declare a name."""
     return tuple(entry.module for entry in importlib.metadata.entry_points(group=group, name=name))
-
-
-def _places() -> tuple[tuple[str, int], ...]:
-    """Return where packages are installed, with the time of the last change there."""
-    found = []
-    for place in sys.path:
-        with suppress(OSError):
-            found.append((place, os.stat(place or ".").st_mtime_ns))
-    return tuple(found)
-
-
-@lru_cache(maxsize=4)  # as above
-def _all_declared(places: tuple[tuple[str, int], ...]) -> dict[str, dict[str, str]]:
-    return installed()
 
 
 def installed() -> dict[str, dict[str, str]]:

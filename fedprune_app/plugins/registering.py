@@ -51,8 +51,6 @@ def register_system(
     for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
             raise ConfigError(what, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
-    if not isinstance(summary, str):
-        raise ConfigError("summary", summary, "a text of one line", where=f"system {name!r}")
     own = own_measures.checked(name, measures)
     declares = declared(client)
     for each in own:

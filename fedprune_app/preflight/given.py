@@ -44,7 +44,6 @@ class Given:
         return paths_from_here({key: value for source in sources for key, value in source.items()})
 
     def for_run_in(self, out: Path, *, resume: bool = False, accept_loss: bool = False) -> Given:
-        """Return what is given for a run in the folder ``out``."""
         return replace(self, out=out, resume=resume, accept_loss=accept_loss)
 
 

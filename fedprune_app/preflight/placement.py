@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_FILE, Config, ConfigError, Scalar, told_of
-from fedprune_app.config.meant import not_allowed
+from fedprune_app.config import POLICY_FILE, Config, ConfigError, Scalar
 
 ENGINES = ("ray", "flower", "inprocess")
 _ON_RAY = ("ray", "flower")
@@ -52,8 +49,6 @@ class Placement:
             raise ConfigError("--superlink", self.superlink, "nothing", condition=f"with engine {self.engine!r}")
         if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
             raise ConfigError("--ray-address", self.ray_address, condition="with engine 'ray' or 'flower' alone")
-        if self.superlink:
-            _check_superlink(self.superlink)
         if self.ray_address:
             _check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
@@ -69,7 +64,6 @@ class Placement:
 
     @property
     def clients(self) -> int:
-        """The number of clients."""
         return 20 if self.num_clients is None else int(self.num_clients)  # it may be a number of NumPy
 
     def resumed(self, before: Mapping[str, Any]) -> Placement:
@@ -96,22 +90,22 @@ class Placement:
 
     def with_nodes_for(self, config: Config) -> Placement:
         """Return the placement whose nodes have what their operators would give them for a run with ``config``."""
-        nodes = (_node_for(config, each, k, len(self.nodes)) for k, each in enumerate(self.nodes))
+        nodes = (_node_for(config, node, k, len(self.nodes)) for k, node in enumerate(self.nodes))
         return replace(self, nodes=tuple(nodes))
 
 
-def _node_for(config: Config, given: Mapping[str, Scalar], number: int, count: int) -> Mapping[str, Scalar]:
+def _node_for(config: Config, node: Mapping[str, Scalar], number: int, count: int) -> Mapping[str, Scalar]:
     """Return the node-config of a rehearsal's node. A node that has a policy says for itself what it allows."""
     policy: dict[str, Scalar] = {}
     place: dict[str, Scalar] = {"data-dir": config.data_dir} if config.data_dir else {}
     place |= {"partition-id": number, "num-partitions": count}
     if code := ",".join(dict.fromkeys(each.target for each in plugins.code_in(config.to_dict()))):
         policy["allowed-plugins"] = code  # the nodes are the user's own
-    if config.dp.enabled and _has_own_data(given):
+    if config.dp.enabled and _has_own_data(node):
         policy["allowed-label-columns"] = config.label_column
     elif config.dp.enabled:  # the hash is that of the same run in this process
         policy["secure-rng"] = config.dp.secure_rng
-    return {**({} if _has_own_data(given) else place), **({} if POLICY_FILE in given else policy), **given}
+    return {**({} if _has_own_data(node) else place), **({} if POLICY_FILE in node else policy), **node}
 
 
 def _has_own_data(node: Mapping[str, Scalar]) -> bool:
@@ -129,22 +123,6 @@ def recorded_clients(folders: Iterable[Path]) -> int:
     from fedprune_app.results.recorder import holds_run
 
     return next(filter(None, (clients_of(read_info(folder)) for folder in folders if holds_run(folder))), 0)
-
-
-def _check_superlink(name: str) -> None:
-    """Raise :class:`ConfigError` for a connection that Flower's own configuration does not have.
-
-    Where there is no such configuration yet, Flower will make one and say what it has.
-    """
-    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-    try:
-        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
-    except (OSError, ValueError):
-        return
-    names = [key for key, value in connections.items() if isinstance(value, dict)]
-    if names and name not in names:
-        with told_of(str(file)):
-            raise not_allowed("--superlink", name, names)
 
 
 def _check_ray_address(address: str) -> None:

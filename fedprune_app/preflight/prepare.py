@@ -41,7 +41,6 @@ class Prepared:
 
     @property
     def folder(self) -> Path:
-        """The folder of the run."""
         return Path(self.config.out_dir)
 
 
@@ -168,5 +167,3 @@ def _notes(given: Given, config: Config, idle: Collection[str]) -> Iterator[str]
         yield f"dp.enabled is false, so this run of system {config.system!r} protects nobody"
     if keys := [key for key in given.chosen if key in idle]:
         yield f"without effect with system {config.system!r}: {', '.join(keys)}"
-    for name in plugins.idle(given.chosen):
-        yield f"plug-in {name!r} registers no name"

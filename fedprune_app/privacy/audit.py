@@ -28,17 +28,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
     Theorem 3.1 of the paper, for r ``guesses`` of m ``canaries``, a number that was fixed before, and v ``correct``:
     ``f(v) + 2 m δ max_{1 <= i <= m} (f(v - i) - f(v)) / i`` with ``f(v) = P[Binomial(r, e^ε / (1 + e^ε)) >= v]``.
-    Raises ``ValueError`` unless 0 <= v <= r <= m, ε >= 0 and 0 <= δ <= 1.
 
     >>> round(p_value(canaries=100, guesses=10, correct=9, epsilon=0.0, delta=0.0), 4)  # (1 + 10) / 2^10
     0.0107
     """
-    if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(
-            f"{correct} correct of {guesses} guesses on {canaries} canaries, allowed: each at most the next"
-        )
-    if not (epsilon >= 0 and 0 <= delta <= 1):
-        raise ValueError(f"epsilon is {epsilon} and delta is {delta}, allowed: at least 0, and 0 to 1")
     tail = _tails(guesses, epsilon)
     if correct == 0:
         return 1.0
@@ -58,8 +51,8 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
     """Return the largest ε that so many correct guesses rule out.
 
     With this ``confidence`` the true ε is not below the bound.
-    The bound is 0 where nothing is ruled out, and never inf. Raises ``ValueError`` as :func:`p_value`, and for a
-    confidence not between 0 and 1.
+    The bound is 0 where nothing is ruled out, and never inf. Raises ``ValueError`` for a confidence not
+    between 0 and 1.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}, allowed: above 0 and below 1")

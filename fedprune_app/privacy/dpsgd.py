@@ -106,7 +106,6 @@ class _Step:
         return replace(self, clipped_sum=clipped_sum, gradients=gradients, kept=kept)
 
     def add(self, images: Tensor, labels: Tensor) -> None:
-        """Add the clipped gradients of some examples of the batch."""
         if len(labels):
             for name, total in self.clipped_sum(images, labels).items():
                 self.gradients[name].add_(total)
@@ -117,5 +116,4 @@ class _Step:
 
 
 def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the masks that do not keep everything."""
     return {name: mask for name, mask in kept.items() if not bool(mask.all())}

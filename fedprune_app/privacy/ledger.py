@@ -111,7 +111,6 @@ class Ledger:
                     self._require_data(data, file)
 
     def __len__(self) -> int:
-        """Return how many charges there were."""
         return self._charges
 
     def shares(self, data: Data) -> bool:

@@ -101,12 +101,10 @@ def running_mean(values: Sequence[float]) -> float | None:
 
 
 def number(values: Sequence[float]) -> float | None:
-    """Return the number of values; None for no values."""
     return len(values) or None
 
 
 def largest(values: Sequence[float]) -> float | None:
-    """Return the largest value; None for no values."""
     return max(values, default=None)
 
 
@@ -222,7 +220,6 @@ class InLine:
     on_a_text: bool = False
 
     def number(self, value: float) -> str:
-        """Return the number scaled, formatted and with its unit."""
         return f"{value * self.scale:{self.format}}{self.unit}"
 
 

@@ -117,7 +117,6 @@ def cost() -> tuple[Column, ...]:
 
 
 def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
-    """Return the columns of both tables."""
     return (*outcome(groups), *cost())
 
 
@@ -478,10 +477,6 @@ def comma_separated(groups: Sequence[Group]) -> str:
         cells.append(epsilon_remark([group]).strip(" ()"))
         writer.writerow(cells)
     return text.getvalue()
-
-
-TABLES = ("table.md", "table.csv", "table.tex", "perplexity.md")
-"""Names of the files that :func:`write_tables` may write."""
 
 
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:

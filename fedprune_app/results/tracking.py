@@ -127,9 +127,6 @@ class MLflow:
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
-            for name, value in settings.items():  # MLflow's parameters are written once
-                if found[0].data.params.get(name) != value:
-                    self._client.set_tag(self._run, f"fedprune.resumed.{name}", value)
             return
         tags = {"fedprune.run_key": key, "fedprune.folder": str(folder)}
         self._run = self._client.create_run(number, run_name=f"{info['system']} {folder.name}", tags=tags).info.run_id

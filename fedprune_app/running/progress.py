@@ -69,7 +69,6 @@ class RunProgress:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Show a text in place of the numbers."""
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:

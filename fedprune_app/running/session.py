@@ -56,7 +56,6 @@ class Session(ExitStack):
 
     @property
     def app(self) -> Path:
-        """The app is the folder of the Flower app that is run."""
         return self._folder() / "app"
 
     def _connect(self, placement: Placement) -> Link:

@@ -16,7 +16,6 @@ class Left(BaseException):
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Raise :class:`Left` for a signal."""
     raise Left(f"{signal.Signals(number).name} came")
 
 

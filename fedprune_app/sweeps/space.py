@@ -36,7 +36,6 @@ class Search:
         return f"{stem}-{self.name}.{ending}" if self.name else what
 
     def folder(self, number: int, seed: int) -> str:
-        """Return the name of the folder of a trial's run."""
         return f"{self.name and f'{self.name}-'}trial{number + 1:03d}-seed{seed}"
 
     def probes(self) -> Iterator[tuple[str, dict[str, Scalar]]]:

@@ -113,22 +113,21 @@ def test_a_target_not_quite_reached_costs_a_weight_of_each_tensor(client):
 
 
 @pytest.mark.parametrize(
-    ("target", "cap", "percent"),
+    ("target", "percent"),
     [
-        (10.0, 5.0, 10.0),  # a whole step is missing
-        (9.0, 5.0, 5.0),  # less than one: the cap
-        (9.0, 20.0, 9.0),  # all that is missing
-        (3.0, 5.0, 3.0),
+        (10.0, 10.0),  # a whole step is missing
+        (9.0, 5.0),  # less than one: the cap
+        (3.0, 3.0),  # all that is missing
     ],
 )
-def test_the_last_step_takes_what_is_missing_up_to_the_cap(client, target, cap, percent):
-    one = client(subfedavg_target_rate=target, subfedavg_final_step_cap=cap)
+def test_the_last_step_takes_what_is_missing_up_to_the_cap(client, target, percent):
+    one = client(subfedavg_target_rate=target)
     assert removed(update(one)) == share_of_each(percent)
 
 
 def test_what_is_missing_counts_against_the_remaining_parameters(client):
     half = State(grouped(masks=full_masks_less(client(), 3045)))
-    one = client(subfedavg_target_rate=52.0, subfedavg_final_step_cap=50.0)
+    one = client(subfedavg_target_rate=52.0)
     remaining = SIZES | {"conv2.weight": SIZES["conv2.weight"] - 3045}
     expected = {name: math.ceil(0.04 * (n - 1)) for name, n in remaining.items()}
     expected["conv2.weight"] += 3045

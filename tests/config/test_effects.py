@@ -43,12 +43,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
             "dp.target-epsilon other than 0.0",
         ),
         (
-            {"system": "dispfl", "dispfl.clip": "masked"},
-            "dispfl.clip",
-            "max-grad-norm 0.0",
-            "max-grad-norm other than 0.0",
-        ),
-        (
             {"dirichlet-alpha": 0.1},
             "dirichlet-alpha",
             "partition 'shards'",

@@ -19,9 +19,8 @@ READ_IN_VAIN = {
     "robust-norm",  # every protection of the average is told both
     "robust-trim",
     "dp.planned-rounds",  # read before it is known whether the noise is given or chosen
-    "dispfl.clip",  # read before it is known whether anything is clipped
     # read for each client, also where it trains all layers, of which none is chosen or pruned
-    *("density", "fedp3.densities", "fedp3.assignment", "fedp3.prune-by", "fedp3.pruned-weights"),
+    *("density", "fedp3.densities", "fedp3.assignment"),
     *("fedp3.layer-set", "fedp3.local", "fedp3.head-epochs", "fedp3.personal-head"),  # FedCR replaces or refuses them
 }
 

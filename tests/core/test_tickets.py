@@ -105,35 +105,19 @@ def test_the_compression_ratios_of_the_papers_table_2(kept, share, row, mean):
 # --- selection --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selection", ["softmax", "counts", "argmax"])
 @given(counts=st.lists(st.integers(0, 10**7), min_size=1, max_size=20))
-def test_whatever_the_counts_the_probabilities_are_some_and_follow_their_order(selection, counts):
-    found = selection_probabilities(counts, 10**7, selection, 0.01)
+def test_whatever_the_counts_the_probabilities_are_some_and_follow_their_order(counts):
+    found = selection_probabilities(counts, 10**7)
     assert sum(found) == pytest.approx(1)
     assert all(0 <= p <= 1 for p in found)
     for p, count in zip(found, counts, strict=True):
         assert all(p >= other for other, less in zip(found, counts, strict=True) if less < count)
 
 
-def test_the_softmax_is_of_accuracies_over_the_temperature_or_of_counts_as_printed():
-    found = selection_probabilities([45_000, 45_500, 44_000], 50_000, "softmax", 0.01)
+def test_the_softmax_is_of_accuracies_over_the_temperature():
+    found = selection_probabilities([45_000, 45_500, 44_000], 50_000)
     exact = [math.exp(accuracy / 0.01) for accuracy in (0.90, 0.91, 0.88)]  # small enough not to overflow
     assert found == pytest.approx([e / sum(exact) for e in exact])
-    found = selection_probabilities([7, 9, 6], 50_000, "counts")
-    exact = [math.exp(count) for count in (7, 9, 6)]
-    assert found == pytest.approx([e / sum(exact) for e in exact])
-    none, certain = selection_probabilities([45_000, 45_500], 50_000, "counts")
-    assert none < 1e-200
-    assert certain == 1.0
-    assert selection_probabilities([3, 9, 9], 10, "argmax") == [0.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    "arguments", [([], 10, "softmax", 1.0), ([1], 10, "best", 1.0), ([1], 10, "softmax", 0.0), ([1], 0, "softmax", 1.0)]
-)
-def test_a_selection_that_cannot_be_is_refused(arguments):
-    with pytest.raises(ValueError, match="allowed: at least 1, at least 1, softmax, counts, argmax, above 0"):
-        selection_probabilities(*arguments)
 
 
 # --- Fed-SPA's coordinates, and values without masks ------------------------------------------------------------------

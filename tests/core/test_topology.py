@@ -2,13 +2,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.core.topology import TOPOLOGIES, links, neighbours, read_adjacency
+from fedprune_app.core.topology import TOPOLOGIES, links, neighbours
 from tests.examples import examples
 
 
@@ -20,20 +19,16 @@ def federations(draw):
     return clients, active, draw(st.integers(0, 30)), draw(st.integers(0, 2**31))
 
 
-def draw(topology, clients, active=None, limit=10, seed=0, adjacency=None):
+def draw(topology, clients, active=None, limit=10, seed=0):
     active = clients if active is None else active
-    return neighbours(topology, clients, active, limit, numpy_generator(seed, "topology"), adjacency)
-
-
-def random_adjacency(size, seed=0):
-    return numpy_generator(seed, "adjacency").random((size, size)) < 0.5
+    return neighbours(topology, clients, active, limit, numpy_generator(seed, "topology"))
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(sorted(TOPOLOGIES)), federations())
 def test_every_active_client_receives_from_other_active_clients_only(topology, federation):
     clients, active, limit, seed = federation
-    received = draw(topology, clients, active, limit, seed, random_adjacency(len(clients)))
+    received = draw(topology, clients, active, limit, seed)
     assert received.keys() == set(active)
     for client, senders in received.items():
         assert list(senders) == sorted(set(senders) - {client})
@@ -125,53 +120,13 @@ def test_the_exponential_graph_goes_round_in_the_order_of_the_clients():
     assert draw("exponential", [10, 30, 20, 40])[30] == (10, 40)  # one before, and two before: round the end
 
 
-def test_the_adjacency_says_in_its_row_from_whom_a_client_receives():
-    adjacency = read_adjacency("1 1 0\n0 0 1\n1 1 0", 3)
-    assert draw("file", [9, 5, 7], adjacency=adjacency) == {9: (5,), 5: (7,), 7: (5, 9)}
-    assert draw("file", [9, 5, 7], active=[9, 7], adjacency=adjacency) == {9: (), 7: (9,)}
-
-
-def test_an_adjacency_is_read_with_blanks_or_commas_comments_and_empty_lines():
-    text = "# three clients\n\n0, 1,0\n 1\t0 1  # the middle one\r\n0 1 0\n\n"
-    assert np.array_equal(read_adjacency(text, 3), [[False, True, False], [True, False, True], [False, True, False]])
-    assert read_adjacency("", 0).shape == (0, 0)
-
-
-@settings(deadline=None)
-@given(st.integers(0, 12), st.integers(0, 1000))
-def test_an_adjacency_written_as_text_comes_back(size, seed):
-    adjacency = random_adjacency(size, seed)
-    text = "\n".join(" ".join(str(int(x)) for x in row) for row in adjacency)
-    assert np.array_equal(read_adjacency(text, size), adjacency)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("0 1\n\n1 2", "adjacency line 3 has '2', allowed: 0 or 1"),
-        ("0 1\n1 -1", "adjacency line 2 has '-1'"),
-        ("01\n10", "adjacency line 1 has '01'"),
-        ("# two\n0 1 0\n1 0 0", "adjacency line 2 has 3 entries, allowed: 2"),
-        ("0 1\n1", "adjacency line 2 has 1 entries, allowed: 2"),
-        ("0 1", "adjacency has 1 rows, allowed: 2"),
-        ("0 1\n1 0\n0 0", "adjacency has 3 rows, allowed: 2"),
-    ],
-)
-def test_a_wrong_adjacency_is_refused_with_its_line(text, message):
-    with pytest.raises(ValueError, match=message) as error:
-        read_adjacency(text, 2)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"topology": "star"}, "topology is 'star', allowed: random, random-in, ring, full, exponential, file"),
+        ({"topology": "star"}, "topology is 'star', allowed: random, random-in, ring, full, exponential"),
         ({"limit": -1}, "limit of neighbours is -1, allowed: 0 or more"),
         ({"clients": [1, 2, 1]}, "allowed: each once"),
         ({"active": [1, 5]}, r"active clients \[5\] are not among the 2 clients"),
-        ({"topology": "file"}, r"'file' is missing, allowed: \(2, 2\)"),
-        ({"topology": "file", "adjacency": np.ones((2, 3), bool)}, r"of shape \(2, 3\), allowed: \(2, 2\)"),
     ],
 )
 def test_what_cannot_be_a_topology_is_refused(arguments, message):

@@ -142,7 +142,6 @@ class Checker:
         self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded", _recorded)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.preflight.placement._check_ray_address", lambda address: None)
-        self.monkeypatch.setattr("fedprune_app.preflight.placement._check_superlink", lambda name: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
 
     def check(self, words: list[str]) -> None:

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fedprune_app.config import DEFAULTS
 from fedprune_app.launching import simulation
 
 WIDE = 10
@@ -62,7 +63,7 @@ def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(gpus, tmp_path):
     config = {"wide": WIDE, "patience": 300}
     with (app / "pyproject.toml").open("a") as file:
         file.writelines(f"{key} = {value}\n" for key, value in config.items())
-    with simulation.started(app, config, num_clients=WIDE, num_workers=WIDE, gpus=gpus) as started:
+    with simulation.started(app, {**DEFAULTS, **config}, num_clients=WIDE, num_workers=WIDE, gpus=gpus) as started:
         completed = simulation.wait_for(started, tmp_path / "run.json", lambda: None)
         assert completed, started.log_file.read_text()
     assert json.loads((app / "seen.json").read_text()) == [WIDE] * WIDE

@@ -25,10 +25,10 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
 from fedprune_app.exports import cost, formats
 from fedprune_app.exports.file import load_model, read_export_info
+from fedprune_app.files import sha256_of
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.reader import file_sha256
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
 from tests.models.tiny_llm import tiny_checkpoint
@@ -386,7 +386,7 @@ def test_a_damaged_language_model_of_a_run_is_refused(finished, fedprune, tmp_pa
     tiny_checkpoint(folder / "models" / "global", "llama")
     files = sorted(path for path in (folder / "models" / "global").iterdir() if path.is_file())
     info = json.loads((folder / "run.json").read_text())
-    write_info(folder, {**info, "model_files": {f"global/{path.name}": file_sha256(path) for path in files}})
+    write_info(folder, {**info, "model_files": {f"global/{path.name}": sha256_of(path) for path in files}})
     assert fedprune("export", folder, "-o", tmp_path / "whole")[0] == 0
     (weights,) = (path for path in files if path.suffix == ".safetensors")
     content = bytearray(weights.read_bytes())

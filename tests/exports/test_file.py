@@ -155,16 +155,13 @@ def with_metadata(content, **changes):
         ("mean", [0.5]),
         ("std", [0.5, 0.5, 0.0]),
         ("density", 1.5),
-        ("density", 0.5),
         ("channels", []),
         ("channels", {"bn1": "012"}),
-        ("channels", {"bn3": [0, 1]}),
-        ("channels", {"bn1": []}),
     ],
 )
 def test_metadata_that_cannot_be_is_refused_by_its_key(key, value, content, load):
     said = refusal(load, with_metadata(content, **{key: value}))
-    assert f"'{key}'" in said or "channels of" in said or "model 'transformer' is of a plug-in" in said
+    assert f"'{key}'" in said or "model 'transformer' is of a plug-in" in said
     assert len(said) < 400
 
 
@@ -198,11 +195,7 @@ def test_metadata_that_lacks_a_key_is_refused_by_it(key, content, load, tmp_path
         read_export_info(tmp_path / "model.safetensors")
 
 
-def test_channels_that_do_not_match_their_tensors_are_refused(lenet, content, load):
-    channels = {name: list(indices) for name, indices in lenet[0].channels.items()}
-    first, *others = channels["bn2"]
-    for wrong in ([*others, first], [first, first, *others[1:]], [*channels["bn2"][:-1], 16], others):
-        assert "channels of 'bn2'" in refusal(load, with_metadata(content, channels={**channels, "bn2": wrong}))
+def test_tensors_that_are_cut_without_channels_that_say_so_are_refused(content, load):
     assert "allowed: (6, 3, 5, 5)" in refusal(load, with_metadata(content, channels={}))
 
 
@@ -212,8 +205,9 @@ def test_a_claim_of_another_network_does_not_fit_the_tensors(content, load):
     assert "tensor 'fc3.weight' has shape (10, 84), allowed: at most (9, 84)" in refusal(
         load, with_metadata(content, classes=9)
     )
-    for changes in ({"classes": 11}, {"image_shape": [3, 40, 40]}):  # not more than the full network has, but other
-        assert "density" in refusal(load, with_metadata(content, **changes))
+    # not more than the full network has, but other
+    assert "outputs of shape (1, 10)" in refusal(load, with_metadata(content, classes=11))
+    assert "do not fit each other" in refusal(load, with_metadata(content, image_shape=[3, 40, 40]))
 
 
 def rewritten(lenet, **tensors):

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedprune_app.config import OPTIONS
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.models.names import MODELS
 from fedprune_app.models.vision import (
-    INITIALISATIONS,
     architecture,
     build_model,
     conv_net,
@@ -122,7 +122,7 @@ def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_rand
 
 @pytest.mark.few(18)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("init", INITIALISATIONS)
+@pytest.mark.parametrize("init", OPTIONS["init"].choices)
 def test_weights_come_from_the_generator_and_the_global_one_is_not_touched(name, init):
     before = torch.get_rng_state()
     first, again, other = (build_model(name, SHAPES[name], 10, rng=generator(seed), init=init) for seed in (1, 1, 2))
@@ -380,7 +380,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
             "default",
             "image shape 3x31x32 is too small for this model, allowed: sides >= 32",
         ),
-        ("cnn5", (1, 28, 28), 10, "zeros", "init 'zeros' is unknown, allowed: default, subfedavg, kaiming"),
     ],
 )
 def test_a_bad_choice_is_named_in_one_line(name, image_shape, num_classes, init, message):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -150,19 +149,3 @@ def test_the_clients_masks_are_compared_by_the_names_of_their_documents(runs):
     assert view.traces[0]["x"] == ["0 json", "1 json", "2 json"]
     assert view.traces[0]["z"] == [[None, 0.9, 0.8], [0.9, None, 0.7], [0.8, 0.7, None]]
     assert "masks" not in drawn
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("perplexity_by_text", [1], "'perplexity_by_text' is"),
-        ("perplexity_by_text", {"stdlib": {"global": "x"}}, "'perplexity_by_text/global' is 'x'"),
-        ("layers", {"first": {}}, "'layers' is"),
-        ("layers", {"0": {"kept": []}}, "'layers/kept' is"),
-    ],
-)
-def test_a_record_that_cannot_be_is_named(runs, key, value, says):
-    path = runs[0] / "rounds.jsonl"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}) + "\n")
-    with pytest.raises(ValueError, match=re.escape(says)):
-        load_run(runs[0])

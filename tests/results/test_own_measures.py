@@ -167,14 +167,8 @@ def test_a_tensor_of_one_number_is_a_number(value):
         ({"name": "density"}, "name"),
         ({"name": "loss"}, "name"),
         ({"name": "density_mean", "told": "server"}, "name"),
-        ({"title": ""}, "title"),
-        ({"title": "a\nb"}, "title"),
         ({"told": "always"}, "told"),
-        ({"percent": 1}, "percent"),
-        ({"least": "0"}, "least"),
-        ({"most": 10**400}, "most"),
         ({"least": 1, "most": 1}, "least"),
-        ({"decimals": 2.5}, "decimals"),
         ({"told": "evaluation", "over_rounds": "total"}, "over_rounds"),
     ],
 )
@@ -183,18 +177,9 @@ def test_a_declaration_that_cannot_be_is_refused(given, key):
         OwnMeasure(**{"name": "drift", "title": "Drift", **given})
 
 
-@pytest.mark.parametrize(
-    ("measures", "said"),
-    [
-        (OwnMeasure("a", "A"), ("measures", OwnMeasure("a", "A"))),
-        (["drift"], ("measures", "drift")),
-        ([OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")], ("measures", "a_mean")),
-        ([OwnMeasure(f"a{n}", "A") for n in range(101)], ("number of measures", 101)),
-    ],
-)
-def test_a_list_of_numbers_that_cannot_be_is_refused(measures, said):
-    with refuses(*said, where="system 'x'"):
-        own_measures.declare("x", measures)
+def test_a_name_that_is_given_twice_is_refused():
+    with refuses("measures", "a_mean", where="system 'x'"):
+        own_measures.declare("x", [OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")])
     assert own_measures.of_system("x") == ()
 
 
@@ -209,7 +194,6 @@ def test_a_field_of_the_client_is_no_name_for_a_number(run):
 @pytest.mark.parametrize(
     ("measures", "said"),
     [
-        ("drift", "'measures' is no list of at most 100 objects"),
         ([{"name": "drift"}], "'measures': OwnMeasure.__init__() missing"),
         ([{"name": "density", "title": "D"}], "'measures': measure 'density': name is 'density'"),
     ],

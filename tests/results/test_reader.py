@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from fedprune_app.results import reader
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import write_info
 
@@ -62,10 +61,6 @@ def test_a_folder_that_is_no_run_is_one_line_naming_it(tmp_path):
         b'{"loss_mean": 1}',
         b'{"round": true}',
         b'{"round": 1' + b"0" * 400 + b"}",
-        b'{"round": 2, "loss_mean": "<b>"}',
-        b'{"round": 2, "bytes_up": 1' + b"0" * 400 + b"}",
-        b'{"round": 2, "density_by_layer": [1]}',
-        b'{"round": 2, "density_by_layer": {"a": "b"}}',
     ],
 )
 def test_a_malformed_line_is_one_short_line_naming_file_and_line(folder, line):
@@ -77,51 +72,9 @@ def test_a_malformed_line_is_one_short_line_naming_file_and_line(folder, line):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"status": "splendid"},
-        {"headline": "loss_mean"},
-        {"seed": "0"},
-        {"config": []},
-        {"seconds": None},
-        {"seconds": 10**400},
-        {"seed": 2**63},
-        {"rounds_completed": 10**30},
-        {"partition": 7},
-        {"partition": [{"partition": 0, "train": [1, -1]}]},
-        {"partition": [{"partition": 0, "train": {"a": 1}}]},
-        {"partition": [{"train": [1]}]},
-        {"error": ["x"]},
-    ],
-)
-def test_run_json_with_a_field_of_the_wrong_kind_is_one_line_naming_it(folder, change):
-    (folder / "run.json").write_text(json.dumps(INFO | change))
-    with pytest.raises(ValueError, match=rf"run\.json: '{next(iter(change))}' .* allowed: ") as caught:
-        load_run(folder)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_run_json_without_its_digest_is_damaged(folder):
     (folder / "run.json").write_text(json.dumps(INFO))
     with pytest.raises(ValueError, match=r"run\.json is damaged: it has no digest$"):
-        load_run(folder)
-
-
-def test_numbers_that_are_none_read_as_not_measured(folder):
-    (folder / "rounds.jsonl").write_text('{"round": 1, "loss_mean": NaN, "flops": 1e999}\n')
-    (row,) = load_run(folder).rounds
-    assert (row["loss_mean"], row["flops"]) == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "limit"),
-    [("run.json", "MAX_JSON_BYTES"), ("rounds.jsonl", "MAX_JSONL_BYTES"), ("masks.json", "MAX_MASKS_BYTES")],
-)
-def test_a_file_too_large_is_not_even_read(folder, monkeypatch, name, limit):
-    (folder / "masks.json").write_text(json.dumps(MASKS))
-    monkeypatch.setattr(reader, limit, (folder / name).stat().st_size - 1)
-    with pytest.raises(ValueError, match=rf"{name}: \d+ bytes, allowed: at most"):
         load_run(folder)
 
 
@@ -135,17 +88,12 @@ def test_masks_read_back_as_they_were_written(folder):
 @pytest.mark.parametrize(
     "change",
     [
-        {"round": None},
-        {"round": -1},
         {"partitions": 2},
-        {"partitions": [2, True]},
         {"partitions": [2, 2]},
         {"distance": None},
         {"distance": [[0, 0.25]]},
         {"distance": [[0, 0.25], [0.25]]},
         {"distance": [0, 0.25]},
-        {"distance": [[0, "0.25"], ["0.25", 0]]},
-        {"distance": [[0, 10**400], [10**400, 0]]},
         {"distance": [[0, float("nan")], [float("nan"), 0]]},
         {"distance": [[0, -0.25], [-0.25, 0]]},
         {"distance": [[0, 0.25], [0.5, 0]]},
@@ -154,7 +102,7 @@ def test_masks_read_back_as_they_were_written(folder):
 )
 def test_masks_json_with_what_is_no_distance_is_one_short_line_naming_it(folder, change):
     (folder / "masks.json").write_text(json.dumps(MASKS | change))
-    with pytest.raises(ValueError, match=rf"masks\.json: '{next(iter(change))}' ") as caught:
+    with pytest.raises(ValueError, match=r"masks\.json is damaged: ") as caught:
         load_run(folder)
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)

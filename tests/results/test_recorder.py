@@ -51,22 +51,6 @@ def test_a_run_that_started_says_running_and_holds_everything_to_repeat_it(tmp_p
     assert found["versions"].keys() >= {"fedprune", "flwr", "torch", "numpy", "python"}
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda path: path.unlink(), "is gone: the run folder was removed or moved while the run went on"),
-        (lambda path: path.write_bytes(b""), r"has 0 bytes, allowed while the run goes on: the \d+ that it wrote"),
-    ],
-)
-def test_no_round_follows_records_that_are_gone(tmp_path, change, said):
-    recorder = started(tmp_path)
-    recorder.round({"round": 1})
-    change(tmp_path / "rounds.jsonl")
-    with pytest.raises(ValueError, match=f"rounds.jsonl {said}$"):
-        recorder.round({"round": 2})
-    assert info(tmp_path)["rounds_completed"] == 1
-
-
 def test_a_round_has_every_declared_field_and_keeps_the_others(tmp_path):
     recorder = started(tmp_path)
     recorder.round({"round": 1, "bytes_up": 10, "mood": "good"})
@@ -88,13 +72,11 @@ def test_a_number_that_is_none_is_null_so_that_the_file_is_json(tmp_path, value)
     assert row["density_by_layer"] == {"fc.weight": None, "b": 0.25}
 
 
-def test_rounds_are_counted_and_come_in_order(tmp_path):
+def test_rounds_are_counted(tmp_path):
     recorder = started(tmp_path)
     recorder.round({"round": 1})
     recorder.round({"round": 2})
     assert info(tmp_path)["rounds_completed"] == 2
-    with pytest.raises(ValueError, match="round 2 recorded after round 2"):
-        recorder.round({"round": 2})
     assert len(rows(tmp_path)) == 2
 
 
@@ -261,13 +243,6 @@ def test_what_is_known_later_is_added_to_run_json(tmp_path):
     recorder = started(tmp_path)
     recorder.annotate(model={"name": "lenet5", "parameters": torch.tensor(7)})
     assert info(tmp_path)["model"] == {"name": "lenet5", "parameters": 7}
-
-
-@pytest.mark.parametrize("extra", [{"headline": "accuracy_of_my_dreams"}, {"status": "completed"}])
-def test_an_impossible_extra_is_refused_before_anything_is_written(tmp_path, extra):
-    with pytest.raises(ValueError, match=next(iter(extra))):
-        Recorder(tmp_path / "run").start(CONFIG, 3, extra)
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_killed_process_leaves_a_readable_folder(tmp_path):

@@ -59,9 +59,6 @@ def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp
     (again,) = client.search_runs([number])
     assert history(client, again) == [(1, 0.1), (2, 0.2), (3, 0.3)]
     assert again.data.params == run.data.params
-    assert {name: value for name, value in again.data.tags.items() if name.startswith("fedprune.resumed.")} == {
-        "fedprune.resumed.learning-rate": "0.2"
-    }
 
 
 @pytest.mark.timeout(60)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from fedprune_app.core import rng
-from fedprune_app.core.topology import neighbours, read_adjacency
+from fedprune_app.core.topology import neighbours
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
 from fedprune_app.models.initial import initial_model
@@ -91,7 +90,7 @@ class Federation:
 
     # --- local work -----------------------------------------------------------------------------------------------
 
-    def train(self, start, k, t, masks=None, role="train", epochs=None, clip="dense", pull_to=None, pull=0.0):
+    def train(self, start, k, t, masks=None, role="train", epochs=None, pull_to=None, pull=0.0):
         """SGD as in the released code: clip, step, mask; then, for Ditto, a step towards another model."""
         config, data = self.config, self.data[k]
         masks = masks or {}
@@ -107,9 +106,6 @@ class Federation:
                 batch, shuffled = shuffled[: config.batch_size], shuffled[config.batch_size :]
                 optimizer.zero_grad()
                 F.cross_entropy(logits(tensors, data.train_images[batch]), data.train_labels[batch]).backward()
-                if clip == "masked":
-                    for name, mask in masks.items():
-                        tensors[name].grad *= mask
                 if config.max_grad_norm:
                     torch.nn.utils.clip_grad_norm_(tensors.values(), config.max_grad_norm)
                 optimizer.step()
@@ -134,15 +130,12 @@ class Federation:
         config = self.config
         sizes = {name: tensor.shape for name, tensor in self.initial.items()}
         if config.system == "dispfl":
-            per_client = config.dispfl.initial_masks == "per-client"
             texts = config.dispfl.densities.split()
             density = Fraction(texts[k % len(texts)] if texts else str(config.density))
-            erk = config.dispfl.allocation == "erk"
-            densities = erk_by_hand(sizes, density) if erk else dict.fromkeys(sizes, density)
+            densities = erk_by_hand(sizes, density)
         else:
-            per_client = config.dpsgd.masks == "per-client"
             densities = dict.fromkeys(sizes, Fraction(str(config.dpsgd.density)))
-        draw = rng.generator(config.seed, "initial masks", k if per_client else 0)
+        draw = rng.generator(config.seed, "initial masks", k if config.system == "dispfl" else 0)
         masks = {}
         for name in WEIGHTS:
             size = sizes[name].numel()
@@ -153,10 +146,7 @@ class Federation:
     def gossip_round(self, t, active):
         options, everyone = self.gossip, list(range(self.num_clients))
         draw = rng.numpy_generator(self.config.seed, "topology", round=t)
-        adjacency = None
-        if options.topology == "file":
-            adjacency = read_adjacency(Path(options.adjacency_file).read_text(), self.num_clients)
-        senders = neighbours(options.topology, everyone, active, options.neighbours, draw, adjacency)
+        senders = neighbours(options.topology, everyone, active, options.neighbours, draw)
         self.outcome.links.append(senders)
         before = dict(self.published)
         for k in active:
@@ -170,8 +160,7 @@ class Federation:
                     start = {**start, name: torch.where(held, start[name], self.initial[name])}
             start = masked(start, client.masks)
             client.received_accuracy = self.accuracy(start, k)
-            clip = options.clip if self.config.system == "dispfl" else "dense"
-            client.tensors = self.train(start, k, t, client.masks, clip=clip)
+            client.tensors = self.train(start, k, t, client.masks)
             client.round = t
             if self.config.system == "dispfl":
                 client.next_masks = self.search(client, k, t)
@@ -289,21 +278,19 @@ class Federation:
             personal = client.tensors
             if system.endswith("-ft"):
                 start = masked(outcome.server, client.masks)
-                epochs = self.config.finetune.epochs or self.config.local_epochs
-                rate_round = t if self.config.finetune.learning_rate == "last" else 0
-                personal = self.finetuned(start, k, t, client.masks, epochs, rate_round)
+                personal = self.finetuned(start, k, t, client.masks)
             outcome.personal_accuracies.append(self.accuracy(personal, k))
             outcome.global_accuracies.append(self.accuracy(outcome.server, k))
 
-    def finetuned(self, start, k, t, masks, epochs, rate_round):
+    def finetuned(self, start, k, t, masks):
         order = rng.generator(self.config.seed, "fine-tune", k, t)
         data, config = self.data[k], self.config
         tensors = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
-        rate = config.learning_rate * config.lr_decay ** (rate_round - 1)
+        rate = config.learning_rate * config.lr_decay ** (t - 1)
         optimizer = torch.optim.SGD(
             tensors.values(), lr=rate, momentum=config.momentum, weight_decay=config.weight_decay
         )
-        for _ in range(epochs):
+        for _ in range(config.local_epochs):
             for batch in torch.randperm(len(data.train_labels), generator=order).split(config.batch_size):
                 optimizer.zero_grad()
                 F.cross_entropy(logits(tensors, data.train_images[batch]), data.train_labels[batch]).backward()

@@ -59,15 +59,12 @@ def ticket(config, outcome):
         network = build_model("cnn-small", (1, 8, 8), 10, rng=rng.generator(config.seed, "ticket", j))
         before = {n: p.detach().clone() for n, p in network.named_parameters()}
         leaves = {n: w.clone().requires_grad_() for n, w in before.items()}
-        if options.ticket_optimizer == "adam":
-            optimizer = torch.optim.Adam(leaves.values(), lr=options.ticket_learning_rate)
-        else:
-            optimizer = torch.optim.SGD(leaves.values(), lr=options.ticket_learning_rate, momentum=config.momentum)
+        optimizer = torch.optim.Adam(leaves.values(), lr=1.2e-3)
         order, queue = rng.generator(config.seed, "ticket training", j), []
         for _ in range(options.ticket_iterations):
             if not queue:
                 queue = torch.randperm(len(labels), generator=order).tolist()
-            batch, queue = queue[: options.ticket_batch_size], queue[options.ticket_batch_size :]
+            batch, queue = queue[:60], queue[60:]
             optimizer.zero_grad()
             F.cross_entropy(logits(leaves, images[batch]), labels[batch]).backward()
             optimizer.step()
@@ -75,7 +72,7 @@ def ticket(config, outcome):
         masks = {n: _prune(config, after[n], outcome.margins) for n in WEIGHTS}
         outcome.counts.append(correct({n: w * masks.get(n, 1) for n, w in after.items()}, images, labels))
         tickets.append((before, after, masks))
-    outcome.chosen = _select(options, outcome.counts, len(labels), config.seed)
+    outcome.chosen = _select(outcome.counts, len(labels), config.seed)
     before, after, masks = tickets[outcome.chosen]
     return {"rewind": before, "trained": after, "random": initial}[options.start], after, masks
 
@@ -95,10 +92,8 @@ def _prune(config, w, margins):
     return mask.view(w.shape)
 
 
-def _select(options, counts, total, seed):
-    if options.selection == "argmax":
-        return counts.index(max(counts))
-    scale = 1 if options.selection == "counts" else Fraction(total) * Fraction(str(options.temperature))
+def _select(counts, total, seed):
+    scale = Fraction(total) / 100
     powers = [math.exp(float(Fraction(count - max(counts)) / scale)) for count in counts]
     draw = rng.numpy_generator(seed, "ticket selection").random()
     total_power, so_far = sum(powers), 0.0

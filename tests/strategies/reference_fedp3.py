@@ -76,7 +76,6 @@ def federation(config, num_clients):
             if options.personal_head:
                 start |= {name: (client.tensors or initial)[name] for name in LAYERS["out"]}
             data = client_data(data_config(config), k, num_clients)
-            masks = masks if options.pruned_weights == "stay-zero" else {}
             trained = local_training(config, start, masks, own, data, k, t)
             outcome.clients[k] = Client(trained, masks, t)
             sent[k] = {layer: {n: trained[n] for n in LAYERS[layer]} for layer in own}
@@ -117,18 +116,14 @@ def pruned(config, server, own, k, t, margins):
     listed = [float(x) for x in options.densities.split()]
     density = listed[k % len(listed)] if listed else config.density
     start, masks = {n: w.clone() for n, w in server.items()}, {}
-    draw = rng.generator(config.seed, "global pruning", k, t if options.prune_by == "random-per-round" else 0)
     for layer in LAYERS:
         name = WEIGHT[layer]
         if layer in own or density == 1:
             continue
         flat = server[name].abs().flatten().tolist()
         keep = math.floor(Fraction(str(density)) * len(flat))
-        if options.prune_by == "magnitude":
-            ranked = sorted(range(len(flat)), key=lambda i: (-flat[i], i))
-            margins.append(flat[ranked[keep - 1]] - flat[ranked[keep]])
-        else:
-            ranked = torch.randperm(len(flat), generator=draw).tolist()
+        ranked = sorted(range(len(flat)), key=lambda i: (-flat[i], i))
+        margins.append(flat[ranked[keep - 1]] - flat[ranked[keep]])
         mask = torch.zeros(len(flat), dtype=torch.bool)
         mask[ranked[:keep]] = True
         masks[name] = mask.view(server[name].shape)
@@ -168,13 +163,7 @@ def step_masks(options, w, own, draw):
     if options.local == "fixed":
         return ones
     p = options.local_density
-    if options.local_law == "uniform":
-        q = p + (1 - p) * draw.random()
-    elif options.local_law == "constant":
-        q = p
-    else:
-        allowed = [s for s in (0.2, 0.4, 0.6, 0.8, 1.0) if s >= p]
-        q = allowed[draw.integers(len(allowed))]
+    q = p + (1 - p) * draw.random()
     if options.local == "uniform":
         for layer in LAYERS:
             if layer not in own:

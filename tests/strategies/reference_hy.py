@@ -189,8 +189,6 @@ class Federation:
                 outputs = logits(tensors, data.train_images[batch], training=True)
                 F.cross_entropy(outputs, data.train_labels[batch]).backward()
                 for name, tensor in trained.items():
-                    if name.startswith("bn") and name.endswith(".weight"):
-                        tensor.grad += self.options.scale_decay * tensor.detach().sign()
                     tensor.grad *= whole[name]
                 if config.max_grad_norm:
                     torch.nn.utils.clip_grad_norm_(trained.values(), config.max_grad_norm)

@@ -58,7 +58,7 @@ GOSSIP = {
         "dispfl_dropped": "trains-alone",
     },
     "dpsgd": {"clients": 5, "dpsgd_neighbours": 2, "drop_probability": 0.3},
-    "dpsgd, a mask each": {"dpsgd_density": 0.4, "dpsgd_masks": "per-client", "dpsgd_topology": "full"},
+    "dpsgd, under a mask": {"dpsgd_density": 0.4, "dpsgd_topology": "full"},
     "dpsgd-ft": {"dpsgd_density": 0.5, "dpsgd_topology": "exponential"},
 }
 RESUMED = {  # one of every new system
@@ -68,7 +68,7 @@ RESUMED = {  # one of every new system
     "dpsgd-ft": GOSSIP["dpsgd-ft"],
     "fedavg-ft": {"fraction_train": 0.5},
     "ditto": {"fraction_train": 0.5},
-    "fedfomo": {"clients": 5, "fedfomo_candidates": 2, "fedfomo_exploration": 0.2},
+    "fedfomo": {"clients": 5, "fedfomo_candidates": 2},
 }
 
 
@@ -395,7 +395,7 @@ def test_fine_tuning_leaves_no_trace_in_any_model_or_state(federation, plain, tu
     """However often it is done."""
     before = start(federation, plain, settings)
     after = [
-        start(federation, tuned, settings, evaluate_every=1, finetune_epochs=2),
+        start(federation, tuned, settings, evaluate_every=1),
         start(federation, tuned, settings, evaluate_every=0),
     ]
     for run in after:
@@ -441,7 +441,7 @@ def test_fedfomo_keeps_the_model_it_had_when_no_candidate_helps(federation):
 
 
 def test_fedfomos_server_sums_what_models_were_worth_negative_values_included(federation):
-    run = start(federation, "fedfomo", RESUMED["fedfomo"], fedfomo_exploration=1.0, learning_rate=0.5)
+    run = start(federation, "fedfomo", RESUMED["fedfomo"], learning_rate=0.5)
     expected = torch.zeros(5, 5, dtype=torch.float64)
     for message in run.wiretap.messages:
         if message.kind == "train" and message.peer_updates:
@@ -488,39 +488,6 @@ def test_a_run_with_a_horizon_of_its_own_can_be_resumed_for_longer(federation, t
     for partition in range(4):  # the horizon is behind round 3: nothing is searched there
         state = whole.client(partition)[1]
         assert same(state.group("masks"), state.group("next-masks"))
-
-
-# --- adjacency files --------------------------------------------------------------------------------------------------
-
-
-def test_a_ring_in_a_file_is_the_ring(federation, tmp_path):
-    rows = [[int((i - j) % 5 in (1, 4)) for j in range(5)] for i in range(5)]
-    file = tmp_path / "ring.txt"
-    file.write_text("# five in a ring\n" + "\n".join(" ".join(map(str, row)) for row in rows))
-    ring = federation(system="dispfl", clients=5, dispfl_topology="ring", **QUICK)
-    read = federation(system="dispfl", clients=5, dispfl_topology="file", dispfl_adjacency_file=str(file), **QUICK)
-    assert read.sha256 == ring.sha256
-    assert read.rounds[-1]["peer_bytes"] == ring.rounds[-1]["peer_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (None, "No such file"),
-        ("0 1\n1 0\n", "2 entries"),
-        ("0 1 1 1\n" * 3, "3 rows"),
-        ("0 1 1 2\n" * 4, "'2'"),
-        ("\x00" * 8, "adjacency"),
-        (b"\xff\xfe\x00", "utf-8"),
-    ],
-)
-def test_an_adjacency_file_that_cannot_be_is_one_line_naming_it(federation, tmp_path, text, named):
-    file = tmp_path / "links.txt"
-    if text is not None:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with refuses("adjacency-file", str(file)) as caught:
-        federation(system="dispfl", dispfl_topology="file", dispfl_adjacency_file=str(file), fresh=True, **QUICK)
-    assert named in str(caught.value)
 
 
 # --- hostile letters --------------------------------------------------------------------------------------------------

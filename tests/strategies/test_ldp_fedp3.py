@@ -190,7 +190,7 @@ def test_the_flops_are_those_of_the_expected_batches(federation, settings, examp
 def test_parts_of_a_network_count_expected_batches_too(federation):
     """Parts that are the whole network take as much as the network, and a head that trains alone takes its share."""
     private = {**SETTINGS, "system": "fedp3", "num_server_rounds": 1, "fraction_train": 1.0, "density": 1.0}
-    whole = {"fedp3_local": "uniform", "fedp3_local_law": "constant", "fedp3_local_density": 1.0}
+    whole = {"fedp3_local": "uniform", "fedp3_local_density": 1.0}
     layers = forward_flops(architecture("cnn-small", (1, 8, 8), 10), (1, 8, 8))
     for settings, examples, flops in (
         (whole, 4 * 24, 3 * sum(layers.values())),

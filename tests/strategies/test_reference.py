@@ -14,7 +14,6 @@ SYSTEMS = {
         "num_server_rounds": 5,
         "fraction_train": 0.75,
         "subfedavg_target_rate": 15.0,
-        "subfedavg_final_step_cap": 3.0,
         "subfedavg_accuracy_threshold": 60.0,
     },
     "subfedavg, gate on test": {"subfedavg_gate_split": "test", "subfedavg_accuracy_threshold": 60.0},

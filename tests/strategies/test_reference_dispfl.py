@@ -21,12 +21,11 @@ TRAINED = {
     },
     "dispfl, the released scripts' choices": {
         "dispfl_growth": "random",
-        "dispfl_allocation": "uniform",
         "dispfl_topology": "random-in",
         "dispfl_neighbours": 1,
         "density": 0.3,
     },
-    "dispfl, clipped under its mask": {"dispfl_clip": "masked", "max_grad_norm": 0.7, "dispfl_topology": "ring"},
+    "dispfl, clipped, in a ring": {"max_grad_norm": 0.7, "dispfl_topology": "ring"},
     "dispfl, of all densities, some away": {
         "dispfl_densities": "0.2 0.4 0.6 0.8 1.0",
         "clients": 6,
@@ -37,9 +36,8 @@ TRAINED = {
     },
     "dpsgd": {"dpsgd_neighbours": 2, **UNEQUAL},
     "dpsgd, under one mask": {"dpsgd_density": 0.5, "dpsgd_topology": "exponential"},
-    "dpsgd, under a mask each": {"dpsgd_density": 0.4, "dpsgd_masks": "per-client", "dpsgd_topology": "full"},
-    "dpsgd-ft, under one mask": {"dpsgd_density": 0.5, "dpsgd_topology": "ring", "finetune_epochs": 3},
-    "fedavg-ft": {"fraction_train": 0.75, "finetune_learning_rate": "code", **UNEQUAL},
+    "dpsgd-ft, under one mask": {"dpsgd_density": 0.4, "dpsgd_topology": "full"},
+    "fedavg-ft": {"fraction_train": 0.75, **UNEQUAL},
     "ditto": {"fraction_train": 0.75, "ditto_pull": 2.0, **UNEQUAL},
     "fedfomo": {
         "seed": 1,  # with 0 one step of one client has an activation within float noise of zero

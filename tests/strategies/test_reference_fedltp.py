@@ -46,23 +46,19 @@ FEDLTP = {
         "fedltp_average": "participants",
         **PRIVATE,
     },
-    "iterative, the round's clients validate, trained values, the best ticket": {
+    "iterative, the round's clients validate, trained values": {
         "density": 0.7,
         "fedltp_pruning": "iterative",
         "fedltp_further_pruned": 0.2,
         "fedltp_validators": "selected",
         "fedltp_start": "trained",
-        "fedltp_selection": "argmax",
         "learning_rate": 0.01,
         **PRIVATE,
     },
-    "rule 9, anew, SGD, counts, no validation": {
+    "rule 9, anew, no validation": {
         "density": 0.7,
         "fedltp_rule": "relative-threshold",
         "fedltp_start": "random",
-        "fedltp_selection": "counts",
-        "fedltp_ticket_optimizer": "sgd",
-        "fedltp_ticket_learning_rate": 0.05,
         "fedltp_validators": "none",
         "fedltp_pruning": "iterative",
     },
@@ -72,7 +68,6 @@ FEDLTP = {
         "steps_per_epoch": 0,
         "local_epochs": 2,
         "partition": "dirichlet-class",
-        "fedltp_temperature": 1.0,
         "seed": 2,
         **PRIVATE,
     },
