@@ -16,70 +16,55 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedprune_app.extend import (
-    FedAvg,
-    ImageClient,
-    OwnMeasure,
-    Payload,
-    State,
-    Table,
-    Task,
-    Update,
-    dense_gradient,
-    grouped,
-    load_state_tensors,
-    option,
-    register_system,
-    state_tensors,
-)
+from fedprune_app import extend as fp
 
 
 @dataclass(frozen=True)
-class APFLOptions(Table):
+class APFLOptions(fp.Table):
     """These options are APFL's."""
 
-    alpha: float = option(0.5, "How much of a client's model is its own, at first (α).", above=0, most=1)
-    adaptive: bool = option(True, "If true, every client learns its α.")
+    alpha: float = fp.option(0.5, "How much of a client's model is its own, at first (α).", above=0, most=1)
+    adaptive: bool = fp.option(True, "If true, every client learns its α.")
 
 
-class APFL(FedAvg):
+class APFL(fp.FedAvg):
     """The server cannot tell it from FedAvg; it is judged by the clients' mixtures."""
 
     headline = "accuracy_personal_mean"
 
 
-class APFLClient(ImageClient):
+class APFLClient(fp.ImageClient):
     """The state holds the mixture ``weights`` v̄, the client's ``own`` model v, and α."""
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         """Return the received model; what does not travel (local norms) is the mixture's."""
         return {**state.group("weights"), **task.payload.tensors}
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return self.own_model(state)
 
-    def local_update(self, task: Task, state: State) -> Update:
+    def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         options, rate = self.config.table(APFLOptions), self.config.learning_rates[task.round]
-        own = state.group("own") or self.own_model(State())
+        own = state.group("own") or self.own_model(fp.State())
         alpha = float(state.meta.get("alpha", options.alpha))
         common = self.begin(task, state)
         if options.adaptive:
-            load_state_tensors(self.model, mixture(own, common, alpha))
-            slope = dense_gradient(self.model, self.data.train_images, self.data.train_labels, device=self.device)
+            fp.load_state_tensors(self.model, mixture(own, common, alpha))
+            slope = fp.dense_gradient(self.model, self.data.train_images, self.data.train_labels, device=self.device)
             along = sum(float(((own[name] - common[name]) * slope[name]).double().sum()) for name in slope)
             alpha = min(max(alpha - rate * along, 0.0), 1.0)
 
         trained, tensors = self.train_from_start(task, state)
-        load_state_tensors(self.model, mixture(own, tensors, alpha))
+        fp.load_state_tensors(self.model, mixture(own, tensors, alpha))
         if alpha:  # at 0 the mixture has nothing of v, which then stays
             result = self.train(task, role="train mixture", learning_rate=alpha**2 * rate)
             trained = trained if trained.diverged else result
-        mixed = state_tensors(self.model, include_buffers=True)
+        mixed = fp.state_tensors(self.model, include_buffers=True)
         own = {name: (mixed[name] - (1 - alpha) * tensors[name]) / alpha for name in own} if alpha else own
-        payload = Payload({name: tensors[name] for name in self.shared})
-        kept = State(grouped(weights=mixed, own=own), {"alpha": alpha})
+        payload = fp.Payload({name: tensors[name] for name in self.shared})
+        kept = fp.State(fp.grouped(weights=mixed, own=own), {"alpha": alpha})
         flops = self.costs.training(epochs=self.config.local_epochs * (2 if alpha else 1))
-        return Update(payload, kept, trained, flops, {"alpha": alpha})
+        return fp.Update(payload, kept, trained, flops, {"alpha": alpha})
 
 
 def mixture(own: dict[str, Tensor], common: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
@@ -87,11 +72,11 @@ def mixture(own: dict[str, Tensor], common: dict[str, Tensor], alpha: float) -> 
     return {name: alpha * own[name] + (1 - alpha) * tensor for name, tensor in common.items()}
 
 
-register_system(
+fp.register_system(
     "apfl",
     strategy=APFL,
     client=APFLClient,
     summary="APFL: a mixture of the common model and a client's own",
     options=APFLOptions,
-    measures=[OwnMeasure("alpha", "Own model's share α", least=0, most=1, decimals=3)],
+    measures=[fp.OwnMeasure("alpha", "Own model's share α", least=0, most=1, decimals=3)],
 )

@@ -14,17 +14,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from fedprune_app.extend import (
-    Config,
-    ConfigError,
-    FedAvg,
-    ImageClient,
-    Place,
-    RunContext,
-    State,
-    Task,
-    register_system,
-)
+from fedprune_app import extend as fp
 
 
 def without_norms(names: Iterable[str], prunable: Iterable[str]) -> list[str]:
@@ -33,38 +23,38 @@ def without_norms(names: Iterable[str], prunable: Iterable[str]) -> list[str]:
     return [name for name in names if name.rpartition(".")[0] in layers]
 
 
-class FedBN(FedAvg):
+class FedBN(fp.FedAvg):
     """The server's model has no norms."""
 
     headline = "accuracy_personal_mean"
 
-    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+    def __init__(self, context: fp.RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
         self.model = {name: model[name] for name in without_norms(model, prunable)}
         if len(self.model) == len(model) and self.config.batch_norm == "averaged":
-            raise ConfigError(
+            raise fp.ConfigError(
                 "model", self.config.model, "one with norms, such as cnn-small-bn", condition="with system 'fedbn'"
             )
 
 
-class FedBNClient(ImageClient):
+class FedBNClient(fp.ImageClient):
     """The client keeps all tensors, its norms among them, and sends the others."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.Place) -> None:
         super().__init__(config, place)
         self.shared = without_norms(self.shared, self.prunable)
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return {**self.own_model(state), **task.payload.tensors}
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return self.begin(task, state)
 
-    def received_scores(self, task: Task, state: State) -> dict[str, float | None]:
+    def received_scores(self, task: fp.Task, state: fp.State) -> dict[str, float | None]:
         """There is no global accuracy, since no model is global as a whole."""
         return {"accuracy-received": self.test_accuracy(task, self.begin(task, state))}
 
 
-register_system(
+fp.register_system(
     "fedbn", strategy=FedBN, client=FedBNClient, summary="FedBN: normalisation layers stay with each client"
 )

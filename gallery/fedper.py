@@ -16,82 +16,66 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedprune_app.extend import (
-    Config,
-    FedAvg,
-    ImageClient,
-    Payload,
-    Place,
-    RunContext,
-    State,
-    Table,
-    Task,
-    Update,
-    grouped,
-    layers,
-    load_state_tensors,
-    option,
-    register_system,
-    state_tensors,
-)
+from fedprune_app import extend as fp
 
 
 @dataclass(frozen=True)
-class FedPerOptions(Table):
+class FedPerOptions(fp.Table):
     """These options are FedPer's."""
 
-    personal_layers: int = option(1, "How many of the last layers stay with the client (K_P).", least=1)
-    head_epochs: int = option(
+    personal_layers: int = fp.option(1, "How many of the last layers stay with the client (K_P).", least=1)
+    head_epochs: int = fp.option(
         0,
         "If above 0, FedRep: so many epochs on the client's own layers alone, then local-epochs on the others.",
         least=0,
     )
 
 
-class FedPer(FedAvg):
+class FedPer(fp.FedAvg):
     """The server's model is the base layers, and it averages them as FedAvg does."""
 
     headline = "accuracy_personal_mean"
 
-    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+    def __init__(self, context: fp.RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        own = layers.last_layers(list(model), prunable, self.config.table(FedPerOptions).personal_layers)
+        own = fp.layers.last_layers(list(model), prunable, self.config.table(FedPerOptions).personal_layers)
         self.model = {name: tensor for name, tensor in model.items() if name not in own}
 
 
-class FedPerClient(ImageClient):
+class FedPerClient(fp.ImageClient):
     """The client keeps all tensors and sends those of the base layers."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.Place) -> None:
         super().__init__(config, place)
         count = self.config.table(FedPerOptions).personal_layers
-        self.own = set(layers.last_layers(self.shared, self.prunable, count))
+        self.own = set(fp.layers.last_layers(self.shared, self.prunable, count))
         self.shared = [name for name in self.shared if name not in self.own]
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return {**self.own_model(state), **task.payload.tensors}
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return self.begin(task, state)
 
-    def received_scores(self, task: Task, state: State) -> dict[str, float | None]:
+    def received_scores(self, task: fp.Task, state: fp.State) -> dict[str, float | None]:
         """There is no global accuracy, since no model is global as a whole."""
         return {"accuracy-received": self.test_accuracy(task, self.begin(task, state))}
 
-    def local_update(self, task: Task, state: State) -> Update:
+    def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         head_epochs = self.config.table(FedPerOptions).head_epochs
         if not head_epochs:
             return super().local_update(task, state)
         base = [name for name in self.sizes if name not in self.own]
-        load_state_tensors(self.model, self.begin(task, state))
+        fp.load_state_tensors(self.model, self.begin(task, state))
         self.train(task, role="train head", epochs=head_epochs, frozen=base)
         result = self.train(task, frozen=self.own & self.sizes.keys())
-        tensors = state_tensors(self.model, include_buffers=True)
+        tensors = fp.state_tensors(self.model, include_buffers=True)
         flops = self.costs.training(epochs=head_epochs + self.config.local_epochs)
-        return Update(Payload({n: tensors[n] for n in self.shared}), State(grouped(weights=tensors)), result, flops)
+        payload = fp.Payload({name: tensors[name] for name in self.shared})
+        return fp.Update(payload, fp.State(fp.grouped(weights=tensors)), result, flops)
 
 
-register_system(
+fp.register_system(
     "fedper",
     strategy=FedPer,
     client=FedPerClient,

@@ -141,6 +141,17 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
     return masks
 
 
+def magnitude_masks_across(weights: Mapping[str, Tensor], density: float) -> Masks:
+    """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, of all tensors together.
+
+    Ties go to the tensor that comes first, and in it to the lowest flat index. Source: SNIP, Lee et al., ICLR 2019.
+    """
+    together = torch.cat([weight.reshape(-1) for weight in weights.values()])
+    kept = magnitude_masks({"all": together}, density)["all"]
+    parts = torch.split(kept, [weight.numel() for weight in weights.values()])
+    return {name: part.view(weights[name].shape).clone() for name, part in zip(weights, parts, strict=True)}
+
+
 def sketch_masks(
     weights: Mapping[str, Tensor], density: float, kind: str, seed: int, partition: int, round: int
 ) -> Masks:
