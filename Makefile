@@ -92,7 +92,7 @@ format: $(DEV_STAMP)
 lock: $(DEV_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/lock.py
 
-BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gpu.py),$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gallery.py gpu.py),$(wildcard benchmarks/*.py))
 benchmarks: $(DEV_STAMP)
 	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 
