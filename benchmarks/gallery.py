@@ -1,7 +1,8 @@
 """The rows of docs/gallery.md: each method of the gallery beside the baselines, on the digits, three seeds.
 
     python benchmarks/gallery.py            # the runs without a row, some seconds each, and the table
-    python benchmarks/gallery.py --table    # the table alone
+    python benchmarks/gallery.py --seeds 1  # those of one seed
+    python benchmarks/gallery.py --seeds    # the table alone
 
 Nothing is tuned: all methods have the same learning rate, rounds and local epochs, and their own settings are those of
 their configurations in gallery/. A run is a row of docs/data/gallery.csv, with its hash and commit.
@@ -14,6 +15,7 @@ import json
 import subprocess
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -54,12 +56,12 @@ def configurations() -> dict[str, dict[str, Any]]:
     return found
 
 
-def measure() -> None:
+def measure(seeds: Sequence[int]) -> None:
     """Run what has no row yet, seed after seed."""
     known = {(row["method"], row["seed"]) for row in read_rows(ROWS)}
     commit = ["git", "describe", "--always", "--dirty", "--exclude", "*", "--abbrev=40"]
     hashed = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    for seed in SEEDS:
+    for seed in seeds:
         for method, settings in configurations().items():
             if (method, str(seed)) in known:
                 continue
@@ -93,8 +95,8 @@ def row_of(run: Path) -> dict[str, Any]:
 
 def table() -> str:
     """The means over seeds, with their standard deviations."""
-    head = "| method | personal accuracy, % | received, % | density | MB | TFLOP |\n| --- | ---: | ---: | ---: | ---: | ---: |"
-    lines = [head]
+    lines = ["| method | personal accuracy, % | received, % | density | MB | TFLOP |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     by_method: dict[str, list[dict[str, str]]] = {}
     for row in read_rows(ROWS):
         by_method.setdefault(row["method"], []).append(row)
@@ -118,7 +120,6 @@ def spread(values: list[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="write the table alone")
-    if not parser.parse_args().table:
-        measure()
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="run these alone")
+    measure(parser.parse_args().seeds)
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), "digits", lambda _: table()), encoding="utf-8")
