@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from fedprune_app import plugins
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.models.initial import initial_model
+from fedprune_app.plugins import loading
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import QUICK, run_with
@@ -39,6 +41,13 @@ def settings_of(name, **settings):
 
 def config_of(name, **settings):
     return prepare(Given(settings_of(name, **settings))).config
+
+
+def loaded(name):
+    """The module of a method, as a run has loaded it."""
+    plugins.load({"plugins": str(GALLERY / f"{name}.py")})
+    (module,) = (module for _, module in loading._files.values() if Path(str(module.__file__)).stem == name)
+    return module
 
 
 def run(folder, name, **settings):
