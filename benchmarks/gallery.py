@@ -46,13 +46,15 @@ BASELINES: dict[str, dict[str, Any]] = {
 
 
 def configurations() -> dict[str, dict[str, Any]]:
-    """The settings of each row: the baselines, FedRep beside FedPer, and a method for each file."""
+    """The settings of each row: the baselines, a method for each file, FedRep, and narrow clients without norms."""
     found = dict(BASELINES)
     for file in sorted((ROOT / "gallery").glob("*.toml")):
         settings = tomllib.loads(file.read_text())
         found[file.stem] = {**settings, "plugins": str(file.with_suffix(".py"))}
         if file.stem == "fedper":
             found["fedrep"] = {**found["fedper"], "fedper": {"personal-layers": 1, "head-epochs": 3}}
+        if file.stem in ("heterofl", "fedrolex"):
+            found[f"{file.stem}, cnn-small"] = {**found[file.stem], "model": "cnn-small"}
     return found
 
 
