@@ -17,8 +17,7 @@ from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
 from fedprune_app.config import Config, ConfigError, Table, option
-from fedprune_app.core import layers, masks, rng, schedules, structured
-from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core import aggregate, layers, masks, rng, schedules, structured
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
@@ -57,7 +56,6 @@ __all__ = [
     "GossipClient",
     "ImageClient",
     "LocalTraining",
-    "MaskedMean",
     "Outgoing",
     "OwnMeasure",
     "Payload",
@@ -76,6 +74,7 @@ __all__ = [
     "Task",
     "TrainingResult",
     "Update",
+    "aggregate",
     "dense_gradient",
     "grouped",
     "layers",

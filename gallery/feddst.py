@@ -62,7 +62,7 @@ class FedDST(fp.FederatedStrategy):
         return fp.Schema.like(self.model, masked=self.prunable)
 
     def begin(self, round: fp.Round) -> None:
-        self.mean = fp.MaskedMean(len(round.participants), max(c.num_examples for c in self.clients.values()))
+        self.mean = fp.aggregate.MaskedMean(len(round.participants), max(c.num_examples for c in self.clients.values()))
 
     def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
         self.mean.add(update, self.clients[client].num_examples)

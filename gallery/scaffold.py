@@ -5,9 +5,8 @@ Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled
 ``c_i⁺ = c_i − c + (x − y) / (K η)``, for K steps. The server adds the mean change of the models (η_g = 1, as in all
 the paper's experiments), and ``|S| / N`` times the mean change of the ``c_i``.
 
-Option II takes the client's movement for the sum of its gradients, so momentum is refused. Running statistics have no
-control variate, and are averaged as they are. The client answers for its last local model; what is judged is the
-server's.
+Option II takes the client's movement for the sum of its gradients, so momentum is refused. Deviations: running
+statistics have no control variate, and are averaged as they are. The client also answers for its last local model.
 """
 
 from __future__ import annotations

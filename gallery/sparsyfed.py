@@ -74,7 +74,7 @@ class SparsyFedClient(fp.ImageClient):
         def largest(saved: Tensor, weight: Tensor) -> Tensor:
             if saved.data_ptr() == weight.data_ptr():
                 return saved
-            kept = fp.masks.magnitude_masks({name: saved}, self.inputs[name])[name]
+            kept = fp.masks.magnitude_masks({name: saved}, self.inputs.get(name, 1.0))[name]
             return torch.where(kept, saved, 0)
 
         def enter(layer: nn.Module, _: object) -> None:

@@ -33,7 +33,7 @@ class SSFL(fp.FedAvg):
         if round.number > 1:
             return
         scores = {name: tensor for name, tensor in self.model.items() if name in self.prunable}
-        mean = fp.MaskedMean(len(self.clients), max(client.num_examples for client in self.clients.values()))
+        mean = fp.aggregate.MaskedMean(len(self.clients), max(client.num_examples for client in self.clients.values()))
         exchanges.ask_for(
             "saliency",
             round,

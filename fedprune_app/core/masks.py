@@ -146,8 +146,7 @@ def magnitude_masks_across(weights: Mapping[str, Tensor], density: float) -> Mas
 
     Ties go to the tensor that comes first, and in it to the lowest flat index. Source: SNIP, Lee et al., ICLR 2019.
     """
-    together = torch.cat([weight.reshape(-1) for weight in weights.values()])
-    kept = magnitude_masks({"all": together}, density)["all"]
+    kept = magnitude_masks({"all": torch.cat([weight.reshape(-1) for weight in weights.values()])}, density)["all"]
     parts = torch.split(kept, [weight.numel() for weight in weights.values()])
     return {name: part.view(weights[name].shape).clone() for name, part in zip(weights, parts, strict=True)}
 

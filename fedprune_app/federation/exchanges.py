@@ -136,8 +136,12 @@ class Exchanges:
             return {}
 
         asking = (replace(each, fields={**each.fields, "asks": name}) for each in outgoing)
-        answers = self._answers(round, asking, MessageType.TRAIN, schema.max_bytes)
-        collect(name, answers, round.log, self._charged(round, read))
+        collect(
+            name,
+            self._answers(round, asking, MessageType.TRAIN, schema.max_bytes),
+            round.log,
+            self._charged(round, read),
+        )
         require(len(taken), self.strategy.context.config.min_replies, name, round.log.failures)
 
     def evaluate(self, round: Round) -> dict[str, Any]:

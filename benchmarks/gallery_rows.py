@@ -1,8 +1,8 @@
 """The rows of docs/gallery.md: each method of the gallery beside the baselines, on the digits, three seeds.
 
-    python benchmarks/gallery.py            # the runs without a row, some seconds each, and the table
-    python benchmarks/gallery.py --seeds 1  # those of one seed
-    python benchmarks/gallery.py --seeds    # the table alone
+    python benchmarks/gallery_rows.py            # the runs without a row, some seconds each, and the table
+    python benchmarks/gallery_rows.py --seeds 1  # those of one seed
+    python benchmarks/gallery_rows.py --seeds    # the table alone
 
 Nothing is tuned: all methods have the same learning rate, rounds and local epochs, and their own settings are those of
 their configurations in gallery/. A run is a row of docs/data/gallery.csv, with its hash and commit.
