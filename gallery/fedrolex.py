@@ -63,7 +63,14 @@ class FedRolexClient(fp.FjORDClient):
 
     def scaled(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
         """Return the output of a hidden layer as the Scaler leaves it."""
-        return output / self.width if layer.training else output
+        return output / self.width
+
+    def test_accuracy(
+        self, task: fp.Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """Test a model of the client's width as it is trained, and the whole model, which has no masks, unscaled."""
+        self.width = float(task.fields["width"]) if masks else 1.0
+        return super().test_accuracy(task, tensors, masks)
 
     def shares(self, width: float) -> list[float]:
         self.width = width

@@ -7,12 +7,13 @@ the logits of classes that it has no example of are 0 (masked cross entropy).
 
 Deviations: a client's width comes from ``fjord.widths``, or from its node's ``capacity``, and is fixed. BatchNorm's
 statistics are averaged like weights, where the paper asks all clients for them after training (static BatchNorm). All
-rows of the last layer are averaged, those of classes that a client lacks as they came.
+rows of the last layer are averaged, those of classes that a client lacks as they came. A client also answers for its own
+width, with its Scaler, which an exported model lacks; the paper tests the whole model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Unpack
 
 import torch
@@ -42,7 +43,14 @@ class HeteroFLClient(fp.FjORDClient):
 
     def scaled(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
         """Return the output of a hidden layer as the Scaler leaves it."""
-        return output / self.width if layer.training else output
+        return output / self.width
+
+    def test_accuracy(
+        self, task: fp.Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """Test a model of the client's width as it is trained, and the whole model, which has no masks, unscaled."""
+        self.width = float(task.fields["width"]) if masks else 1.0
+        return super().test_accuracy(task, tensors, masks)
 
     def shares(self, width: float) -> list[float]:
         self.width = width
