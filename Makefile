@@ -16,7 +16,7 @@ ifneq ($(words $(CURDIR)),1)
 $(info The path $(CURDIR) has a space: simulations run in it, and Flower's SuperLink (flwr run, fedprune deploy) does not)
 endif
 
-.PHONY: settings site site-serve demo test full programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
+.PHONY: gallery settings site site-serve demo test full programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -88,11 +88,15 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The rows of docs/gallery.md that are missing, some seconds each, and its table.
+gallery: $(DEV_STAMP)
+	$(BIN)/python benchmarks/gallery_rows.py
+
 # The packages of the container image, at today's versions: docker/*.lock.
 lock: $(DEV_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/lock.py
 
-BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gpu.py),$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gallery_rows.py gpu.py),$(wildcard benchmarks/*.py))
 benchmarks: $(DEV_STAMP)
 	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 

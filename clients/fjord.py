@@ -81,9 +81,12 @@ class FjORDClient(ImageClient):
         start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
         return start | pruned(start, leading_masks(self.extents(task), self.shapes))
 
+    def shares(self, width: float) -> list[float]:  # of which each step draws one
+        return [*(share for share in FJORD_SHARES if share < width - 1e-9), width]
+
     def local_update(self, task: Task, state: State) -> Update:
         width, widest = float(task.fields["width"]), self.extents(task)
-        shares = [*(share for share in FJORD_SHARES if share < width - 1e-9), width]
+        shares = self.shares(width)
 
         def law(draw: np.random.Generator) -> float:
             return shares[int(draw.integers(len(shares)))]

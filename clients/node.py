@@ -130,6 +130,10 @@ class Node(NumPyClient, Generic[AnUpdate]):
     def local_update(self, task: Task, state: State) -> AnUpdate:
         """Do the client's part of a round."""
 
+    def answer(self, task: Task, state: State) -> Payload:
+        """Answer what the server asks for beside training; ``task.fields["asks"]`` names it. No state is kept."""
+        raise NotImplementedError(f"{type(self).__name__} has no answer() to {task.fields['asks']!r}")
+
     @abstractmethod
     def report(self, task: Task, update: AnUpdate) -> dict[str, Any]:
         """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
@@ -176,6 +180,8 @@ class Node(NumPyClient, Generic[AnUpdate]):
         A private client declines a round that its budget does not bear to its end: that reply has no payload. Raises
         ``ValueError`` and saves nothing when the update must not count: when training diverges, say.
         """
+        if "asks" in task.fields:
+            return self.answer(task, self.load_state(task, before=task.round)[0]), {}
         if self.privacy is None:
             return self._trained(task)
         from fedprune_app.privacy.ledger import Overspent

@@ -8,25 +8,34 @@ from __future__ import annotations
 from clients.base import ImageClient, LocalTraining, Update
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
+from clients.fjord import FjORDClient
+from clients.gossip import GossipClient
+from clients.node import Place
 from clients.privacy import Spending
 from clients.reply_fields import ReplyFields
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
 from fedprune_app.config import Config, ConfigError, Table, option
+from fedprune_app.core import aggregate, layers, masks, rng, schedules, structured
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.training import TrainingResult
+from fedprune_app.models.vision import load_state_tensors, state_tensors
 from fedprune_app.plugins.registering import register_dataset, register_model, register_partition, register_system
 from fedprune_app.results.own_measures import OwnMeasure
 from strategies.averaging import AveragingStrategy
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.fedavg import FedAvg
+from strategies.fjord import FjORD
+from strategies.gossip import Gossip
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
 
@@ -37,14 +46,20 @@ __all__ = [
     "Dataset",
     "DisPFL",
     "DisPFLClient",
+    "Exchanges",
     "FedAvg",
     "FedAvgClient",
     "FederatedStrategy",
+    "FjORD",
+    "FjORDClient",
+    "Gossip",
+    "GossipClient",
     "ImageClient",
     "LocalTraining",
     "Outgoing",
     "OwnMeasure",
     "Payload",
+    "Place",
     "ReplyFields",
     "Round",
     "RunContext",
@@ -59,11 +74,20 @@ __all__ = [
     "Task",
     "TrainingResult",
     "Update",
+    "aggregate",
+    "dense_gradient",
     "grouped",
+    "layers",
+    "load_state_tensors",
+    "masks",
     "option",
     "proximal",
     "register_dataset",
     "register_model",
     "register_partition",
     "register_system",
+    "rng",
+    "schedules",
+    "state_tensors",
+    "structured",
 ]

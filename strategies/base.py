@@ -100,6 +100,9 @@ class FederatedStrategy(StreamedStrategy):
     def begin(self, round: Round) -> None:
         """Get ready for the replies of a round."""
 
+    def before(self, round: Round, exchanges: Exchanges) -> None:
+        """Exchange what comes before the round's training messages, and is part of the round's bytes."""
+
     @abstractmethod
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield the message to each participant, made when it is sent."""

@@ -139,6 +139,16 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
     return masks
 
 
+def magnitude_masks_across(weights: Mapping[str, Tensor], density: float) -> Masks:
+    """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, of all tensors together.
+
+    Ties go to the tensor that comes first, and in it to the lowest flat index. Source: SNIP, Lee et al., ICLR 2019.
+    """
+    kept = magnitude_masks({"all": torch.cat([weight.reshape(-1) for weight in weights.values()])}, density)["all"]
+    parts = torch.split(kept, [weight.numel() for weight in weights.values()])
+    return {name: part.view(weights[name].shape).clone() for name, part in zip(weights, parts, strict=True)}
+
+
 def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], percent: float) -> Masks:
     """Return masks without about ``percent`` % of the remaining weights of each tensor: those of smallest magnitude.
 

@@ -5,7 +5,8 @@ Every reply passes the same checks on its way in, whichever system asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from flwr.app import MessageType, RecordDict
@@ -46,6 +47,7 @@ class Hooks(Protocol):
     def doubts(self) -> list[str]: ...
     def prepare(self) -> None: ...
     def begin(self, round: Round) -> None: ...
+    def before(self, round: Round, exchanges: Exchanges) -> None: ...
     def send(self, round: Round) -> Iterator[Outgoing]: ...
     def reply_bytes(self, round: Round) -> int: ...
     def accept(self, round: Round, client: int, content: RecordDict) -> None: ...
@@ -108,6 +110,38 @@ class Exchanges:
 
         answers = self._answers(round, outgoing, MessageType.EVALUATE)
         collect(name, answers, round.log, self._charged(round, read_checked))
+
+    def ask_for(
+        self,
+        name: str,
+        round: Round,
+        outgoing: Iterable[Outgoing],
+        schema: wire.Schema,
+        take: Callable[[int, Payload], None],
+    ) -> None:
+        """Ask clients for a payload of this schema within a round; ``take`` gets each client's answer.
+
+        Clients answer with ``answer(task, state)``, and keep no new state. ``ValueError`` of ``take`` refuses an
+        answer. Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
+        """
+        taken: list[int] = []
+
+        def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
+            self.strategy.budgets.check(fields)
+            payload = wire.payload_of(content, schema.max_bytes)
+            schema.check(payload)
+            take(client, payload)
+            taken.append(client)
+            return {}
+
+        asking = (replace(each, fields={**each.fields, "asks": name}) for each in outgoing)
+        collect(
+            name,
+            self._answers(round, asking, MessageType.TRAIN, schema.max_bytes),
+            round.log,
+            self._charged(round, read),
+        )
+        require(len(taken), self.strategy.context.config.min_replies, name, round.log.failures)
 
     def evaluate(self, round: Round) -> dict[str, Any]:
         """Have clients evaluate; return the columns of the round's record over those that answered.

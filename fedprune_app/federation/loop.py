@@ -41,6 +41,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         # 1. Sample the participants.
         last = round = strategy.participation.round(number)
         strategy.begin(round)
+        strategy.before(round, exchanges)
 
         # 2. and 3. Send to them, and collect their replies as they arrive.
         columns = exchanges.train_round(round)

@@ -12,6 +12,7 @@ from fedprune_app.core.masks import (
     erk_densities,
     full_masks,
     keep_count,
+    magnitude_masks_across,
     mask_distance,
     prune_and_grow,
     prune_percent,
@@ -42,6 +43,16 @@ def test_random_masks_keep_exactly_their_count_and_depend_on_the_generator_alone
     assert [int(m.sum()) for m in masks.values()] == [31, 13]
     assert all(torch.equal(masks[k], draw(0)[k]) for k in shapes)
     assert not torch.equal(masks["b"], draw(1)["b"])
+
+
+def test_the_largest_of_all_tensors_together_stay_and_of_equal_ones_the_first():
+    weights = {"a": torch.tensor([[1.0, -9.0], [2.0, 3.0]]), "b": torch.tensor([-3.0, 8.0, 0.5, 0.0])}
+    masks = magnitude_masks_across(weights, 0.375)
+    assert {name: mask.tolist() for name, mask in masks.items()} == {
+        "a": [[False, True], [False, True]],
+        "b": [False, True, False, False],
+    }
+    assert sum(int(mask.sum()) for mask in magnitude_masks_across(weights, 0.0).values()) == 0
 
 
 def test_pruning_removes_the_smallest_of_the_remaining_weights():

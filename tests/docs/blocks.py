@@ -112,6 +112,7 @@ class Checker:
     def __post_init__(self) -> None:
         (self.folder / "configs").symlink_to(ROOT / "configs")
         (self.folder / "docker").symlink_to(ROOT / "docker")
+        (self.folder / "gallery").symlink_to(ROOT / "gallery")
         self.monkeypatch.chdir(self.folder)
         self.monkeypatch.setenv("HOME", str(self.folder))
 

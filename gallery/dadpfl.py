@@ -1,0 +1,120 @@
+"""DA-DPFL: Dis-PFL in which clients wait for neighbours of the same round, and whose models become sparser.
+
+Long, Wang, Anagnostopoulos, Bi, "Decentralized Personalized Federated Learning Based on a Conditional
+'Sparse-to-Sparser' Scheme", IEEE TNNLS 2025, arXiv 2404.15943. A client averages this round's models of neighbours that
+train before it. Once half of the models hardly move, clients prune, in rounds whose gaps shrink by 3 each. How many
+weights of a layer go follows from its PQ index (Diao et al., ICLR 2023; p = 0.5, q = 1, η = 0, γ = 1, at most 90 %).
+
+Deviations: where the paper lets a client wait for at most N neighbours, the clients of a round are dealt at random into
+``dadpfl.waves`` waves. A move is the change of the distance from the initial model, relative to the first distance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprune_app import extend as fp
+
+Named = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class DADPFLOptions(fp.Table):
+    """These options are DA-DPFL's; those of Dis-PFL are in its own table."""
+
+    waves: int = fp.option(3, "How many waves a round's clients are dealt into; with 1 nobody waits.", least=1)
+    threshold: float = fp.option(0.05, "Pruning begins when half of the models change by at most this (δ).", least=0)
+    least_density: float = fp.option(0.1, "Clients prune while they are denser than this.", least=0, most=1)
+
+
+class DADPFL(fp.DisPFL):
+    """The server deals the waves, and remembers in which round pruning began."""
+
+    began = 0
+
+    def waves(self, round: fp.Round) -> list[tuple[int, ...]]:
+        """Deal the participants into waves."""
+        order = fp.rng.numpy_generator(self.config.seed, "waves", round=round.number).permutation(round.participants)
+        parts = np.array_split(order, self.config.table(DADPFLOptions).waves)
+        return [tuple(sorted(map(int, part))) for part in parts if len(part)]
+
+    def prunes(self, number: int) -> bool:
+        """Return whether clients prune in a round: in the first one, and after gaps that shrink."""
+        at = gap = self.began
+        while gap and at < number:
+            gap, at = round(gap / 3), at + round(gap / 3)
+        return at == number
+
+    def to_wave(self, round: fp.Round, wave: tuple[int, ...]) -> Iterator[fp.Outgoing]:
+        """Yield the messages to a wave, with what was published before it."""
+        for each in super().send(replace(round, participants=wave)):
+            yield replace(each, fields={"prunes": self.prunes(round.number)})
+
+    def before(self, round: fp.Round, exchanges: fp.Exchanges) -> None:
+        """Train all waves but the last, one after the other."""
+        for wave in self.waves(round)[:-1]:
+            exchanges.train(f"round {round.number}", round, self.to_wave(round, wave), self.reply_bytes(round))
+            self.release_updates()
+
+    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
+        return self.to_wave(round, self.waves(round)[-1])
+
+    def end(self, round: fp.Round) -> None:
+        most, rows = self.config.table(DADPFLOptions).threshold, round.log.clients.values()
+        still = [row for row in rows if row.get("change") is not None and row["change"] <= most]
+        if not self.began and 2 * len(still) >= len(self.clients):
+            self.began = round.number + 1
+
+    def state(self) -> fp.State:
+        return replace(state := super().state(), meta={**state.meta, "began": self.began})
+
+    def restore(self, state: fp.State) -> None:
+        super().restore(state)
+        self.began = int(state.meta["began"])
+
+
+class DADPFLClient(fp.DisPFLClient):
+    """The state also says how far the model was from the initial one, first and last."""
+
+    why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
+
+    def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
+        initial = self.own_model(fp.State())
+        self.sparser = bool(task.fields["prunes"])  # whether this round prunes
+        update = super().local_update(task, state)
+        moved = sum(float((t - initial[name]).norm()) for name, t in update.state.group("weights").items())
+        first, last = state.meta.get("first", moved), state.meta.get("last")
+        change = {} if last is None or not first else {"change": abs(moved - last) / first}
+        meta, metrics = {"first": first, "last": moved}, {**update.metrics, **change}
+        return replace(update, state=fp.State(update.state.tensors, meta), metrics=metrics)
+
+    def search(self, tensors: Named, masks: Named, share: float, round: int) -> dict[str, Tensor]:
+        """Prune, where the round prunes, and then look for a better mask of that density."""
+        if self.sparser and self.density(masks) > self.config.table(DADPFLOptions).least_density:
+            masks = {name: without_smallest(tensors[name], mask) for name, mask in masks.items()}
+        return super().search(tensors, masks, share, round)
+
+
+def without_smallest(weight: Tensor, mask: Tensor) -> Tensor:
+    """Return a layer's mask without the weights that its PQ index says it can spare, the smallest ones."""
+    magnitude, kept = weight[mask].double().abs(), int(mask.sum())
+    bound = float(magnitude.sqrt().sum()) ** 2 / max(float(magnitude.sum()), 1e-300)  # d (1 − PQI), for this p and q
+    left = kept - int(kept * min(1 - math.ceil(bound - 1e-9) / max(kept, 1), 0.9))
+    return fp.masks.magnitude_masks({"": torch.where(mask, weight, 0)}, left / mask.numel())[""] & mask
+
+
+fp.register_system(
+    "dadpfl",
+    strategy=DADPFL,
+    client=DADPFLClient,
+    summary="DA-DPFL: Dis-PFL in waves, whose models become sparser",
+    options=DADPFLOptions,
+    uses=("density", "dispfl"),
+    measures=[fp.OwnMeasure("change", "Change of the distance", least=0, decimals=3)],
+)

@@ -1,0 +1,97 @@
+"""FedRolex: each client trains a window of units as wide as it can bear, and the window rolls on by one in each round.
+
+Alam, Liu, Yan, Zhang, "FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction", NeurIPS
+2022, Algorithm 1. In round j the window of a layer of K units begins at unit ``(j − 1) mod K`` and goes on at the first
+unit behind the last one. Otherwise it is HeteroFL: the same client, the same average over those that have a coordinate.
+
+The server rolls its model so that the window's units lead, and rolls the average back. So a client cannot tell FedRolex
+from HeteroFL; to order hidden units anew changes nothing that a network computes. The deviations of
+``gallery/heterofl.py`` are those of this file too, whose client is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app import extend as fp
+
+
+class FedRolex(fp.FjORD):
+    """The server has one model of full width; ``first`` is the unit with which this round's windows begin."""
+
+    by_examples = False
+    averages = False  # a robust average measures from a model that is not rolled
+    first = 0
+
+    def rolled(self, tensors: Mapping[str, Tensor], by: int) -> dict[str, Tensor]:
+        """Return the model with the units of all hidden layers moved on by so many places."""
+        found = dict(tensors)
+        for group in self.groups:
+            for piece in group.slices:
+                found[piece.tensor] = found[piece.tensor].roll(by * piece.repeat, piece.dim)
+        return found
+
+    def begin(self, round: fp.Round) -> None:
+        super().begin(round)
+        self.first = round.number - 1
+
+    def sub_network(self, client: int) -> dict[str, Tensor]:
+        reach = self.extents_of(client)
+        model = self.rolled(self.model, -self.first)
+        return {n: fp.structured.leading_block(t, reach.get(n)).contiguous() for n, t in model.items()}
+
+    def end(self, round: fp.Round) -> None:
+        self.model = self.rolled(self.mean.mean(self.rolled(self.model, -self.first)), self.first)
+
+
+class FedRolexClient(fp.FjORDClient):
+    """Every step is of the client's whole width."""
+
+    why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
+
+    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+        super().__init__(config, place)
+        self.width = 1.0
+        self.present = torch.bincount(self.data.train_labels, minlength=self.dataset.num_classes) > 0
+        for group in self.groups:
+            self.model.get_submodule(group.name).register_forward_hook(self.scaled)
+
+    def scaled(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
+        """Return the output of a hidden layer as the Scaler leaves it."""
+        return output / self.width
+
+    def test_accuracy(
+        self, task: fp.Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """Test a model of the client's width as it is trained, and the whole model, which has no masks, unscaled."""
+        self.width = float(task.fields["width"]) if masks else 1.0
+        return super().test_accuracy(task, tensors, masks)
+
+    def shares(self, width: float) -> list[float]:
+        self.width = width
+        return [width]
+
+    def train_from_start(
+        self, task: fp.Task, state: fp.State, **how: Unpack[fp.LocalTraining]
+    ) -> tuple[fp.TrainingResult, dict[str, Tensor]]:
+        absent = ~self.present.to(self.device)
+
+        def masked_cross_entropy(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(network(images).masked_fill(absent, 0.0), labels)
+
+        how["objective"] = masked_cross_entropy
+        return super().train_from_start(task, state, **how)
+
+
+fp.register_system(
+    "fedrolex",
+    strategy=FedRolex,
+    client=FedRolexClient,
+    summary="FedRolex: each client trains a rolling window of units",
+    uses=("fjord.widths",),
+)

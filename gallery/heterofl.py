@@ -1,0 +1,77 @@
+"""HeteroFL: each client trains the leading units that it can bear, always as many, and no others.
+
+Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
+ICLR 2021, Algorithm 1. Each coordinate is averaged over the clients that have it, and one that nobody has stays
+(equations 1 to 4). While a client of width r trains, the output of each hidden layer is divided by r (the Scaler), and
+the logits of classes that it has no example of are 0 (masked cross entropy).
+
+Deviations: a client's width comes from ``fjord.widths``, or from its node's ``capacity``, and is fixed. BatchNorm's
+statistics are averaged like weights, where the paper asks all clients for them after training (static BatchNorm). All
+rows of the last layer are averaged, those of classes that a client lacks as they came. A client also answers for its
+own width, with its Scaler, which an exported model lacks; the paper tests the whole model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Unpack
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app import extend as fp
+
+
+class HeteroFL(fp.FjORD):
+    """The server is FjORD's, but all clients count alike."""
+
+    by_examples = False
+
+
+class HeteroFLClient(fp.FjORDClient):
+    """Every step is of the client's whole width."""
+
+    why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
+
+    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+        super().__init__(config, place)
+        self.width = 1.0
+        self.present = torch.bincount(self.data.train_labels, minlength=self.dataset.num_classes) > 0
+        for group in self.groups:
+            self.model.get_submodule(group.name).register_forward_hook(self.scaled)
+
+    def scaled(self, layer: nn.Module, _: object, output: Tensor) -> Tensor:
+        """Return the output of a hidden layer as the Scaler leaves it."""
+        return output / self.width
+
+    def test_accuracy(
+        self, task: fp.Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """Test a model of the client's width as it is trained, and the whole model, which has no masks, unscaled."""
+        self.width = float(task.fields["width"]) if masks else 1.0
+        return super().test_accuracy(task, tensors, masks)
+
+    def shares(self, width: float) -> list[float]:
+        self.width = width
+        return [width]
+
+    def train_from_start(
+        self, task: fp.Task, state: fp.State, **how: Unpack[fp.LocalTraining]
+    ) -> tuple[fp.TrainingResult, dict[str, Tensor]]:
+        absent = ~self.present.to(self.device)
+
+        def masked_cross_entropy(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(network(images).masked_fill(absent, 0.0), labels)
+
+        how["objective"] = masked_cross_entropy
+        return super().train_from_start(task, state, **how)
+
+
+fp.register_system(
+    "heterofl",
+    strategy=HeteroFL,
+    client=HeteroFLClient,
+    summary="HeteroFL: each client trains the leading units that it can bear",
+    uses=("fjord.widths",),
+)

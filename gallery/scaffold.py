@@ -1,0 +1,97 @@
+"""SCAFFOLD: control variates take from each client's steps what makes its data differ from all others'.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
+2020, Algorithm 1 with option II. A step is ``y ← y − η (g(y) − c_i + c)``; afterwards
+``c_i⁺ = c_i − c + (x − y) / (K η)``, for K steps. The server adds the mean change of the models (η_g = 1, as in all
+the paper's experiments), and ``|S| / N`` times the mean change of the ``c_i``.
+
+Option II takes the client's movement for the sum of its gradients, so momentum is refused. Deviations: running
+statistics have no control variate, and are averaged as they are. The client also answers for its last local model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fedprune_app import extend as fp
+
+
+class Scaffold(fp.FedAvg):
+    """The server has a model x and a control variate c, and sends both."""
+
+    averages = False  # a robust mean would have to be of the controls too
+    by_examples = False
+    paper_formula = "64 bits per parameter, both ways: the model and its control variate"
+
+    def __init__(self, context: fp.RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
+        if momentum := self.config.momentum:
+            raise fp.ConfigError("momentum", momentum, "0", condition="with system 'scaffold'")
+        self.control = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
+
+    def both(self) -> dict[str, Tensor]:
+        """Return x and c as they travel."""
+        return fp.grouped(model=self.model, control=self.control)
+
+    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
+        return fp.Outgoing.to_each(round.participants, fp.Payload(self.both()))
+
+    def expect(self, round: fp.Round, client: int) -> fp.Schema:
+        return fp.Schema.like(self.both())
+
+    def end(self, round: fp.Round) -> None:
+        """Take lines 16 and 17: clients sent their models, and by how much their control variates changed."""
+        means = fp.State(self.mean.mean(self.both()))
+        self.model, changes = means.group("model"), means.group("control")
+        share = round.log.replies / len(self.clients)
+        self.control = {name: old + share * changes[name] for name, old in self.control.items()}
+
+    def paper_bytes(self, round: fp.Round) -> tuple[float, float]:
+        down, up = super().paper_bytes(round)
+        return 2 * down, 2 * up
+
+    def state(self) -> fp.State:
+        state = super().state()
+        return fp.State({**state.tensors, **fp.grouped(control=self.control)}, state.meta)
+
+    def restore(self, state: fp.State) -> None:
+        super().restore(state)
+        self.control = state.group("control")
+
+
+class ScaffoldClient(fp.ImageClient):
+    """The state holds the last local ``weights`` and the client's ``control`` variate c_i."""
+
+    validates = "global"
+
+    def message_schema(self) -> fp.Schema:
+        tensors = {name: t for name, t in self.own_model(fp.State()).items() if name in self.shared}
+        return fp.Schema.like(fp.grouped(model=tensors, control=tensors))
+
+    def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
+        received = fp.State(task.payload.tensors).group("model") or dict(task.payload.tensors)
+        return {**state.group("weights"), **received}
+
+    def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
+        begin, control = self.begin(task, state), fp.State(task.payload.tensors).group("control")
+        own = state.group("control") or {name: torch.zeros_like(t) for name, t in control.items()}
+        moved = {name: (control[name] - own[name]).to(self.device) for name in self.sizes}
+
+        def correct(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+            for name, gradient in gradients.items():
+                gradient.add_(moved[name])
+
+        result, tensors = self.train_from_start(task, state, adjust_gradients=correct)
+        scale = result.num_steps * self.config.learning_rates[task.round]
+        change = {name: torch.zeros_like(t) for name, t in control.items()}
+        change |= {name: (begin[name] - tensors[name]) / scale - control[name] for name in self.sizes}
+        payload = fp.Payload(fp.grouped(model={name: tensors[name] for name in self.shared}, control=change))
+        kept = {name: own[name] + change[name] for name in own}
+        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, control=kept)), result, self.costs.training())
+
+
+summary = "SCAFFOLD: control variates against client drift"
+fp.register_system("scaffold", strategy=Scaffold, client=ScaffoldClient, summary=summary)

@@ -1,0 +1,46 @@
+"""FedRolex against its algorithm, written again with index lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedprune_app.data.data_config import data_config
+from fedprune_app.data.splits import client_data
+from fedprune_app.testing import check_system
+from tests.gallery import federations as small
+from tests.gallery.narrow import WIDTHS, logits, reference
+
+pytestmark = pytest.mark.usefixtures("no_plugins")
+SETTINGS = {"fjord__widths": " ".join(map(str, WIDTHS)), "num_server_rounds": 3}
+
+
+def test_it_is_the_papers_algorithm(tmp_path):
+    finished = small.run(tmp_path, "fedrolex", **SETTINGS)
+    expected = reference(small.config_of("fedrolex", **SETTINGS), rolls=True)
+    assert small.close(small.global_model(finished), expected)
+
+
+def test_every_unit_is_trained_by_narrow_clients_too(tmp_path):
+    """With HeteroFL those behind the width of all clients never move."""
+    settings = {"fjord__widths": "0.5", "num_server_rounds": 12}
+    start = small.parameters(small.network(small.config_of("fedrolex", **settings)))["conv1.bias"]
+    found = small.global_model(small.run(tmp_path, "fedrolex", **settings))["conv1.bias"]
+    assert bool((found != start).all())
+
+
+def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path):
+    """Its accuracy is that of the network by hand, with the Scaler, on its own test data."""
+    settings = {**SETTINGS, "num_server_rounds": 6, "learning_rate": 0.1}
+    finished = small.run(tmp_path, "fedrolex", **settings)
+    config = small.config_of("fedrolex", **settings)
+    rows = {row["partition"]: row for row in finished.clients if row["round"] == 6}
+    for client, rate in enumerate(WIDTHS):
+        weights = small.state_of(finished, client, "weights")
+        data = client_data(data_config(config), client, small.CLIENTS)
+        hits = logits(weights, data.test_images, rate).argmax(1) == data.test_labels
+        assert rows[client]["accuracy_personal"] == pytest.approx(float(hits.float().mean()), abs=0.02)
+
+
+def test_it_keeps_the_laws():
+    settings = {"fjord.widths": SETTINGS["fjord__widths"]}
+    check_system("fedrolex", plugins=str(small.GALLERY / "fedrolex.py"), settings=settings)

@@ -1,0 +1,40 @@
+"""The gallery's page and files: each method has a configuration that runs, a docstring, and its place on the page."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.docs.scripts import script
+from tests.gallery.federations import GALLERY
+
+ROOT = GALLERY.parent
+PAGE = (ROOT / "docs" / "gallery.md").read_text()
+FILES = sorted(set(GALLERY.glob("*.py")) - {GALLERY / "__init__.py"})
+pytestmark = pytest.mark.usefixtures("no_plugins")
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_a_method_is_one_short_file_with_a_configuration_and_a_place_on_the_page(fedprune, file):
+    text = file.read_text()
+    assert len(text.splitlines()) <= 120
+    assert "deviation" in ast.get_docstring(ast.parse(text)).lower()
+    assert f"(../gallery/{file.name})" in PAGE
+    code, said = fedprune("check", "--plugin", str(file), "-c", str(file.with_suffix(".toml")), "--clients", "5")
+    assert code == 0, said  # it takes one step of training too
+
+
+def test_the_table_is_that_of_the_rows():
+    (shown,) = re.findall(r"<!-- digits -->\n\n(.*?)\n\n<!-- end -->", PAGE, re.DOTALL)
+    assert shown == script("gallery_rows").table()
+
+
+def test_neither_the_bundle_nor_a_room_of_the_product_has_the_gallery():
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["fab-include"]
+    assert not any(GALLERY in file.parents for pattern in included for file in ROOT.glob(pattern.lstrip("/")))
+    product = [file for room in ("fedprune_app", "strategies", "clients") for file in Path(ROOT / room).rglob("*.py")]
+    assert not any(re.search(r"^\s*(from|import) gallery", file.read_text(), re.M) for file in product)
