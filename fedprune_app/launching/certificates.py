@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from fedprune_app.files import replace_file
 from fedprune_app.launching.credentials import host_and_port, private_bytes, write_secret
 
 _VALID_DAYS = 365
+_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _MINUTE = "%Y-%m-%d %H:%M UTC"
 _LINK_SECONDS = 10.0
 
@@ -50,6 +52,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
     files = certificates_in(folder)
     if not hosts or not all(hosts):
         raise ConfigError("--host", "", "a name or address by which the SuperLink is reached")
+    for host in hosts:
+        if not _HOST.fullmatch(host) and not isinstance(_alternative_name(host), x509.IPAddress):
+            raise ConfigError("--host", host, "a name as link.example.org, or an address")
     if files.ca.exists():
         raise ConfigError("--out", folder, "a folder without certificates", which=f"has {files.ca.name}")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import yaml
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -21,21 +22,33 @@ def make_node_key(path: Path) -> Path:
     """Make a key pair that identifies a SuperNode (OpenSSH, P-384), and return the path of the public key.
 
     The private key is written to ``path``, the public one beside it. `flwr supernode register` takes the public key.
-    Raises :class:`ConfigError` if the private key exists, which is written last. A public key without one was left by a
-    making that was interrupted, and is replaced.
+    Raises :class:`ConfigError` if the pair exists. A private key without a public one was left by a making that was
+    interrupted: the private key is kept, and its public key is written.
     """
+    public = public_half(path)
+    if public.exists():
+        raise ConfigError("node key", path if path.exists() else public, "a new file", which="exists")
     if path.exists():
-        raise ConfigError("node key", path, "a new file", which="exists")
-    key, public = ec.generate_private_key(ec.SECP384R1()), public_half(path)
+        key = _node_key_in(path)
+    else:
+        key = ec.generate_private_key(ec.SECP384R1())
+        write_secret(path, private_bytes(key, serialization.PrivateFormat.OpenSSH))
     encoding, format = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     replace_file(public, key.public_key().public_bytes(encoding, format) + b"\n")
-    write_secret(path, private_bytes(key, serialization.PrivateFormat.OpenSSH))
     return public
 
 
 def public_half(key: Path) -> Path:
     """Return the path at which :func:`make_node_key` puts the public key of the private ``key``."""
     return key.with_name(key.name + ".pub")
+
+
+def _node_key_in(path: Path) -> ec.EllipticCurvePrivateKey:
+    with suppress(ValueError, UnsupportedAlgorithm):
+        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+        if isinstance(key, ec.EllipticCurvePrivateKey):
+            return key
+    raise ConfigError("node key", path, "a new file", which="exists and is no node key")
 
 
 def private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.PrivateFormat) -> bytes:
@@ -96,14 +109,14 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
     host_and_port(address)
     path = home / CREDENTIALS
     try:
-        entries = yaml.safe_load(path.read_text()) if path.exists() else {}
+        known = yaml.safe_load(path.read_text()) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError):
-        entries = None
-    if not isinstance(entries, dict):
+        known = None
+    if not isinstance(known, dict):
         raise ConfigError("credentials", path, "the file that `flwr login` writes", which="is no mapping in YAML")
     more = json.loads(credentials(address, read_control_secret(secret)))
     home.mkdir(0o700, parents=True, exist_ok=True)
-    write_secret(path, json.dumps(entries | more).encode())
+    write_secret(path, json.dumps(known | more).encode())
     return path
 
 

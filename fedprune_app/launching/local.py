@@ -103,6 +103,7 @@ class Deployment:
         return Link("local", processes.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
+        """Return the path of the log of the program ``name``."""
         return self.folder / name / "log.txt"
 
     def _secret(self, whose: str) -> Path:
@@ -147,7 +148,7 @@ class Deployment:
     def register(self, name: str) -> None:
         """Register the key of the node ``name`` at the SuperLink, unless that was done; make a key that is missing."""
         key = self.folder / name / "node.key"
-        public = public_half(key) if key.exists() else make_node_key(key)
+        public = public_half(key) if public_half(key).exists() else make_node_key(key)
         try:
             flower_cli.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
         except LaunchError as error:
