@@ -133,7 +133,8 @@ class FedSpaLLMOptions(Table):
     )
     refine: bool = option(
         False,
-        "If true, the server solves the weights that SparseGPT left by least squares, for SparseGPT's masks.",
+        "If true, the server prunes by ALPS in place of SparseGPT: it solves for masks and weights of a whole matrix at"
+        " once, which takes longer and is better.",
         needs={".merge": ("hessians",)},
     )
     recovery_rounds: int = option(
