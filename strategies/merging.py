@@ -117,14 +117,14 @@ class HessianMerge:
         dense, found = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
         pattern = self.options.n_of_m()
         density = None if pattern else self.config.density
-        block_size, damping, count = self.options.block_size, self.options.damping, self.options.count
         for names in self.groups:
             hessian = self._hessian(names[0])
             whole = [dense[name].to(self.dense.device) for name in names]
             if self.options.refine:
-                done = alps(whole, hessian, density, pattern, damping)
+                done = alps(whole, hessian, density, pattern, self.options.damping)
             else:
-                done = sparsegpt_together(whole, hessian, density, pattern, block_size, damping, count)
+                how = self.options.block_size, self.options.damping, self.options.count
+                done = sparsegpt_together(whole, hessian, density, pattern, *how)
             found |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, done, strict=True)}
         self._sums = {}
         names = self.dense.prunable(layer)
