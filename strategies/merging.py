@@ -4,7 +4,7 @@ SparseGPT moves the weights that stay to make up for those that it removes, for 
 A mean over clients makes up for nobody's removals. With ``fedspallm.merge = "hessians"`` clients send Hessians alone,
 and the server prunes each matrix once, by their sum: as SparseGPT would with all text in one place. Each layer follows
 the pruned layers before it, which clients receive. SparseGPT goes from left to right and looks at each column once.
-With ``fedspallm.refine`` the server solves ``min ‖(W - W₀) X‖²`` anew for SparseGPT's masks.
+With ``fedspallm.refine`` the server prunes by ALPS in its place, which solves for a whole matrix at once.
 
 A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
 noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
@@ -25,6 +25,7 @@ from torch import Tensor
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
+from fedprune_app.core.alps import alps
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt_together
 from fedprune_app.engine.wire import Schema
@@ -74,7 +75,7 @@ class Cutter(Protocol):
 
 
 class HessianMerge:
-    """Our rule: SparseGPT by the sum of the clients' Hessians.
+    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians.
 
     ``groups`` are the matrices of a layer that have the same inputs. The clients' sums have noise of
     ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``.
@@ -128,16 +129,14 @@ class HessianMerge:
             return new
         pattern = self.options.n_of_m()
         density = None if pattern else self.config.density
-        how = density, pattern, self.options.block_size, self.options.damping, self.options.count
         for names in self.groups:
             hessian = self._hessian(names[0])
             whole = [dense[name].to(self.dense.device) for name in names]
-            done = sparsegpt_together(whole, hessian, *how)
             if self.options.refine:
-                done = [
-                    (hessians.least_squares(weight, mask, hessian, self.options.damping), mask)
-                    for weight, (_, mask) in zip(whole, done, strict=True)
-                ]
+                done = alps(whole, hessian, density, pattern, self.options.damping)
+            else:
+                how = self.options.block_size, self.options.damping, self.options.count
+                done = sparsegpt_together(whole, hessian, density, pattern, *how)
             found |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, done, strict=True)}
         self._sums = {}
         names = self.dense.prunable(layer)

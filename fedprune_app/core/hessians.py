@@ -1,4 +1,4 @@
-"""Hessians of clients travel, are added up to the same bits in any order, and give the best weights for a mask.
+"""Hessians of clients travel, are added up to the same bits in any order, and lose their noise.
 
 ``H = 2/n Σ x xᵀ`` over a client's n sequences is all that SparseGPT asks of a text, and ``Σ_k n_k H_k / Σ_k n_k`` is
 the Hessian of all clients' text together. This module is ours: FedSpaLLM's clients send weights.
@@ -173,38 +173,3 @@ def _diagonal(size: int) -> Tensor:
     """Return where the diagonal is in the upper triangle of a matrix, row by row."""
     numbers = torch.arange(size)
     return numbers * size - numbers * (numbers - 1) // 2
-
-
-def least_squares(weight: Tensor, mask: Tensor, hessian: Tensor, damping: float = 0.01, steps: int = 200) -> Tensor:
-    """Return the weights on ``mask`` whose outputs are nearest those of ``weight``: ``min ‖(W - W₀) X‖²``.
-
-    ``weight`` (out, in) is dense, ``mask`` (out, in) is True where a weight may be, and ``hessian`` (in, in) is
-    ``2/n Σ x xᵀ``, whose diagonal grows by ``damping`` times its mean as in SparseGPT. The result has the dtype of
-    ``weight``.
-
-    Each row is a problem of its own, and all rows are solved together by conjugate gradients with the diagonal as
-    preconditioner, for at most ``steps`` steps or until the residual has fallen to 10⁻⁶ of its first size.
-    """
-    damped = hessian.float().clone()
-    damped.diagonal().add_(damping * damped.diagonal().mean())
-    kept, dense = mask.float(), weight.detach().float()
-    inverse = 1 / damped.diagonal().clamp(min=torch.finfo(torch.float32).tiny)
-    found = dense * kept
-    residual = ((dense - found) @ damped) * kept
-    preconditioned = residual * inverse
-    direction = preconditioned.clone()
-    rho = (residual * preconditioned).sum(dim=1, keepdim=True)
-    limit = 1e-12 * rho.clamp(min=torch.finfo(torch.float32).tiny)
-    for _ in range(steps):
-        open_rows = rho > limit
-        if not bool(open_rows.any()):
-            break
-        image = (direction @ damped) * kept
-        curvature = (direction * image).sum(dim=1, keepdim=True)
-        step = torch.where(open_rows & (curvature > 0), rho / curvature, 0)
-        found += step * direction
-        residual -= step * image
-        preconditioned = residual * inverse
-        previous, rho = rho, (residual * preconditioned).sum(dim=1, keepdim=True)
-        direction = preconditioned + torch.where(open_rows, rho / previous, 0) * direction
-    return torch.where(mask, found, 0).to(weight.dtype)

@@ -1,0 +1,91 @@
+"""ALPS prunes matrices by a problem that is solved as a whole: the weights whose outputs are nearest the dense ones.
+
+The problem is ``min ‖(W - W₀) X‖²`` for matrices ``W`` with a given number of weights. It needs no more of the inputs
+``X`` than ``H = X Xᵀ``. Source: Meng, Behdin, Wang, Mazumder, "ALPS: Improved Optimization for Highly Sparse One-Shot
+Pruning for Large Language Models", NeurIPS 2024, Algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedprune_app.core.scores import NOfM, magnitude_mask
+
+_FIRST, _LAST, _STEPS = 0.01, 2.0, 40
+"""The penalty grows from the first to the last in so many steps, by the same factor each time. The paper lets the
+factor depend on how many weights of the mask changed."""
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def alps(
+    matrices: Sequence[Tensor],
+    hessian: Tensor,
+    density: float | None = None,
+    n_of_m: NOfM | None = None,
+    damping: float = 0.01,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the pruned matrix and its mask, both (out, in), for each of some ``matrices`` that have the same inputs.
+
+    ``hessian`` (in, in) is ``X Xᵀ`` up to a factor; its diagonal grows by ``damping`` times its mean. A matrix keeps
+    exactly ``keep_count(n, density)`` of its entries, wherever they are, or with ``n_of_m`` n of every m neighbours of
+    a row. The results have the dtypes of the matrices.
+
+    The method of multipliers has two copies of the weights. One solves the problem without a mask, the other one has
+    the wanted number of weights, and a growing penalty draws them together. The mask is the second copy's. Then
+    :func:`least_squares` gives the weights. Both see inputs of unit size, as the paper has it.
+
+    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, and when results are not finite.
+    """
+    damped = hessian.detach().float().clone()
+    damped.diagonal().add_(damping * damped.diagonal().mean())
+    sizes = damped.diagonal().clamp(min=_TINY).sqrt()  # (in,)
+    damped /= sizes * sizes[:, None]
+    rows = [len(matrix) for matrix in matrices]
+    dense = torch.cat([matrix.detach().float() for matrix in matrices]) * sizes  # (out, in) * (in,)
+    values, vectors = torch.linalg.eigh(damped)
+    target = dense @ damped
+
+    def mask_of(weights: Tensor) -> Tensor:
+        return torch.cat([magnitude_mask(each, density, n_of_m) for each in torch.split(weights, rows)])
+
+    mask = mask_of(dense)
+    sparse, dual, penalty = dense * mask, torch.zeros_like(dense), _FIRST
+    for _ in range(_STEPS):
+        dual += ((target + penalty * (sparse - dual)) @ vectors / (values + penalty)) @ vectors.T
+        mask = mask_of(dual)
+        sparse = dual * mask
+        growth = (_LAST / _FIRST) ** (1 / _STEPS)
+        dual, penalty = (dual - sparse) / growth, penalty * growth
+    pruned = least_squares(dense, mask, damped, sparse) / sizes
+    results = zip(matrices, torch.split(pruned, rows), torch.split(mask, rows), strict=True)
+    found = [(weight.to(matrix.dtype), kept) for matrix, weight, kept in results]
+    if not all(bool(weight.isfinite().all()) for weight, _ in found):
+        raise ValueError("pruned weights are not finite, allowed: finite weights and sums, or a larger damping")
+    return found
+
+
+def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor, steps: int = 200) -> Tensor:
+    """Return the weights on ``mask`` (out, in) whose outputs are nearest those of ``dense``: ``min ‖(W - W₀) X‖²``.
+
+    Each row is a problem of its own. All rows are solved together by conjugate gradients from ``start``, for at most
+    ``steps`` steps or until a row's residual is 10⁻⁵ of what it is at 0. ``hessian`` (in, in) is ``X Xᵀ`` with 1 on
+    the diagonal, which leaves a diagonal preconditioner nothing to do.
+    """
+    kept = mask.float()
+    found = start * kept
+    direction = residual = ((dense - found) @ hessian) * kept
+    size = residual.square().sum(dim=1, keepdim=True)  # (out, 1)
+    limit = 1e-10 * ((dense @ hessian) * kept).square().sum(dim=1, keepdim=True)
+    for _ in range(steps):
+        is_open = size > limit
+        if not bool(is_open.any()):
+            break
+        image = (direction @ hessian) * kept
+        step = torch.where(is_open, size / (direction * image).sum(dim=1, keepdim=True).clamp(min=_TINY), 0)
+        found, residual = found + step * direction, residual - step * image
+        before, size = size, residual.square().sum(dim=1, keepdim=True)
+        direction = residual + torch.where(is_open, size / before, 0) * direction
+    return found
