@@ -44,7 +44,7 @@ class FedSpaLLMOptions(Table):
         128,
         "The number of columns that SparseGPT prunes at a time.",
         least=1,
-        needs={".pruner": ("sparsegpt",), ".refine": (False,)},
+        needs={".pruner": ("sparsegpt",), ".refine": (False,), ".pattern": NoneOf((CUT,))},
     )
     damping: float = option(
         0.01,
@@ -56,7 +56,7 @@ class FedSpaLLMOptions(Table):
         "exact",
         "The number of entries that SparseGPT prunes in a block.",
         choices={"exact": "exactly as many as density says", "code": "one more, as in SparseGPT's released code"},
-        needs={".pruner": ("sparsegpt",), ".refine": (False,)},
+        needs={".pruner": ("sparsegpt",), ".refine": (False,), ".pattern": NoneOf((CUT,))},
     )
     segments: int = option(32, "The number of calibration segments of a client.", least=1)
     segment_counts: str = option(
@@ -139,7 +139,7 @@ class FedSpaLLMOptions(Table):
         False,
         "If true, the server prunes by ALPS in place of SparseGPT. ALPS solves for masks and weights of a whole matrix"
         " at once.",
-        needs={".merge": ("hessians",)},
+        needs={".merge": ("hessians",), ".pattern": NoneOf((CUT,))},
     )
     recovery_rounds: int = option(
         0,
