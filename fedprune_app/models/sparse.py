@@ -56,6 +56,11 @@ class SparseLinear(nn.Module):
         """
         return sparse_linear.linear(inputs, self.matrix, self.bias)
 
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows of the layer."""
+        density = f"density={self.matrix.density:.3f}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {density}"
+
 
 @dataclass(frozen=True)
 class Speed:

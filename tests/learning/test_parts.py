@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from clients.local_pruning import FJORD_SHARES, OrderedDropout, UniformPruning, share_law
+from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import random_masks
@@ -37,9 +37,9 @@ def network(name):
     return model, layers, hidden_groups(layers, shapes)
 
 
-def ordered(name, model, groups, full=(), kept=(), law="constant", share=0.5, seed=0):
+def ordered(name, model, groups, full=(), kept=(), share=0.5, seed=0, law=None):
     flops = forward_flops(model, SHAPES[name])
-    return OrderedDropout(model, groups, full, dict(kept), share_law(law, share), np.random.default_rng(seed), flops)
+    return OrderedDropout(model, groups, full, dict(kept), law or (lambda _: share), np.random.default_rng(seed), flops)
 
 
 def examples(name, count=20):
@@ -107,7 +107,7 @@ def test_a_sliced_step_is_a_step_of_the_masked_network(name, position):
     images, labels = examples(name)
 
     def dropout():
-        return ordered(name, model, groups, full, kept, "uniform", 0.3, seed=1)
+        return ordered(name, model, groups, full, kept, seed=1, law=share_law(0.3))
 
     seen = []
 
@@ -191,7 +191,7 @@ def test_weights_that_uniform_pruning_leaves_out_take_no_part_and_come_back(name
     flops = forward_flops(model, SHAPES[name])
 
     def pruning():
-        law = share_law("uniform", 0.4)
+        law = share_law(0.4)
         return UniformPruning(shapes, kept, law, np.random.default_rng(1), flops, torch.device("cpu"))
 
     again, used = pruning(), pruning()
@@ -216,24 +216,19 @@ def test_what_a_step_leaves_out_has_its_old_value_and_momentum_to_the_bit():
 
 def test_the_bernoulli_masks_keep_the_share_they_were_asked_for():
     shapes = {"w": torch.Size((400, 500))}
-    pruning = UniformPruning(shapes, {}, share_law("constant", 0.7), np.random.default_rng(2), {}, torch.device("cpu"))
+    pruning = UniformPruning(shapes, {}, lambda _: 0.7, np.random.default_rng(2), {}, torch.device("cpu"))
     first, second = (pruning(1).masks["w"] for _ in range(2))
     for mask in (first, second):
         assert float(mask.float().mean()) == pytest.approx(0.7, abs=5 * (0.21 / 200_000) ** 0.5)
     assert float((first & second).float().mean()) == pytest.approx(0.49, abs=0.01)
 
 
-def test_the_laws_of_a_steps_share():
+def test_a_steps_share_is_uniform_from_the_least_on():
     draw = np.random.default_rng(0)
-    uniform = [share_law("uniform", 0.6)(draw) for _ in range(4000)]
+    uniform = [share_law(0.6)(draw) for _ in range(4000)]
     assert min(uniform) >= 0.6
     assert max(uniform) < 1
     assert np.mean(uniform) == pytest.approx(0.8, abs=0.01)
-    assert {share_law("constant", 0.6)(draw) for _ in range(5)} == {0.6}
-    fjord = [share_law("fjord", 0.6)(draw) for _ in range(3000)]
-    assert set(fjord) == {0.6, 0.8, 1.0}
-    assert fjord.count(0.6) == pytest.approx(1000, abs=120)
-    assert {share_law("fjord", 0.2)(draw) for _ in range(200)} == set(FJORD_SHARES)
 
 
 def test_counts_of_leading_blocks_are_those_of_counting():
