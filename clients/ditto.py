@@ -7,7 +7,6 @@ SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ class DittoClient(ImageClient):
 
     def spending(self) -> Spending:
         options = self.config.ditto
-        return replace(super().spending(), round_epochs=options.global_epochs + options.personal_epochs)
+        return Spending(options.global_epochs + options.personal_epochs, evaluation_counts=3)
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return {**state.group("local"), **task.payload.tensors}

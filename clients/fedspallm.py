@@ -164,6 +164,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
     """
 
+    privacy_kind = SegmentPrivacy
     versions_kept = 1  # hidden states are large, and can be computed again
     declares: ClassVar = ReplyFields(
         introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
@@ -179,7 +180,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )
-        self.privacy = open_privacy(self, self.record_digests, self.options.deal, SegmentPrivacy)
+        self.privacy = open_privacy(self, self.record_digests, self.options.deal)
 
     # --- privacy ------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,7 @@ if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do wit
     from fedprune_app.privacy.ledger import Data
 
 
-def open_privacy(
-    node: Node[Any], records: Callable[[], list[bytes]], dealing: str, kind: type[ClientPrivacy] = ClientPrivacy
-) -> ClientPrivacy | None:
+def open_privacy(node: Node[Any], records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
     """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 
     ``records`` gives a digest of each record of the client's data, all parts of them. ``dealing`` says for readers of
@@ -29,7 +27,8 @@ def open_privacy(
         return None
     data = _data(config, place, records(), dealing)
     path = _path(config, place, data, node.store.folder)
-    return kind(config, node.client_id, node.num_examples, node.spending(), path, data, place.policy)
+    spending, count = node.spending(), node.num_examples
+    return node.privacy_kind(config, node.client_id, count, spending, path, data, place.policy)
 
 
 def split_secret(config: Config, place: Place) -> str:

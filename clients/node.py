@@ -82,6 +82,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     versions_kept = 3  # of its state, below the one the server last took in
     not_private = "nobody has examined what it releases"  # why the system cannot be private; empty if it can
+    privacy_kind: type[ClientPrivacy] = ClientPrivacy
     state_waits_for_checkpoint = False  # whether nothing relies on a state before the round's checkpoint
     declares: ClassVar = ReplyFields(
         introduction=frozenset(

@@ -96,6 +96,10 @@ class RunsFailed(LaunchError):
         self.runs = list(runs)
         self.failed = dict(failed)
 
+    def __reduce__(self) -> tuple[type[RunsFailed], tuple[str, list[Run], dict[str, str]]]:
+        """Return what makes the error again, so that another process can raise it here."""
+        return type(self), (str(self), self.runs, self.failed)
+
 
 Settings = Mapping[str, object]
 AnyPath = str | PathLike[str]

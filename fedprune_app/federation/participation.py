@@ -11,7 +11,7 @@ from fedprune_app.federation.round import Round
 
 def check_min_replies(config: Config, most: int, num_clients: int) -> None:
     """Raise :class:`ConfigError` if a round, which asks ``most`` of the clients, cannot have ``min-replies``."""
-    if config.holdout_clients and num_clients < 1:
+    if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
     if config.min_replies > most:
         share = f" and fraction-train {config.fraction_train:g}" if most < num_clients else ""

@@ -98,7 +98,7 @@ def test_refining_solves_each_row_and_is_nearer_to_the_dense_layer_than_sparsegp
         for row in range(0, len(weight), 7):
             kept = mask[row].nonzero().squeeze(1)
             exact = torch.linalg.solve(damped[kept][:, kept], damped[kept] @ dense[row])
-            torch.testing.assert_close(weight[row, kept].double(), exact, atol=1e-3, rtol=1e-2)
+            torch.testing.assert_close(weight[row, kept].double(), exact, atol=3e-3, rtol=1e-2)
 
 
 @pytest.mark.few(1)

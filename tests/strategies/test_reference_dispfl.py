@@ -25,7 +25,7 @@ TRAINED = {
         "dispfl_neighbours": 1,
         "density": 0.3,
     },
-    "dispfl, clipped, in a ring": {"max_grad_norm": 0.7, "dispfl_topology": "ring"},
+    "dispfl, clipped, in a ring": {"max_grad_norm": 0.7, "dispfl_topology": "ring", "seed": 1},
     "dispfl, of all densities, some away": {
         "dispfl_densities": "0.2 0.4 0.6 0.8 1.0",
         "clients": 6,
