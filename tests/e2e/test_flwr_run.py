@@ -58,7 +58,8 @@ def test_flwr_run_runs_the_app_with_a_config_file_and_any_number_of_clients(flow
         assert time.monotonic() < deadline, (tmp_path / "flwr/local-superlink/superlink.log").read_text()[-3000:]
         time.sleep(0.5)
     result = json.loads(info.read_text())
-    assert (result["status"], result["rounds_completed"], len(result["partition"])) == ("completed", 2, 5)
+    assert (result["status"], result["rounds_completed"]) == ("completed", 2), result["error"]
+    assert len(result["partition"]) == 5
     after = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     assert before == after, "a run must leave the repository as it was"
 
