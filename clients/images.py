@@ -22,11 +22,7 @@ _NORMALISATION = frozenset({"normalisation-mean", "normalisation-std"})
 _FEATURES = frozenset({"features", "features-digest"})
 _CONTENT = frozenset({"data-sha256"})
 SAID_OF_IMAGES = ReplyFields(
-    introduction=_LABELS
-    | _NORMALISATION
-    | _FEATURES
-    | _CONTENT
-    | {"image-shape", "num-classes", "classes", "data-dir"},
+    introduction=_SHAPE | _LABELS | _NORMALISATION | _FEATURES | _CONTENT,
     # how many of which class is nobody's business then, and the others may follow from the images
     withheld_when_private=_LABELS | _NORMALISATION | _CONTENT,
 )

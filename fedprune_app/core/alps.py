@@ -53,11 +53,11 @@ def alps(
 
     mask = mask_of(dense)
     sparse, dual, penalty = dense * mask, torch.zeros_like(dense), _FIRST
+    growth = (_LAST / _FIRST) ** (1 / _STEPS)
     for _ in range(_STEPS):
         dual += ((target + penalty * (sparse - dual)) @ vectors / (values + penalty)) @ vectors.T
         mask = mask_of(dual)
         sparse = dual * mask
-        growth = (_LAST / _FIRST) ** (1 / _STEPS)
         dual, penalty = (dual - sparse) / growth, penalty * growth
     pruned = least_squares(dense, mask, damped, sparse) / sizes
     results = zip(matrices, torch.split(pruned, rows), torch.split(mask, rows), strict=True)

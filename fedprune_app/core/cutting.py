@@ -27,8 +27,8 @@ def cut_inputs(
     num_groups = num_inputs // size
     if num_inputs % size or not 1 <= num_kept <= num_groups:
         raise ValueError(f"{num_kept} of {num_inputs / size:g} groups of {size} inputs, allowed: 1 to {num_groups}")
-    damped = hessian.double()
-    damped = damped + torch.eye(num_inputs, dtype=damped.dtype, device=damped.device) * damping * damped.diag().mean()
+    damped = hessian.double().clone()
+    damped.diagonal().add_(damping * damped.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed):
         raise ValueError("the Hessian is not positive definite (fedspallm.damping)")
