@@ -1,4 +1,4 @@
-"""FedRolex against its algorithm, written again with index lists."""
+"""HeteroFL and FedRolex, whose clients are the same, against their algorithms, written again with index lists."""
 
 from __future__ import annotations
 
@@ -12,27 +12,22 @@ from tests.gallery.narrow import WIDTHS, logits, reference
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 SETTINGS = {"fjord__widths": " ".join(map(str, WIDTHS)), "num_server_rounds": 3}
+BOTH = pytest.mark.parametrize("system", ["heterofl", "fedrolex"])
 
 
-def test_it_is_the_papers_algorithm(tmp_path):
-    finished = small.run(tmp_path, "fedrolex", **SETTINGS)
-    expected = reference(small.config_of("fedrolex", **SETTINGS), rolls=True)
+@BOTH
+def test_it_is_the_papers_algorithm(tmp_path, system):
+    finished = small.run(tmp_path, system, **SETTINGS)
+    expected = reference(small.config_of(system, **SETTINGS), rolls=system == "fedrolex")
     assert small.close(small.global_model(finished), expected)
 
 
-def test_every_unit_is_trained_by_narrow_clients_too(tmp_path):
-    """With HeteroFL those behind the width of all clients never move."""
-    settings = {"fjord__widths": "0.5", "num_server_rounds": 12}
-    start = small.parameters(small.network(small.config_of("fedrolex", **settings)))["conv1.bias"]
-    found = small.global_model(small.run(tmp_path, "fedrolex", **settings))["conv1.bias"]
-    assert bool((found != start).all())
-
-
-def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path):
+@BOTH
+def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
     """Its accuracy is that of the network by hand, with the Scaler, on its own test data."""
     settings = {**SETTINGS, "num_server_rounds": 6, "learning_rate": 0.1}
-    finished = small.run(tmp_path, "fedrolex", **settings)
-    config = small.config_of("fedrolex", **settings)
+    finished = small.run(tmp_path, system, **settings)
+    config = small.config_of(system, **settings)
     rows = {row["partition"]: row for row in finished.clients if row["round"] == 6}
     for client, rate in enumerate(WIDTHS):
         weights = small.state_of(finished, client, "weights")
@@ -41,6 +36,15 @@ def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path):
         assert rows[client]["accuracy_personal"] == pytest.approx(float(hits.float().mean()), abs=0.02)
 
 
-def test_it_keeps_the_laws():
+@BOTH
+def test_it_keeps_the_laws(system):
     settings = {"fjord.widths": SETTINGS["fjord__widths"]}
-    check_system("fedrolex", plugins=str(small.GALLERY / "fedrolex.py"), settings=settings)
+    check_system(system, plugins=str(small.GALLERY / f"{system}.py"), settings=settings)
+
+
+def test_with_fedrolex_every_unit_is_trained_by_narrow_clients_too(tmp_path):
+    """With HeteroFL those behind the width of all clients never move."""
+    settings = {"fjord__widths": "0.5", "num_server_rounds": 12}
+    start = small.parameters(small.network(small.config_of("fedrolex", **settings)))["conv1.bias"]
+    found = small.global_model(small.run(tmp_path, "fedrolex", **settings))["conv1.bias"]
+    assert bool((found != start).all())
