@@ -46,7 +46,8 @@ from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import System
 from fedprune_app.results import own_measures
-from fedprune_app.results.measures import MEASURES, Kind, Measures
+from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.measures import Kind, Measures
 from fedprune_app.terminal import Terminal
 
 CLIENTS, ROUNDS = 5, 3

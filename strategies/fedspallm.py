@@ -36,8 +36,8 @@ from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
 from fedprune_app.federation.clients import TextClientInfo
 from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
+from fedprune_app.results.rows import number_in, row_of
 from strategies import perplexities
 from strategies.base import FederatedStrategy, state_rounds_of
 from strategies.mask_distances import MaskDistances
@@ -417,10 +417,10 @@ class LayerRounds(Exchanges):
         strategy, before = self.strategy, round.log.clients.get(client, {})
         pruners = strategy.pruners.get(strategy.layer, ()) if strategy.merge.clients_prune else ()
         pruned = client in pruners  # else text passes through
-        error = measures.told("relative_error", fields) if pruned else 0.0
-        row = measures.row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
+        error = number_in("relative_error", fields) if pruned else 0.0
+        row = row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
         if strategy.recovery is not None:
-            row["recovery_loss"] = measures.told("recovery_loss", fields)
+            row["recovery_loss"] = number_in("recovery_loss", fields)
         self._show_progress(round, arrived=1)
         return {
             **row,

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from fedprune_app.core import metrics
 from fedprune_app.engine import wire
 from fedprune_app.federation.exchanges import Rows
-from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
+from fedprune_app.results.rows import number_in, round_columns, row_of
 from fedprune_app.results.texts import OWN_TEXT
 
 
@@ -42,14 +42,14 @@ def client_row(
     judged = OWN_TEXT if has_own else texts[0]
     if start + judged not in fields and (has_own or has_own_model):
         raise ValueError(f"the evaluation has no field '{start}{judged}'")
-    found = {name: measures.told("perplexity", fields, about=name) for name in names}
+    found = {name: number_in("perplexity", fields, about=name) for name in names}
     windows = ("windows", "windows_in_text") if has_own else ()
     return {
-        **measures.row_of(Reply.PERPLEXITY, fields),
-        "pruned_layers": measures.told("pruned_layers", fields, most=num_layers),
+        **row_of(Reply.PERPLEXITY, fields),
+        "pruned_layers": number_in("pruned_layers", fields, most=num_layers),
         "perplexity_personal": found.get(judged),
         "perplexity": found,
-        **{name: measures.told(name, fields) for name in windows},
+        **{name: number_in(name, fields) for name in windows},
     }
 
 
@@ -91,7 +91,7 @@ def over_clients(
             "tokens": windows * first["window"],
         }
     return {
-        **measures.over_clients(rows.values(), Reply.PERPLEXITY),
+        **round_columns(rows.values(), Reply.PERPLEXITY),
         "perplexity_global": first["global"],
         "perplexity_personal_mean": first["personal_mean"],
         "personal_models": len(whole),

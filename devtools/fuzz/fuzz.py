@@ -38,9 +38,9 @@ with atheris.instrument_imports(
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
     from fedprune_app.models.vision import build_model, state_tensors
     from fedprune_app.preflight.given import Given
-    from fedprune_app.results import measures
     from fedprune_app.results.measures import Reply
     from fedprune_app.results.reader import read_info, read_masks, read_rows
+    from fedprune_app.results.rows import row_of
     from fedprune_app.sweeps.matrix import read_matrix
 
 import torch
@@ -318,9 +318,9 @@ def statement(data: bytes) -> None:
     fields = fields_in(data)
     kept: list[object] = []
     with contextlib.suppress(ValueError):
-        kept += [measures.row_of(Reply.TRAINING, fields), Budgets.check(fields)]
+        kept += [row_of(Reply.TRAINING, fields), Budgets.check(fields)]
     with contextlib.suppress(ValueError):
-        kept += [reports.digest_in(fields), measures.row_of(Reply.EVALUATION, fields, layers={"fc.weight"})]
+        kept += [reports.digest_in(fields), row_of(Reply.EVALUATION, fields, layers={"fc.weight"})]
     assert len(json.dumps(kept, allow_nan=False)) < 5000
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedprune_app.engine import wire
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Reply
+from fedprune_app.results.rows import number_in, round_columns, row_of
 
 _KEPT_AS = {
     "epsilon": "epsilons",
@@ -47,9 +48,9 @@ class Budgets:
 
         Raises ``ValueError`` for a number that cannot be, and for epsilons without a word on the noise.
         """
-        told = measures.row_of(Reply.PRIVACY, fields)
+        told = row_of(Reply.PRIVACY, fields)
         found = {column: value for column, value in told.items() if value is not None}
-        return found | {_SIMULATED: measures.told(_SIMULATED, fields)} if found else {}
+        return found | {_SIMULATED: number_in(_SIMULATED, fields)} if found else {}
 
     def take(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
         """Enter what a reply of this round says; return the client's columns.
@@ -66,7 +67,7 @@ class Budgets:
         for column, now in told.items():
             known = self.epsilons[column]
             if column != "epsilon_paper" and now < known.get(client, 0.0) * (1 - _LOST):  # that one is of no ledger
-                name = measures.MEASURES.of_clients[column].wire_name
+                name = MEASURES.of_clients[column].wire_name
                 note(client, f"its {name} was {known[client]:.4g} and is {now:.4g}: a ledger is lost")
             known[client] = now
         if fields.get("budget-spent") is True:
@@ -80,7 +81,7 @@ class Budgets:
             return {}
         rows = [{column: value} for column, known in self.epsilons.items() for value in known.values()]
         rows += [{_SIMULATED: float(simulated)} for simulated in self.simulated.values()]
-        return {**measures.over_clients(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
+        return {**round_columns(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
 
     def noise(self) -> dict[str, list[int]]:
         """Return for run.json whose noise came from where, by client; nothing before anybody said so."""

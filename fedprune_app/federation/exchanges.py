@@ -24,8 +24,9 @@ from fedprune_app.federation.collect import Read, collect, notes_of
 from fedprune_app.federation.messages import messages
 from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import mean
 from fedprune_app.results.measures import Measures, Reply
+from fedprune_app.results.rows import from_training, number_in, round_columns, row_of
 
 Rows = Mapping[int, dict[str, Any]]
 """Columns by client, ascending."""
@@ -86,7 +87,7 @@ class Exchanges:
 
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             known = strategy.context.clients[client].num_examples
-            num_examples = measures.told("num_examples", fields)
+            num_examples = number_in("num_examples", fields)
             row = {"num_examples": num_examples, **self.training_row(round, client, fields)}
             if num_examples != known:
                 raise ValueError(f"field 'num-examples' is {num_examples}, it said {known} before")
@@ -209,14 +210,14 @@ class Exchanges:
         asked = (message for message in strategy.send_to_evaluate(joining) if message.client in state_rounds)
         collect(name, self._answers(joining, asked, MessageType.EVALUATE, 0, state_rounds), round.log, tested)
         known = [score for _, score in sorted(scores.items()) if score is not None]
-        return {"accuracy_newcomer_mean": measures.mean(known) if known else None, **strategy.budgets.columns()}
+        return {"accuracy_newcomer_mean": mean(known) if known else None, **strategy.budgets.columns()}
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its training; return the columns of its row."""
         private = self.strategy.context.config.dp.enabled
-        return measures.row_of(Reply.TRAINING, fields, private=private, declared=self.strategy.measures)
+        return row_of(Reply.TRAINING, fields, private=private, declared=self.strategy.measures)
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its evaluation; return the columns of its row."""
@@ -224,12 +225,12 @@ class Exchanges:
         info = context.clients[client]
         classes = info.num_classes if isinstance(info, ImageClientInfo) else 0
         asked: dict[str, Any] = {"layers": strategy.prunable, "num_classes": classes, "declared": strategy.measures}
-        return measures.row_of(Reply.EVALUATION, fields, private=context.config.dp.enabled, **asked)
+        return row_of(Reply.EVALUATION, fields, private=context.config.dp.enabled, **asked)
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         """Return the columns of an evaluation from the clients' rows, which may change."""
         for client, row in rows.items():
-            row |= measures.from_training(row, round.log.clients.get(client, {}))
+            row |= from_training(row, round.log.clients.get(client, {}))
         others = [row for client, row in round.log.clients.items() if client not in rows]
         by_layer = (row.get("density_by_layer") or {} for row in rows.values())
         empty = sorted({name for densities in by_layer for name, kept in densities.items() if not kept})
@@ -237,7 +238,7 @@ class Exchanges:
             f"a client keeps no weight of {name!r}: if nothing bypasses this layer, every image has the same answer"
             for name in empty
         )
-        return measures.over_clients(rows.values(), Reply.EVALUATION, others, self.strategy.measures)
+        return round_columns(rows.values(), Reply.EVALUATION, others, self.strategy.measures)
 
     # --- messages -----------------------------------------------------------------------------------------------
 

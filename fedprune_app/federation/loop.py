@@ -15,7 +15,7 @@ from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation import reports
 from fedprune_app.federation.exchanges import Exchanges, Hooks
 from fedprune_app.federation.round import Round
-from fedprune_app.results.measures import summary_line
+from fedprune_app.results.lines import summary_line
 
 log = logging.getLogger("flwr.fedprune")
 NOTES_KEPT = 20  # per round, in the record

@@ -1,4 +1,4 @@
-"""What is recorded of a round and its clients, beside the numbers that ``results/measures.py`` declares."""
+"""What is recorded of a round and its clients, beside the numbers that ``results/declarations.py`` declares."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from fedprune_app.engine import wire
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.round import Round, RoundLog
-from fedprune_app.results import measures
 from fedprune_app.results.measures import Measures, Reply
+from fedprune_app.results.rows import round_columns
 
 _REASONS_KEPT = 20  # per round, in the record
 
@@ -20,7 +20,7 @@ _REASONS_KEPT = 20  # per round, in the record
 def of_training(round: Round, budgets: Budgets, declared: Measures) -> dict[str, Any]:
     """Return the columns of a round's training, over the clients that trained; ``declared`` are all numbers."""
     rows = [row for _, row in sorted(round.log.clients.items())]
-    return {**measures.over_clients(rows, Reply.TRAINING, declared=declared), **budgets.columns()}
+    return {**round_columns(rows, Reply.TRAINING, declared=declared), **budgets.columns()}
 
 
 def of_exchange(round: Round) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from scipy.special import stdtrit
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
+from fedprune_app.results.groups import Group, place_of_data
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, place_of_data
 
 DRAWS = 10_000
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say

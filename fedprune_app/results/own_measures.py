@@ -1,4 +1,4 @@
-"""Numbers that a plug-in's system reports beside those of ``results/measures.py``.
+"""Numbers that a plug-in's system reports beside those of ``results/declarations.py``.
 
 A plug-in declares them with ``register_system(..., measures=[...])``. A run writes the declarations into its run.json.
 So a report of the run shows the numbers where the plug-in is not installed, and imports no code.
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES, mean
 from fedprune_app.results.measures import Column, Curve, InLine, InTable, Measure, Measures, Recorded, Reply
 
 Told = Literal["training", "evaluation", "server"]
@@ -91,7 +91,7 @@ class OwnMeasure:
         whose = "" if self.told == "server" else "Mean over the clients that told it."
         return Column(
             self.column,
-            None if self.told == "server" else measures.mean,
+            None if self.told == "server" else mean,
             Recorded.WHERE_MEASURED,
             table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=_PLACE),
             curve=Curve(self.name, f"{self.title} by round", whose, self.title, self.percent),
@@ -125,7 +125,7 @@ class OwnMeasure:
 
 def _taken() -> set[str]:
     """Return the names that files and tables have for fedprune's own numbers."""
-    declared = measures.MEASURES
+    declared = MEASURES
     fields = {each.wire_name for each in declared.of_clients.values()}
     titles = {column.table.key for column in declared.columns.values() if column.table}
     return {*declared.of_clients, *declared.columns, *fields, *titles, *_OTHER_NAMES}
@@ -158,7 +158,7 @@ def declare(system: str, own: Iterable[OwnMeasure]) -> None:
 
 
 def of_system(system: str) -> tuple[OwnMeasure, ...]:
-    """Return the numbers of a plug-in's system; a system of fedprune has none beside :data:`measures.MEASURES`."""
+    """Return the numbers of a plug-in's system; a system of fedprune has none beside :data:`MEASURES`."""
     return _of_systems.get(system, ())
 
 
@@ -178,7 +178,7 @@ def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str
 def all_of(system: str) -> Measures:
     """Return all numbers that a run of the system may report."""
     own = of_system(system)
-    return Measures((*measures.MEASURES, *(each.declaration for each in own))) if own else measures.MEASURES
+    return Measures((*MEASURES, *(each.declaration for each in own))) if own else MEASURES
 
 
 # --- in run.json --------------------------------------------------------------------------------------------------

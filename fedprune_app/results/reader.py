@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from fedprune_app.core import seals
 from fedprune_app.files import as_path, sha256_of
-from fedprune_app.results import measures, own_measures
+from fedprune_app.results import own_measures
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.lock import is_held
 from fedprune_app.results.measures import Kind
 from fedprune_app.results.own_measures import OwnMeasure
@@ -151,7 +152,7 @@ class Run:
             raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
         import pandas
 
-        known = measures.MEASURES
+        known = MEASURES
         empty = {"rounds": known.round_fields, "clients": known.client_fields}[which]
         rows = [dict(row) for row in tables[which]]
         frame = pandas.DataFrame.from_records(rows, columns=None if rows else list(empty))
@@ -162,7 +163,7 @@ class Run:
     @property
     def headline(self) -> str:
         """The headline is the field of rounds.jsonl that is the system's main number."""
-        return str(self.info.get("headline") or measures.MEASURES.headlines[0])
+        return str(self.info.get("headline") or MEASURES.headlines[0])
 
     def series(self, field: str) -> list[tuple[int, float]]:
         """Return (round, value) of every round in which ``field`` was measured."""

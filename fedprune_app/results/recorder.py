@@ -27,9 +27,10 @@ from typing import Any, Literal
 
 from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
+from fedprune_app.results.rows import recorded_of_client
 from fedprune_app.results.tracking import Guarded, check_tracker, open_tracker, scalars, why_tracking_stops
 
 log = logging.getLogger("flwr.fedprune")
@@ -103,7 +104,7 @@ class Recorder:
             "final_sha256": None,
             "seconds": 0.0,
             "error": None,
-            "headline": measures.MEASURES.headlines[0],
+            "headline": MEASURES.headlines[0],
             "partition": None,
             "model": None,
         }
@@ -172,7 +173,7 @@ class Recorder:
 
     def round(self, row: Mapping[str, Any]) -> None:
         """Append the row of one round."""
-        full = _complete(row, measures.MEASURES.round_fields)
+        full = _complete(row, MEASURES.round_fields)
         with self._writing:
             info = self._running()
             self._append("rounds.jsonl", [full])
@@ -184,8 +185,8 @@ class Recorder:
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
-        fields = measures.MEASURES.client_fields
-        full = [_complete(measures.recorded_of_client(row), fields) for row in rows]
+        fields = MEASURES.client_fields
+        full = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
             self._running()
             self._append("clients.jsonl", full)

@@ -16,31 +16,18 @@ from typing import Any
 
 from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
-from fedprune_app.results import measures, words
+from fedprune_app.results import words
+from fedprune_app.results.columns import Column, columns, cost, outcome
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import difference_tables
 from fedprune_app.results.figures import figures
+from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.pages import filled
+from fedprune_app.results.perplexity_tables import MODELS, perplexity_rows
 from fedprune_app.results.reader import Run, load_run
-from fedprune_app.results.tables import (
-    MODELS,
-    NOT_MEASURED,
-    OWN,
-    Column,
-    Group,
-    Statistic,
-    columns,
-    compared_by,
-    cost,
-    final_rows,
-    formatted,
-    group_runs,
-    outcome,
-    perplexity_rows,
-    short_name,
-    statistics_of,
-)
+from fedprune_app.results.tables import OWN, compared_by, final_rows, formatted, statistics_of
 from fedprune_app.results.texts import windows_of_text
 
 COLOURS = 8  # of the page's palette
@@ -160,7 +147,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         differences=difference_tables(groups),
         figures=drawn,
         formulas=_formulas(runs),
-        lost_titles=list(measures.MEASURES.losses.values()),
+        lost_titles=list(MEASURES.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
         data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in drawn]},
@@ -308,7 +295,7 @@ def _formulas(runs: Sequence[Run]) -> dict[str, str]:
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the runs in which replies failed or came too late, or clients dropped out."""
-    sums = [[sum(n for _, n in run.series(name)) for name in ("replies", *measures.MEASURES.losses)] for run in runs]
+    sums = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
     counted = zip(runs, sums, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in counted if any(lost)]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fedprune_app.results.columns import traffic_of
 from fedprune_app.results.differences import of_the_same_data
-from fedprune_app.results.tables import OWN, Group, Statistic, traffic_of
+from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.results.tables import OWN
 
 REFERENCE = "fedavg"
 """What the others are compared with, if it is there: the dense method that everybody knows."""
@@ -26,7 +28,7 @@ def own_accuracy(group: Group) -> Statistic | None:
 
 
 def traffic(group: Group) -> Statistic | None:
-    """Return the bytes of training, as :func:`~fedprune_app.results.tables.traffic_of` has them of a run."""
+    """Return the bytes of training, as :func:`~fedprune_app.results.columns.traffic_of` has them of a run."""
     return Statistic.of(map(traffic_of, group.runs))
 
 

@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from fedprune_app.config import Config
-from fedprune_app.results import measures
+from fedprune_app.results.lines import progress_line
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class RunProgress:
 
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
-        if shown := measures.progress_line(row):
+        if shown := progress_line(row):
             self._accuracy = shown
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"

@@ -1,10 +1,10 @@
-"""Every number that a run of any system records is declared in ``results/measures.py``."""
+"""Every number that a run of any system records is declared in ``results/declarations.py``."""
 
 from __future__ import annotations
 
 import pytest
 
-from fedprune_app.results.measures import MEASURES
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.testing import misrecorded
 from tests.conformance.conftest import SYSTEM, of_system
 

@@ -11,8 +11,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.federation import reports
-from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
+from fedprune_app.results.rows import row_of
 from strategies.fedcr import PRECISION, WEIGHTED
 from tests.conftest import tampered_app
 from tests.refusing import refuses
@@ -247,7 +247,7 @@ def test_an_evaluation_that_cannot_be_is_left_out_of_the_means(name, value):
     def read(fields):
         return {
             "digest": reports.digest_in(fields),
-            **measures.row_of(Reply.EVALUATION, fields, layers={"conv1.weight"}),
+            **row_of(Reply.EVALUATION, fields, layers={"conv1.weight"}),
         }
 
     honest = {"digest": "a" * 64, "density": 1.0, "inference-flops": 10, "accuracy-personal": 0.5}

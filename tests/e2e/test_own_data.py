@@ -31,8 +31,10 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
+from fedprune_app.results.groups import group_runs
+from fedprune_app.results.perplexity_tables import perplexity_rows
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
+from fedprune_app.results.written import markdown
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.refusing import refuses

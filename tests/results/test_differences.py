@@ -18,8 +18,8 @@ from fedprune_app.results.differences import (
     personal_accuracies,
 )
 from fedprune_app.results.figures.tradeoff import _front
+from fedprune_app.results.groups import Group, group_runs
 from fedprune_app.results.reader import Run, load_run
-from fedprune_app.results.tables import Group, group_runs
 
 
 def group_of(label, accuracies):

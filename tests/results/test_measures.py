@@ -7,16 +7,18 @@ import io
 import logging
 import math
 import re
+import sys
 from collections import Counter
 
 import pytest
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES, largest, mean
 from fedprune_app.results.figures import figures
+from fedprune_app.results.groups import group_runs
+from fedprune_app.results.lines import progress_line, summary_line
 from fedprune_app.results.measures import (
-    MEASURES,
     Column,
     Curve,
     InLine,
@@ -29,8 +31,11 @@ from fedprune_app.results.measures import (
     Title,
 )
 from fedprune_app.results.reader import load_run
+from fedprune_app.results.remarks import noise_of_mean
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import comma_separated, final_rows, group_runs
+from fedprune_app.results.rows import from_training, number_in, round_columns, row_of
+from fedprune_app.results.tables import final_rows
+from fedprune_app.results.written import comma_separated
 from fedprune_app.running.progress import RunProgress
 from tests.conftest import tampered_app
 
@@ -43,20 +48,22 @@ SHARPNESS = Measure(
     columns=(
         Column(
             "sharpness_mean",
-            measures.mean,
+            mean,
             table=InTable("sharpness", "Sharpness (%)", 1, 100),
             view=Title("Sharp"),
             curve=Curve("sharpness", "Sharpness by round", "Mean over those that trained.", "Sharpness"),
             line=InLine("sharpness", "sharp", ".1f", 100, " %"),
         ),
-        Column("sharpness_max", measures.largest),
+        Column("sharpness_max", largest),
     ),
 )
 
 
 @pytest.fixture
 def declared(monkeypatch):
-    monkeypatch.setattr(measures, "MEASURES", Measures((*MEASURES, SHARPNESS)))
+    more = Measures((*MEASURES, SHARPNESS))
+    for module in [each for each in [*sys.modules.values()] if getattr(each, "MEASURES", None) is MEASURES]:
+        monkeypatch.setattr(module, "MEASURES", more)
 
 
 def says_sharpness(request, reply, partition):
@@ -133,29 +140,29 @@ def training(**changes):
 )
 def test_a_number_out_of_bounds_is_refused_by_its_field(changes, says):
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
-        measures.row_of(Reply.TRAINING, training(**changes))
+        row_of(Reply.TRAINING, training(**changes))
 
 
 def test_what_a_private_run_withholds_is_not_looked_at():
-    assert measures.row_of(Reply.TRAINING, training(loss="secret"), private=True)["loss"] is None
+    assert row_of(Reply.TRAINING, training(loss="secret"), private=True)["loss"] is None
 
 
 def test_a_field_that_nobody_declared_is_not_in_the_row():
-    assert "mood" not in measures.row_of(Reply.TRAINING, training(mood=1.0))
+    assert "mood" not in row_of(Reply.TRAINING, training(mood=1.0))
 
 
 def test_a_count_is_an_integer_and_its_bound_may_depend_on_the_run():
-    assert repr(measures.told("pruned_layers", {"pruned-layers": 2.0}, most=2)) == "2"
+    assert repr(number_in("pruned_layers", {"pruned-layers": 2.0}, most=2)) == "2"
     with pytest.raises(ValueError, match="field 'pruned-layers' is 3, allowed: 0 to 2"):
-        measures.told("pruned_layers", {"pruned-layers": 3}, most=2)
+        number_in("pruned_layers", {"pruned-layers": 3}, most=2)
 
 
 def test_numbers_by_layer_are_taken_of_the_layers_asked_for_alone():
     fields = {"density": 0.5, "inference-flops": 1.0, "density/a": 0.25, "density/c": 1.0}
-    row = measures.row_of(Reply.EVALUATION, fields, layers={"b", "a"})
+    row = row_of(Reply.EVALUATION, fields, layers={"b", "a"})
     assert row["density_by_layer"] == {"a": 0.25}
     with pytest.raises(ValueError, match="field 'density/a' is 2, allowed: 0 to 1"):
-        measures.row_of(Reply.EVALUATION, {**fields, "density/a": 2}, layers={"a"})
+        row_of(Reply.EVALUATION, {**fields, "density/a": 2}, layers={"a"})
 
 
 def test_columns_are_taken_over_the_clients_that_have_the_number():
@@ -165,7 +172,7 @@ def test_columns_are_taken_over_the_clients_that_have_the_number():
         {"accuracy_personal": None},
         {},
     ]
-    found = measures.over_clients(rows, Reply.EVALUATION)
+    found = round_columns(rows, Reply.EVALUATION)
     assert found["accuracy_personal_mean"] == pytest.approx(0.4)
     assert found["accuracy_personal_std"] == pytest.approx(0.2)
     assert found["accuracy_personal_worst_decile"] == 0.2
@@ -176,26 +183,26 @@ def test_columns_are_taken_over_the_clients_that_have_the_number():
 def test_accuracies_of_some_clients_have_their_number_and_their_noise_beside_them():
     told = {"accuracy_personal": 0.2, "accuracy_global": 0.5, "accuracy_noise": 0.03}
     rows = [told, {**told, "accuracy_noise": 0.04}, {"accuracy_global": 0.5, "accuracy_noise": 0.05}]
-    found = measures.over_clients(rows, Reply.EVALUATION)
+    found = round_columns(rows, Reply.EVALUATION)
     names = ("accuracy_personal_mean", "accuracy_personal_std", "accuracy_personal_worst_decile")
     assert found["clients_by_column"] == dict.fromkeys(names, 2)
     assert found["noise_by_column"] == {"accuracy_personal_mean": pytest.approx(0.025)}
     assert found["accuracy_noise"] == pytest.approx(math.sqrt(50) / 300)
-    assert not {"clients_by_column", "noise_by_column"} & measures.over_clients(rows[:2], Reply.EVALUATION).keys()
+    assert not {"clients_by_column", "noise_by_column"} & round_columns(rows[:2], Reply.EVALUATION).keys()
 
 
 def test_a_number_of_training_and_evaluation_counts_when_it_is_evaluated():
     row = {"loss": 2.0, "density": 0.5, "flops": 3.0}
-    assert measures.over_clients([row, row], Reply.TRAINING) == {"loss_mean": 2.0, "flops": 6.0}
-    assert measures.over_clients([row], Reply.EVALUATION)["density_mean"] == 0.5
-    assert measures.over_clients([], Reply.TRAINING) == {"loss_mean": None, "flops": 0}
+    assert round_columns([row, row], Reply.TRAINING) == {"loss_mean": 2.0, "flops": 6.0}
+    assert round_columns([row], Reply.EVALUATION)["density_mean"] == 0.5
+    assert round_columns([], Reply.TRAINING) == {"loss_mean": None, "flops": 0}
 
 
 def test_what_an_evaluation_lacks_is_taken_from_the_training_of_the_same_round():
-    assert measures.from_training({"accuracy_received": None, "density": 1.0}, {"accuracy_received": 0.5}) == {
+    assert from_training({"accuracy_received": None, "density": 1.0}, {"accuracy_received": 0.5}) == {
         "accuracy_received": 0.5
     }
-    assert measures.from_training({"accuracy_received": 0.1, "density": 1.0}, {"accuracy_received": 0.5}) == {}
+    assert from_training({"accuracy_received": 0.1, "density": 1.0}, {"accuracy_received": 0.5}) == {}
 
 
 ROW = {"round": 2, "replies": 3, "failures": 1, "bytes_up": 1_500_000, "bytes_down": 500_000, "seconds": 1.26}
@@ -246,9 +253,9 @@ TEXT = {"perplexity_by_text": {"ptb": {"window": 128, "windows": 64, "windows_in
     ],
 )
 def test_a_round_is_told_in_one_line_of_the_numbers_that_it_has(numbers, log, terminal):
-    assert measures.summary_line({**ROW, **numbers}) == log
+    assert summary_line({**ROW, **numbers}) == log
     recorded = {name: None if value != value else value for name, value in numbers.items()}
-    assert measures.progress_line({**ROW, **recorded}) == terminal
+    assert progress_line({**ROW, **recorded}) == terminal
 
 
 def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
@@ -269,19 +276,19 @@ def test_every_accuracy_that_people_read_says_how_much_of_it_is_noise():
 
 
 def test_the_noise_of_a_mean_falls_with_the_number_of_clients():
-    assert measures.noise_of_mean([0.3, 0.4]) == pytest.approx(0.25)
-    assert measures.noise_of_mean([0.2] * 16) == pytest.approx(0.05)
-    assert measures.noise_of_mean([]) is None
+    assert noise_of_mean([0.3, 0.4]) == pytest.approx(0.25)
+    assert noise_of_mean([0.2] * 16) == pytest.approx(0.05)
+    assert noise_of_mean([]) is None
 
 
 @pytest.mark.parametrize("name", ["personal", "validation", "received", "global"])
 def test_an_accuracy_passes_its_bounds_by_noise_alone(name):
     fields = {"density": 1.0, "inference-flops": 1.0, f"accuracy-{name}": 1.5}
-    assert measures.row_of(Reply.EVALUATION, fields, private=True)[f"accuracy_{name}"] == 1.5
+    assert row_of(Reply.EVALUATION, fields, private=True)[f"accuracy_{name}"] == 1.5
     with pytest.raises(ValueError, match=f"accuracy-{name}"):
-        measures.row_of(Reply.EVALUATION, fields)
+        row_of(Reply.EVALUATION, fields)
     with pytest.raises(ValueError, match=f"accuracy-{name}"):
-        measures.row_of(Reply.EVALUATION, fields | {f"accuracy-{name}": -1.01}, private=True)
+        row_of(Reply.EVALUATION, fields | {f"accuracy-{name}": -1.01}, private=True)
 
 
 def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedprune_app.results import recorder as recorder_module
-from fedprune_app.results.measures import MEASURES
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.recorder import Recorder, git_hash, loaded_hash, versions
 
 CONFIG = {"system": "dispfl", "seed": 3, "learning-rate": 0.1}

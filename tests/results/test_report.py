@@ -13,12 +13,15 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
+from fedprune_app.results.columns import columns, epsilon_remark
 from fedprune_app.results.figures import figures, losses, settings
 from fedprune_app.results.figures.clients import by_class
+from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import _packed_plotly, appearance, each_once, render, write_report
-from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
+from fedprune_app.results.tables import final_rows
 from fedprune_app.results.words import _times
+from fedprune_app.results.written import comma_separated
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
 

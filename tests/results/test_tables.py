@@ -9,21 +9,11 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.config import OPTIONS
+from fedprune_app.results.columns import best_on_validation, columns, paper_bytes
+from fedprune_app.results.groups import Statistic, group_runs
 from fedprune_app.results.reader import Run, load_run
-from fedprune_app.results.tables import (
-    Statistic,
-    _latex_cell,
-    best_on_validation,
-    columns,
-    comma_separated,
-    final_rows,
-    group_runs,
-    latex,
-    markdown,
-    paper_bytes,
-    statistics_of,
-    write_tables,
-)
+from fedprune_app.results.tables import final_rows, statistics_of
+from fedprune_app.results.written import _latex_cell, comma_separated, latex, markdown, write_tables
 
 
 def run(

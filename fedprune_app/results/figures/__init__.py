@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from fedprune_app.results.columns import epsilon_remark
 from fedprune_app.results.figures import (
     clients,
     curves,
@@ -22,7 +23,7 @@ from fedprune_app.results.figures import (
     traffic,
 )
 from fedprune_app.results.figures.common import Figure, Plan
-from fedprune_app.results.tables import Group, epsilon_remark
+from fedprune_app.results.groups import Group
 
 
 def figures(groups: Sequence[Group]) -> list[Figure]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedprune_app.core.metrics import worst_decile
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
     SHARE_TICKS,
@@ -22,8 +22,8 @@ from fedprune_app.results.figures.common import (
     run_name,
     text_of,
 )
+from fedprune_app.results.groups import Group
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group
 
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
 
@@ -65,7 +65,7 @@ def accuracies(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each declared number of clients, with a point per client."""
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
-    titled = [(name, each.view) for name, each in measures.MEASURES.of_clients.items() if each.view]
+    titled = [(name, each.view) for name, each in MEASURES.of_clients.items() if each.view]
     for name, title in sorted(titled, key=lambda each: each[1].place):
         traces = []
         for index, group in enumerate(groups):

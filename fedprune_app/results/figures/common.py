@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedprune_app.results.groups import Group, Statistic
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic
 
 Trace = dict[str, Any]
 _LONGEST_NAME = 24  # characters of a class

@@ -9,11 +9,14 @@ from functools import partial
 from typing import Any
 
 from fedprune_app.results import measures
+from fedprune_app.results.columns import epsilon_remark, own_measures_of
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import SHARE_TICKS, Plan, Trace, Variant, joining, line, text_of
+from fedprune_app.results.groups import Group
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, compared_by, epsilon_remark, own_measures_of
+from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
@@ -25,7 +28,7 @@ def declared(groups: Sequence[Group]) -> Iterator[Plan]:
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
-    own = [(name, column.curve) for name, column in measures.MEASURES.columns.items() if column.curve]
+    own = [(name, column.curve) for name, column in MEASURES.columns.items() if column.curve]
     for name, curve in sorted(own, key=lambda each: each[1].place):
         yield _plan(curve.key, curve, by_round, name)
     for key, each in own_measures_of(groups).items():
@@ -75,7 +78,7 @@ def by_epsilon(run: Run, name: str) -> Curve:
 def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
     """Return a view for each declared accuracy, with a curve per group."""
     axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
-    titled = [(name, column.view) for name, column in measures.MEASURES.columns.items() if column.view]
+    titled = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
     by_label = compared_by(groups)
     main = set(by_label.values()) & {name for name, _ in titled}
     in_order = sorted(titled, key=lambda each: (each[0] not in main, each[1].place))  # the main number's view is first

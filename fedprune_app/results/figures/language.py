@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, text_of
-from fedprune_app.results.tables import Group, Statistic, model_name, perplexity_tables
+from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.results.perplexity_tables import model_name, perplexity_tables
 
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 

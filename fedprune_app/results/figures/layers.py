@@ -16,8 +16,8 @@ from fedprune_app.results.figures.common import (
     run_name,
     text_of,
 )
+from fedprune_app.results.groups import Group, Statistic
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic
 
 _SMALL_PLOTS = 12  # clients whose masks are shown beside one another
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import Trace, Variant, number_of, text_of
+from fedprune_app.results.groups import Group
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group
 
 _HATCHES = ("/", "x", ".", "-", "+")
 _WORDS = {"/": "hatched", "x": "crossed", ".": "dotted", "-": "striped", "+": "checked"}
@@ -25,7 +25,7 @@ def by_reason(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _variant(name: str, index: int, run: Run) -> Variant | None:
-    kinds = measures.MEASURES.losses
+    kinds = MEASURES.losses
     traces: list[Trace] = []
     told = []
     for (column, title), hatch in zip(kinds.items(), _HATCHES, strict=False):

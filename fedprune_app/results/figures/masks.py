@@ -17,9 +17,9 @@ from fedprune_app.results.figures.common import (
     run_name,
     text_of,
 )
+from fedprune_app.results.groups import Group
 from fedprune_app.results.reader import Masks, Run
 from fedprune_app.results.similarity import Comparison, compare, projected
-from fedprune_app.results.tables import Group
 
 _NAMED = 12  # neighbours of a client
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from fedprune_app.config import OPTIONS, ConfigError, has_effect, parse_config
+from fedprune_app.results.columns import accuracy
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point, text_of
+from fedprune_app.results.groups import Group, Statistic, compared_settings
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic, accuracy, compared_settings
 
 _LOG_FROM = 30.0  # times the smallest value: a linear axis would press most points into a corner
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 
+from fedprune_app.results.columns import epsilon_remark, traffic_of
 from fedprune_app.results.differences import of_the_same_data
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point
+from fedprune_app.results.groups import Group, Statistic
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic, accuracy_words, compared_by, epsilon_remark, traffic_of
+from fedprune_app.results.tables import accuracy_words, compared_by
 
 
 def by_cost(groups: Sequence[Group]) -> list[Variant]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedprune_app.results.figures.common import Trace, Variant, megabytes_text, row_axis, text_of
+from fedprune_app.results.groups import Group, Statistic
 from fedprune_app.results.measures import MEGABYTE
-from fedprune_app.results.tables import Group, Statistic
 
 _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."

@@ -1,0 +1,234 @@
+"""The columns of the final table, each with the number of a run that it shows."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fedprune_app.results import measures
+from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.groups import Group
+from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results.reader import Row, Run
+from fedprune_app.results.texts import own_models
+
+_BEST = "Accuracy, best on validation (%)"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the final table says which value of a run it shows and how a number is written.
+
+    ``place`` orders the columns. Those that are declared have theirs in ``results/declarations.py``. The ``remark`` on
+    the number of one run, or on the mean of several, stands behind the number where people read it.
+    """
+
+    key: str
+    title: str
+    value: Callable[[Run], float | None]
+    scale: float = 1.0
+    decimals: int = 1
+    place: int = 0
+    remark: Callable[[Sequence[Run]], str] = lambda runs: ""
+    of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
+
+
+def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
+    """Return the columns of the table of final numbers: those that are declared, and those made of several numbers.
+
+    The systems of the ``groups`` may have declared numbers of their own.
+    """
+    standalone, own = own_models(1), own_models(2)
+    of_some = partial(_last_remark, column=MEASURES.columns["perplexity_personal_mean"])
+    made = (
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
+        Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
+        Column(
+            "standalone_perplexity",
+            f"Perplexity, {standalone}",
+            partial(own_perplexity, name=standalone),
+            1,
+            2,
+            60,
+            of_some,
+        ),
+        Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, of_some),
+    )
+    return _in_order(*_declared(is_cost=False), *_own(groups), *made)
+
+
+def cost() -> tuple[Column, ...]:
+    """Return the columns of the table of what a run cost."""
+    made = (
+        Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
+        Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
+        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
+        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
+    )
+    return _in_order(*_declared(is_cost=True), *made)
+
+
+def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
+    return (*outcome(groups), *cost())
+
+
+def _declared(is_cost: bool) -> Iterator[Column]:
+    for name, column in MEASURES.columns.items():
+        if (shown := column.table) and shown.is_cost == is_cost:
+            value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
+            remark = partial(_last_remark, column=column)
+            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark)
+
+
+def own_measures_of(groups: Sequence[Group]) -> dict[str, OwnMeasure]:
+    """Return the numbers that the systems of these groups declared, each under a key of its own.
+
+    Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
+    """
+    found = dict.fromkeys(each for group in groups for run in group.runs for each in run.own_measures)
+    keys: dict[str, OwnMeasure] = {}
+    for each in found:
+        others = (f"{each.name}_{number}" for number in itertools.count(2))
+        keys[next(key for key in itertools.chain([each.name], others) if key not in keys)] = each
+    return keys
+
+
+def _own(groups: Sequence[Group]) -> Iterator[Column]:
+    for key, own in own_measures_of(groups).items():
+        if shown := own.shown.table:
+            value = partial(_own_value, own=own)
+            yield Column(key, shown.title, value, shown.scale, shown.decimals, shown.place)
+
+
+def _own_value(run: Run, own: OwnMeasure) -> float | None:
+    """Return the number of a run whose system declared it so; another system may give the name another meaning."""
+    return _OF_ROUNDS[own.over_rounds](run, own.column) if own in run.own_measures else None
+
+
+def _last_remark(runs: Sequence[Run], column: measures.Column) -> str:
+    """Return the remark on the last number that each run has in this column."""
+    last = [[row for row in run.rounds if row.get(column.name) is not None][-1:] for run in runs]
+    remark = column.remarked(*itertools.chain.from_iterable(last))
+    if not column.name.startswith("accuracy"):
+        return remark
+    # a privacy budget may bear one accuracy of a client and no other
+    judged = [max((round for round, _ in run.series(run.headline)), default=0) for run in runs]
+    earlier = {row["round"] for rows, end in zip(last, judged, strict=True) for row in rows if row["round"] < end}
+    return _together(remark, *(f"of round {round}" for round in sorted(earlier)))
+
+
+def _together(remark: str, *more: str) -> str:
+    """Return a remark in brackets with more of them, or an empty text."""
+    said = [*filter(None, [remark[2:-1]]), *more]
+    return f" ({', '.join(said)})" if said else ""
+
+
+def _headline_remark(runs: Sequence[Run]) -> str:
+    """Return the remark on the number that the runs are judged by."""
+    column = MEASURES.columns.get(runs[0].headline)
+    return "" if column is None else _last_remark(runs, column)
+
+
+def epsilon_remark(groups: Sequence[Group]) -> str:
+    """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
+    (column,) = (column for column in _declared(is_cost=False) if column.key == "epsilon")
+    return column.remark([run for group in groups for run in group.runs])
+
+
+_OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
+
+
+def _in_order(*columns: Column) -> tuple[Column, ...]:
+    return tuple(sorted(columns, key=lambda column: column.place))
+
+
+def accuracy(run: Run) -> float | None:
+    """Return the last headline of a run, or None for a system that is judged by something else than accuracy."""
+    return run.last(run.headline) if run.headline.startswith("accuracy") else None
+
+
+def own_perplexity(run: Run, name: str) -> float | None:
+    """Return the mean perplexity of the clients' own models, if these had this ``name`` when last measured."""
+    measured = run.series("perplexity_personal_mean")
+    return measured[-1][1] if measured and own_models(measured[-1][0]) == name else None
+
+
+def best_on_validation(run: Run) -> float | None:
+    """Return the headline (test) accuracy of the round that has the best validation accuracy.
+
+    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Of all evaluations only
+    those are compared in which most clients told both accuracies, since of fewer clients the luckiest would win. The
+    result is None if validation was not measured.
+    """
+    best, _ = _best_round(run)
+    return None if best is None else float(best[run.headline])
+
+
+def _best_round(run: Run) -> tuple[Row | None, str]:
+    """Return the row of the round that has the best validation accuracy, of the rounds that can be compared.
+
+    Beside it is what a reader must know of the choice, or an empty text.
+    """
+    names = ("accuracy_validation_mean", run.headline)
+    measured = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
+    most = max((_telling(row, names) for row in measured), default=(0, 0))
+    rows = [row for row in measured if _telling(row, names) == most]
+    if run.config.get("evaluate-clients") and most[0] < len(run.info.get("partition") or ()):
+        return None, ""  # each evaluation asked clients of its own
+    said = [f"best of {len(rows)} of {len(measured)} evaluations"] if len(rows) < len(measured) else []
+    if any(row.get("accuracy_noise") is not None for row in rows):
+        said.append("chosen by noised accuracies")
+    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None), ", ".join(said)
+
+
+def _telling(row: Row, names: Sequence[str]) -> tuple[int, int]:
+    """Return how many clients were evaluated, and how many of them told all of these means."""
+    evaluated = int(row.get("evaluated") or 0)
+    fewer = row.get("clients_by_column") or {}
+    return evaluated, min(int(fewer.get(name, evaluated)) for name in names)
+
+
+def _best_remark(runs: Sequence[Run]) -> str:
+    """Return the remarks on the headlines of the best rounds, and on how these rounds were chosen."""
+    column = MEASURES.columns.get(runs[0].headline)
+    found = [_best_round(run) for run in runs]
+    best = [row for row, _ in found if row is not None]
+    said = sorted({text for row, text in found if row is not None and text})
+    return _together("" if column is None else column.remarked(*best), *said)
+
+
+def paper_bytes(run: Run) -> float | None:
+    """Return the bytes that the paper's own formula charges for the whole run, in the directions that it counts.
+
+    Between peers a link counts once: what one of them sends is what the other one receives.
+    """
+    if run.total("peer_bytes") is not None:
+        return run.total("paper_bytes_up")
+    directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
+    counted = [value for value in directions if value is not None]
+    return sum(counted) if counted else None
+
+
+def traffic_of(run: Run) -> float | None:
+    """Return the bytes of training, to and from the server, or over all links where models go from peer to peer."""
+    peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
+    if peers is not None:  # up and down together would count relayed bytes twice
+        return peers
+    return None if up is None or down is None else up + down
+
+
+def flops_per_client(run: Run) -> float | None:
+    """Return the FLOPs of a client that trains in a round, as a mean over the rounds in which any client trained.
+
+    Each of these rounds counts with the mean over its clients. The result is None if a round's FLOPs or the number of
+    its clients were not measured.
+    """
+    counted = [(row.get("flops"), row.get("replies")) for row in run.rounds]
+    if any(flops is None or replies is None for flops, replies in counted):
+        return None
+    means = [flops / replies for flops, replies in counted if replies]
+    return statistics.fmean(means) if means else None

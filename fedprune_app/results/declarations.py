@@ -1,0 +1,401 @@
+"""All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal
+
+from fedprune_app.core import metrics
+from fedprune_app.results.measures import (
+    MEGABYTE,
+    Column,
+    Curve,
+    InLine,
+    InTable,
+    Kind,
+    Measure,
+    Measures,
+    Recorded,
+    Reply,
+    Title,
+)
+from fedprune_app.results.remarks import (
+    accuracy_remark,
+    both,
+    fewer_remark,
+    noise_of_mean,
+    noise_remark,
+    noised_remark,
+)
+from fedprune_app.results.texts import own_models
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, which counts each client once; NaN for no values."""
+    return metrics.summary(values).mean
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the population's standard deviation; NaN for no values."""
+    return metrics.summary(values).std
+
+
+def lowest_tenth(values: Sequence[float]) -> float:
+    """Return the mean of the lowest ⌈n / 10⌉ of n values; NaN for no values."""
+    return metrics.worst_decile(values)
+
+
+def running_mean(values: Sequence[float]) -> float | None:
+    """Return the mean by adding the values from the first to the last; None for no values.
+
+    It may differ from :func:`mean` in the last bit, so a column stays with the one that it had first.
+    """
+    return sum(values) / len(values) if values else None
+
+
+def number(values: Sequence[float]) -> float | None:
+    return len(values) or None
+
+
+def largest(values: Sequence[float]) -> float | None:
+    return max(values, default=None)
+
+
+_TRAINING, _EVALUATION = frozenset({Reply.TRAINING}), frozenset({Reply.EVALUATION})
+
+
+_LAYER, _PERPLEXITY, _PRIVACY = frozenset({Reply.LAYER}), frozenset({Reply.PERPLEXITY}), frozenset({Reply.PRIVACY})
+
+
+_WHERE_MEASURED, _NEVER = Recorded.WHERE_MEASURED, Recorded.NEVER
+
+
+def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place: int) -> InTable:
+    decimals = 2 if of_rounds == "total" else 3
+    return InTable(key, title, decimals, 1 / MEGABYTE, of_rounds, is_cost=True, place=place)
+
+
+def _epsilon(name: str, table: InTable, line: InLine | None = None) -> Measure:
+    """Declare an ε: the round has the largest of all clients, with a remark where noise derives from the seed."""
+    column = Column(f"{name}_max", largest, table=table, line=line, remark=noise_remark)
+    return Measure(name, optional=_PRIVACY, least=0, columns=(column,))
+
+
+MEASURES = Measures(
+    (
+        Column("round"),
+        Column("seconds"),
+        # clients that trained and whose reply was used
+        Column("replies"),
+        Column("failures", lost=Title("Failures", 10)),
+        Column("stragglers", lost=Title("Stragglers", 20)),
+        # sampled clients that dropped out of the round
+        Column("dropped", lost=Title("Dropped out", 40)),
+        # training messages, as serialised
+        Column("bytes_up", table=_megabytes("megabytes_up", "MB up", "total", 10)),
+        Column("bytes_down", table=_megabytes("megabytes_down", "MB down", "total", 20)),
+        Column("evaluation_bytes_up"),
+        Column("evaluation_bytes_down"),
+        # what all clients sent one another; null in a star
+        Column("peer_bytes", table=_megabytes("peer_megabytes", "MB, peer to peer", "total", 40)),
+        # heavier direction of the busiest node: a star's server, else a client
+        Column("busiest_node_bytes", table=_megabytes("busiest_megabytes", "Busiest node, MB/round", "mean", 50)),
+        # heavier direction of a client, mean over those that took part
+        Column("node_bytes_mean", table=_megabytes("node_megabytes", "Per node, MB/round", "mean", 70)),
+        # what the paper's own formula charges for the round, and for its busiest node in one direction
+        Column("paper_bytes_up"),
+        Column("paper_bytes_down"),
+        Column(
+            "paper_busiest_bytes",
+            table=_megabytes("paper_busiest_megabytes", "Busiest node, MB/round, paper's formula", "mean", 60),
+        ),
+        Measure("num_examples", least=1, is_count=True),
+        Measure(
+            "accuracy_personal",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            may_be_noised=True,
+            view=Title("Personal", 10),
+            columns=(
+                Column(
+                    "accuracy_personal_mean",
+                    mean,
+                    is_headline=True,
+                    table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=5),
+                    view=Title("Personal", 10),
+                    line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
+                    remark=both(accuracy_remark, fewer_remark),
+                    is_noised_mean=True,
+                ),
+                Column("accuracy_personal_std", spread, remark=noised_remark),
+                Column(
+                    "accuracy_personal_worst_decile",
+                    lowest_tenth,
+                    table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
+                    view=Title("Worst decile", 40),
+                    remark=both(noised_remark, fewer_remark),
+                ),
+            ),
+        ),
+        # of clients that were held out, after they joined
+        Measure(
+            "accuracy_newcomer",
+            least=0,
+            most=1,
+            may_be_noised=True,
+            recorded=_WHERE_MEASURED,
+            columns=(
+                Column(
+                    "accuracy_newcomer_mean",
+                    recorded=_WHERE_MEASURED,
+                    table=InTable("newcomer_accuracy", "New clients (%)", 2, 100, place=29),
+                    remark=noised_remark,
+                ),
+            ),
+        ),
+        # tested before training, in the training reply or by the evaluation
+        Measure(
+            "accuracy_received",
+            optional=_TRAINING | _EVALUATION,
+            least=0,
+            most=1,
+            may_be_noised=True,
+            view=Title("Received", 30),
+            columns=(
+                Column(
+                    "accuracy_received_mean",
+                    mean,
+                    table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
+                    view=Title("Received", 30),
+                    remark=both(accuracy_remark, partial(fewer_remark, counted="accuracy_received_clients")),
+                    is_noised_mean=True,
+                ),
+                # where models go from peer to peer, clients receive one in the rounds alone in which they train
+                Column("accuracy_received_clients", number, recorded=_WHERE_MEASURED),
+            ),
+        ),
+        Measure(
+            "accuracy_validation",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            may_be_noised=True,
+            columns=(
+                Column(
+                    "accuracy_validation_mean",
+                    mean,
+                    view=Title("Validation", 50),
+                    remark=fewer_remark,
+                ),
+            ),
+        ),
+        Measure(
+            "accuracy_global",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            may_be_noised=True,
+            recorded=_WHERE_MEASURED,
+            view=Title("Global model", 20),
+            columns=(
+                Column(
+                    "accuracy_global",
+                    mean,
+                    is_headline=True,
+                    table=InTable("global_accuracy", "Global model (%)", 2, 100, place=40),
+                    view=Title("Global model", 20),
+                    line=InLine("global accuracy", "global", ".1f", 100, " %"),
+                    remark=both(accuracy_remark, fewer_remark),
+                    is_noised_mean=True,
+                ),
+            ),
+        ),
+        # standard deviation of the noise in each of the client's accuracies on test data
+        Measure(
+            "accuracy_noise",
+            optional=_EVALUATION,
+            least=0,
+            recorded=_WHERE_MEASURED,
+            columns=(Column("accuracy_noise", noise_of_mean, recorded=_WHERE_MEASURED),),
+        ),
+        # by column, where a number is of fewer clients than were evaluated: of how many, and the noise in their mean
+        Column("clients_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        Column("noise_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        # of the personal model, on the client's test examples of each class, by the class's number
+        Measure(
+            "accuracy_by_class",
+            "accuracy-of-class",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            withheld=True,
+            by="class",
+            recorded=_WHERE_MEASURED,
+            kind=Kind.BY_NAME,
+            columns=(Column("accuracy_by_class", running_mean, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),),
+        ),
+        # language models: on the run's first test text, others are in perplexity_by_text
+        Measure(
+            "perplexity_personal",
+            columns=(
+                Column(
+                    "perplexity_personal_mean",
+                    line=InLine("personal perplexity", own_models, on_a_text=True),
+                    remark=partial(fewer_remark, counted="personal_models"),
+                ),
+                Column("perplexity_personal_std"),
+            ),
+        ),
+        # over how many clients these are: those whose own model has every layer pruned
+        Column("personal_models"),
+        Column(
+            "perplexity_global",
+            is_headline=True,
+            table=InTable("perplexity", "Perplexity, global model", place=50),
+            line=InLine("global perplexity", "global", on_a_text=True),
+        ),
+        # layers of the client's own language model that it has pruned
+        Measure("pruned_layers", least=0, is_count=True),
+        # FedSpaLLM's loss is the mean relative error of the layers that were pruned
+        Measure(
+            "loss",
+            required=_TRAINING,
+            withheld=True,
+            recorded=_WHERE_MEASURED,
+            columns=(
+                Column(
+                    "loss_mean",
+                    running_mean,
+                    curve=Curve(
+                        "loss", "Training loss", "Mean over the clients that trained in the round.", "Loss", place=20
+                    ),
+                    line=InLine("loss", format=".3f"),
+                ),
+            ),
+        ),
+        Measure(
+            "density",
+            required=_TRAINING | _EVALUATION | _LAYER | _PERPLEXITY,
+            least=0,
+            most=1,
+            columns=(
+                Column(
+                    "density_mean",
+                    mean,
+                    table=InTable("density", "Density, whole model", 3, place=80),
+                    curve=Curve(
+                        "density",
+                        "Density of the whole model by round",
+                        "Kept share of all tensors, mean over clients.",
+                        "Density",
+                        is_share=True,
+                        place=10,
+                    ),
+                    line=InLine("density", "density", ".3f"),
+                ),
+            ),
+        ),
+        # share of convolution channels left; null where none are removed
+        Measure(
+            "channel_density",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            columns=(
+                Column("channel_density_mean", mean, table=InTable("channel_density", "Channels left", 3, place=90)),
+            ),
+        ),
+        # one example's forward pass through the personal model, each layer times its density
+        Measure(
+            "inference_flops",
+            required=_EVALUATION,
+            least=0,
+            columns=(
+                Column(
+                    "inference_flops_mean",
+                    mean,
+                    table=InTable("inference_megaflops", "MFLOPs per prediction", 3, 1e-6, is_cost=True, place=90),
+                ),
+            ),
+        ),
+        # of the global model's prunable weights, where it is pruned, and before the server expanded its masks
+        Column("density_global", table=InTable("global_density", "Density, pruned matrices", 3, place=100)),
+        Column(
+            "density_before_expansion",
+            table=InTable("union_density", "Density, pruned matrices before expansion", 3, place=110),
+        ),
+        Measure(
+            "density_by_layer",
+            "density",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            by="layer",
+            recorded=_WHERE_MEASURED,
+            kind=Kind.BY_NAME,
+            columns=(Column("density_by_layer", running_mean, kind=Kind.BY_NAME),),
+        ),
+        Measure("flops", required=_TRAINING, least=0, recorded=_WHERE_MEASURED, columns=(Column("flops", sum),)),
+        Measure("bytes_up"),
+        Measure("bytes_down"),
+        # what each client has spent of its privacy so far; null without dp.enabled
+        _epsilon("epsilon", InTable("epsilon", "ε", place=120), InLine("epsilon", "ε", format=".3g")),
+        # the same by each accountant: privacy loss distributions and Rényi divergences
+        _epsilon("epsilon_pld", InTable("pld_epsilon", "ε by PLD", place=122)),
+        _epsilon("epsilon_rdp", InTable("rdp_epsilon", "ε by RDP", place=124), InLine("epsilon by RDP", format=".3g")),
+        # epsilon at dp.second-delta
+        _epsilon("epsilon_second", InTable("second_epsilon", "ε at the second δ", place=130)),
+        # Fed-LTP's printed formula, which is no guarantee
+        _epsilon("epsilon_paper", InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)),
+        # 1 where the client's noise derives from the run's seed, 0 where it comes from the operating system
+        Measure(
+            "epsilon_simulated",
+            optional=_PRIVACY,
+            least=0,
+            most=1,
+            is_count=True,
+            recorded=_WHERE_MEASURED,
+            columns=(Column("epsilon_simulated", mean, recorded=_WHERE_MEASURED),),
+        ),
+        # of a client's work; how long the work takes may depend on the data
+        Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
+        # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
+        Column("validation_score"),
+        Column("validations"),
+        # within bytes_up and bytes_down
+        Column("validation_bytes_up"),
+        Column("validation_bytes_down"),
+        # by validation_score, so far: the round whose model is evaluated, and final
+        Column("best_round"),
+        # clients that take part no more, because their privacy budget would not bear it
+        Column("budgets_spent"),
+        Column("failure_reasons", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
+        # FedSpaLLM: what was measured of each decoder layer, by its number
+        Column("layers", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
+        Column("evaluated", recorded=_WHERE_MEASURED),  # clients, see evaluate-clients
+        Column("clients", recorded=_WHERE_MEASURED),  # of the run
+        Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
+        Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
+        # zero-shot, by task: of the dense model and of the global one
+        Column("accuracy_by_task", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
+        Column("evaluation_seconds", recorded=_WHERE_MEASURED),
+        Column("notes", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
+        # how far a layer's output is from the dense layer's; told by those that prune it
+        Measure("relative_error", least=0, recorded=_NEVER),
+        Measure("layers_pruned", recorded=_WHERE_MEASURED),
+        # mean cross entropy of the next token, in nats, over the steps of a round of recovery
+        Measure(
+            "recovery_loss",
+            least=0,
+            recorded=_WHERE_MEASURED,
+            columns=(Column("recovery_loss", mean, recorded=_WHERE_MEASURED),),
+        ),
+        Measure("perplexity", least=0, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        # of a client's own text
+        Measure("windows", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
+        Measure("windows_in_text", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
+    )
+)
+"""All numbers that are reported, in the order in which they are recorded."""

@@ -1,0 +1,158 @@
+"""Runs that differ in their seed alone are one group, with a label that tells it from others."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedprune_app.config import OPTIONS
+from fedprune_app.config.common import PUBLISHED
+from fedprune_app.results.reader import Run
+
+NOT_MEASURED = "–"
+
+
+_DATA = ("dataset", "data-dir", "data", "partition", "clients", "model")
+
+
+# Where a run lives and how it was executed; none of it changes what was computed.
+_BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic is the mean and the sample standard deviation (``ddof = 1``) of ``count`` seeds.
+
+    A single seed has no ``std``.
+    """
+
+    mean: float
+    std: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Statistic | None:
+        """Return the statistic over all seeds, or None if a seed lacks the number: a mean of fewer would mislead."""
+        listed = list(values)
+        known = [value for value in listed if value is not None]
+        if not known or len(known) < len(listed):
+            return None
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group has runs that differ in their seed only; ``settings`` tell it from other groups of the same system."""
+
+    label: str
+    system: str
+    settings: Mapping[str, Any]
+    status: str
+    runs: tuple[Run, ...]
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group runs that differ in the seed only, in the order of their first run.
+
+    A run that did not complete, or that went on without lost states, is never averaged with others, nor are two runs of
+    the same seed: each stands alone. Labels are unique. A label has the system and the settings in which groups of that
+    system differ (``target-rate 0.3``). It also has the run's flaw, if there is one, and, where nothing else tells two
+    groups apart, the seed or the folder.
+    """
+    seeds = Counter((_identity(run), run.seed) for run in runs)
+    members: dict[object, list[Run]] = defaultdict(list)
+    for run in runs:
+        alone = run.flaw or seeds[_identity(run), run.seed] > 1
+        members[(_identity(run), str(run.folder) if alone else None)].append(run)
+    groups = [tuple(alike) for alike in members.values()]
+    settings = [_settings(group[0], [other[0] for other in groups]) for group in groups]
+    labels = [_label(group[0], values) for group, values in zip(groups, settings, strict=True)]
+    for distinctions in (
+        [f"seed {alike[0].seed}" for alike in groups],
+        [str(alike[0].folder) for alike in groups],
+    ):
+        count = Counter(labels)
+        pairs = zip(labels, distinctions, strict=True)
+        labels = [f"{label} · {distinction}" if count[label] > 1 else label for label, distinction in pairs]
+    return [
+        Group(label, group[0].system, values, group[0].status, group)
+        for label, values, group in zip(labels, settings, groups, strict=True)
+    ]
+
+
+def compared_settings(run: Run) -> dict[str, Any]:
+    """Return the number of clients, and the configuration without the seed and what does not change the result.
+
+    Runs of a plug-in whose code has changed are runs of two systems. What tells a dataset that is no published one from
+    another is not left out.
+    """
+    compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
+    public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
+    plugins = [*(run.info.get("plugins") or {}).values()]
+    for since in run.info.get("plugins_since") or ():  # the run went on with other code
+        plugins += [str(found) for name, found in dict(since).items() if name != "round"]
+    code = sorted(told[:15] if told.startswith("sha256 ") else told for told in plugins)  # a version is told whole
+    clients = len(run.info.get("partition") or ()) or None
+    return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
+
+
+def place_of_data(run: Run) -> dict[str, Any]:
+    """Return what tells the data of the clients from other data of the same dataset's name, by key.
+
+    That is a digest of the data, or their folder where no digest was told. Nothing is returned for a published dataset,
+    which is the same in every folder.
+    """
+    place, digest = _place(run, "dataset", "data-dir"), run.info.get("data_sha256")
+    return {"data": str(digest)[:12]} if place and digest else place
+
+
+def _place(run: Run, dataset: str, folder: str) -> dict[str, Any]:
+    is_published = run.config.get(dataset) in {*PUBLISHED, None, ""}
+    return {} if is_published or folder not in run.config else {folder: run.config[folder]}
+
+
+def _identity(run: Run) -> str:
+    return repr((run.system, sorted(compared_settings(run).items(), key=lambda item: item[0])))
+
+
+def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
+    """Return this run's values of the few keys that are needed to tell runs of the same system apart.
+
+    A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
+    own keys.
+    """
+    peers = [compared_settings(other) for other in others if other.system == run.system]
+    keys = {key for peer in peers for key in peer}
+    chosen: list[str] = []
+    classes = 1
+    for key in sorted(keys, key=lambda key: (_DATA.index(key) if key in _DATA else len(_DATA), "." not in key, key)):
+        known = {repr(peer[key]) for peer in peers if peer.get(key) is not None}
+        split = len({tuple(repr(peer.get(each)) for each in (*chosen, key)) for peer in peers})
+        if len(known) > 1 and split > classes:
+            chosen.append(key)
+            classes = split
+    mine = compared_settings(run)
+    return {key: mine.get(key) for key in chosen}
+
+
+def _label(run: Run, settings: Mapping[str, Any]) -> str:
+    parts = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in settings.items()]
+    state = f" ({run.flaw})" if run.flaw else ""
+    return " · ".join([run.system, *parts]) + state
+
+
+def value_text(value: Any) -> str:
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else short_name(str(value))
+
+
+def short_name(text: str) -> str:
+    """Return ``file.py:function`` without the folders of the file; another text stays as it is."""
+    file, colon, function = text.rpartition(":")
+    return f"{Path(file).name}:{function}" if file.endswith(".py") and colon and function.isidentifier() else text
