@@ -109,7 +109,7 @@ COMMON = frozenset(
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations", "fedltp.validators",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
-        "fedspallm.test-windows", "fedspallm.evaluate-own",
+        "fedspallm.test-windows",
     }
 )  # fmt: skip
 """These settings of systems do not tell the rows of a data file apart."""

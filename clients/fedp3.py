@@ -5,27 +5,24 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 * What the server pruned stays pruned while the client trains, as in Algorithm 2; the code lets it grow back until the
   next round overwrites it.
 * All layers are trained, those that are not sent too, as in both. In its last round the code trains the last layer
-  alone, for 10 epochs (``fedp3.head-epochs = 10``); the text knows nothing of it.
+  alone, for 10 epochs; the text knows nothing of it, and it is not done here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from torch import Tensor
 
 from clients.base import ImageClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.node import Place, parts_not_private
-from clients.privacy import Spending
 from clients.scores import Scores
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
 from fedprune_app.core import rng
-from fedprune_app.core.flops import BACKWARD_PER_FORWARD, sparse_flops
-from fedprune_app.core.layers import hidden_names, layers_of
+from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import hidden_groups
@@ -111,35 +108,12 @@ class FedP3Client(ImageClient):
     def local_update(self, task: Task, state: State) -> Update:
         own = self.own_layers(task, state)
         kept = self.global_masks(task)
-        part = None
-        if self.trains_head_alone(task.round):
-            epochs, frozen = self.options.head_epochs, hidden_names(list(self.sizes), self.prunable)
-            result, tensors = self.train_from_start(task, state, masks=kept, epochs=epochs, frozen=frozen)
-        else:
-            part = self.local_pruning(own, kept, task.round)
-            result, tensors = self.train_from_start(task, state, masks=kept, part=part)
+        part = self.local_pruning(own, kept, task.round)
+        result, tensors = self.train_from_start(task, state, masks=kept, part=part)
         sent = [name for layer in own for name in self.layers[layer] if name in self.shared]
         payload = Payload({name: tensors[name] for name in sent})  # line 12
         kept_state = State(grouped(weights=tensors, masks=kept), {"layers": own[:-1]})
-        return Update(payload, kept_state, result, part.flops if part else self.flops(kept, task.round))
-
-    # --- the released code's last round -----------------------------------------------------------------------------
-
-    def trains_head_alone(self, round: int) -> bool:
-        """Say whether the round is the last one, in which the released code trains the last layer alone."""
-        return self.options.head_epochs > 0 and round == self.config.num_server_rounds
-
-    def spending(self) -> Spending:
-        head, plan = self.options.head_epochs, super().spending()
-        return replace(plan, more_epochs=head - plan.round_epochs if head else 0)
-
-    def flops(self, masks: Mapping[str, Tensor], round: int) -> float:
-        """Return the FLOPs of a round's training; hidden layers that are frozen have no backward pass."""
-        if not self.trains_head_alone(round):
-            return self.costs.training(masks)
-        forward = self.costs.by_layer
-        backward = BACKWARD_PER_FORWARD * forward[self.head]
-        return self.costs.examples(self.options.head_epochs) * (sparse_flops(forward, masks) + backward)
+        return Update(payload, kept_state, result, part.flops if part else self.costs.training(kept))
 
     def trial(self) -> HowToTrain:
         """Describe a step of Q_i, of a client without layers of its own."""

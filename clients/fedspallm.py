@@ -219,7 +219,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
     @property
     def num_examples(self) -> int:
-        return self.options.num_segments(self.client_id)
+        return self.options.segments
 
     def message_schema(self) -> Schema:
         layers = [self.model.layer_like(layer) for layer in range(self.model.num_layers)]
@@ -244,7 +244,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         """How many segments are dealt to each client: as many as any client calibrates with or recovers on."""
         options = self.options
         recovery = options.recovery_segments if options.recovery_rounds else 0
-        return max(self.num_examples, recovery, *map(options.num_segments, range(self.place.share[1])))
+        return max(self.num_examples, recovery)
 
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
         """Return the private text: token ids (segments, length), and the names of the documents they are from.
@@ -297,8 +297,6 @@ class FedSpaLLMClient(Node[LayerUpdate]):
                 self.config.density,
                 self.options.n_of_m(),
                 self.options.block_size,
-                self.options.damping,
-                self.options.count,
                 recorder_of(self.config, self.device),
             )
             done = prune_layer(self.model, layer, module, hidden, pruner, self.config.batch_size)
@@ -489,7 +487,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         if self.privacy is not None:
             told |= self.privacy.report(task.round)
             text = text if self.config.dp.accuracies == "open" else None
-        if text is None and not self.options.measures_own:
+        if text is None and self.options.merge == "hessians":  # the client has no model but the server's
             return self.num_examples, told
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, found in found_in.items():

@@ -1,9 +1,8 @@
 """FjORD, the client half: ordered dropout within the widest sub-network that the client can bear.
 
 Horváth et al., NeurIPS 2021, Algorithm 1. Each step draws a width p from {0.2, 0.4, ..., 1} up to the client's own and
-trains that sub-network, really a smaller one. With the optional self-distillation (``fjord.distillation``) the client's
-widest sub-network learns from the labels in each step, and the drawn one from it. The paper keeps BatchNorm statistics
-per width; here all widths share them.
+trains that sub-network, really a smaller one. The paper's optional self-distillation is not offered. The paper keeps
+BatchNorm statistics per width; here all widths share them.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ class FjORDClient(ImageClient):
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         """Widths come from the server, and of each step's part the gradients are as private as of the whole."""
-        if config.fjord.distillation:
-            return "fjord.distillation is True, allowed with dp.enabled: false; it has no private step yet"
         return parts_not_private(config, "system 'fjord'")
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -92,8 +89,7 @@ class FjORDClient(ImageClient):
             return shares[int(draw.integers(len(shares)))]
 
         draw = rng.numpy_generator(self.config.seed, "ordered dropout", self.client_id, task.round)
-        teacher = width if self.config.fjord.distillation else None
-        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.costs.by_layer, teacher)
+        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.costs.by_layer)
         result, tensors = self.train_from_start(task, state, part=dropout)
         sent = {name: leading_block(tensors[name], widest.get(name)).contiguous() for name in self.shared}
         masks = {n: m for n, m in leading_masks(widest, self.shapes).items() if n in tensors}

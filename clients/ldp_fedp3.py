@@ -30,7 +30,7 @@ from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.sketches import shared_out
+from fedprune_app.core.sketches import perm_k_owners
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models.names import chosen_name
 
@@ -51,7 +51,7 @@ class LDPFedP3Client(ImageClient):
             )
         layers = layers_of(self.shared, self.prunable)
         self.order = [name for names in layers.values() for name in names]
-        self.layer_sizes = [sum(self.sizes[name] for name in names) for names in layers.values()]
+        self.dimension = sum(self.sizes[name] for name in self.order)
 
     def local_update(self, task: Task, state: State) -> Update:
         num_clients, mine = self.sketch(task)
@@ -78,11 +78,11 @@ class LDPFedP3Client(ImageClient):
         there are. The number of coordinates bounds them.
         """
         num_clients, place = task.fields["clients"], task.fields["place"]
-        most = sum(self.layer_sizes) if self.place.has_own_data else self.place.num_clients
+        most = self.dimension if self.place.has_own_data else self.place.num_clients
         if type(num_clients) is not int or not 1 <= num_clients <= most:
             raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {most}")
         if type(place) is not int or not 0 <= place < num_clients:
             raise ValueError(f"place is {place!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
         draw = rng.generator(self.config.seed, "sketch", round=task.round)
-        owners = shared_out(self.layer_sizes, num_clients, self.config.fedp3.sketch == "layers", draw)
+        owners = perm_k_owners(self.dimension, num_clients, draw)
         return num_clients, owners == place

@@ -7,7 +7,6 @@ steps so far took, forward and backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -77,9 +76,7 @@ class OrderedDropout:
         law: Law,
         draw: np.random.Generator,
         layer_flops: Mapping[str, int],
-        teacher: float | None = None,
     ) -> None:
-        self.teacher = teacher  # the share of units that each step trains too, and the drawn part learns from
         self.groups, self.law, self.draw, self.layer_flops = groups, law, draw, layer_flops
         self.norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, nn.GroupNorm)}
         self.whole = {g.name for g in groups if all(p.tensor.rpartition(".")[0] in full for p in g.slices)}
@@ -101,13 +98,7 @@ class OrderedDropout:
         return Part(extents=extents(self.groups, counts), norm_groups=groups_of)
 
     def __call__(self, num_examples: int) -> Part:
-        part = self._counted(self.law(self.draw), num_examples)
-        if self.teacher is None:
-            return part
-        return replace(self._counted(self.teacher, num_examples), student=part.extents)
-
-    def _counted(self, share: float, num_examples: int) -> Part:
-        part = self.sized(share)
+        part = self.sized(self.law(self.draw))
         kept = {name: self.counts[name].within(part.extents.get(name)) / n for name, n in self.sizes.items()}
         small = sum(flops * kept[f"{layer}.weight"] for layer, flops in self.layer_flops.items())
         self.flops += (1 + BACKWARD_PER_FORWARD) * small * num_examples

@@ -82,7 +82,7 @@ class FedLTP(DPFed):
 
     def prepare(self) -> None:
         ticket = self.find_ticket()
-        self.levels = nested_levels(ticket.trained, ticket.masks, self.num_models, self.further_pruned, ticket.dense)
+        self.levels = nested_levels(ticket.trained, ticket.masks, self.num_models, self.further_pruned)
         start = {name: ticket.start[name] for name in self.model}
         self.model = dict(Payload.pruned(start, self.masks(1)).tensors)
         self.best_model = self.model

@@ -459,7 +459,7 @@ class LayerRounds(Exchanges):
         strategy = self.strategy
         # with privacy a client may not tell what it finds on its own text
         own_data = strategy.clients[client].own_data and not self.config.dp.enabled
-        has_own = strategy.options.measures_own
+        has_own = strategy.options.merge != "hessians"
         layers = self.dense.num_layers
         return perplexities.client_row(fields, strategy.texts, layers, own_data=own_data, has_own_model=has_own)
 

@@ -6,8 +6,8 @@ Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, with the sketc
 * The text has all n clients take part. Here n are those of the round: the sketches are over them, drawn anew each
   round, and ``(1/n) Σ S_i = I`` holds in it. A part whose client does not reply stays as it was; by the letter it
   would become 0.
-* Definition 2 speaks of coordinates, and then of whole layers (``fedp3.sketch = "layers"``), of which there must be at
-  least as many as clients.
+* Definition 2 speaks of coordinates, and then of whole layers, of which there would have to be as many as clients: here
+  coordinates are meant.
 * No pruning from server to client: Algorithm 5 sets it aside as "orthogonal". Clients count alike, whatever their
   numbers of examples.
 """
@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from fedprune_app.config import ConfigError
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.sketches import shared_out
+from fedprune_app.core.sketches import perm_k_owners
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.base import FederatedStrategy
@@ -39,21 +38,14 @@ class LDPFedP3(FederatedStrategy):
         super().__init__(context, model, prunable)
         layers = layers_of(list(self.model), self.prunable)
         self.order = [name for names in layers.values() for name in names]
-        self.sizes = [sum(self.model[name].numel() for name in names) for names in layers.values()]
-        most = self.participation.most  # as many clients as there can be in a round
-        try:
-            self.begin(Round(0, sampled=(), participants=tuple(self.clients)[:most]))
-        except ValueError as error:
-            raise ConfigError(
-                "fedp3.sketch", self.config.fedp3.sketch, which="cannot be used", hint=str(error)
-            ) from None
+        self.dimension = sum(self.model[name].numel() for name in self.order)
 
     # --- lines 1 and 3: S_i and w ---------------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
         self.places = {client: place for place, client in enumerate(round.participants)}
         draw = rng.generator(self.config.seed, "sketch", round=round.number)
-        self.owners = shared_out(self.sizes, len(self.places), self.config.fedp3.sketch == "layers", draw)
+        self.owners = perm_k_owners(self.dimension, len(self.places), draw)
         self.next = torch.cat([self.model[name].flatten() for name in self.order])  # (d,)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
@@ -78,5 +70,5 @@ class LDPFedP3(FederatedStrategy):
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return Theorem 2's bytes: d/n per client and round, so d from all, and nothing that the server sends."""
-        dense = 4.0 * sum(self.sizes)
+        dense = 4.0 * self.dimension
         return len(round.participants) * dense, dense

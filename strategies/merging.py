@@ -48,15 +48,11 @@ class MeanMerge:
 
     def begin(self, pruners: Iterable[int]) -> None:
         """Get ready for a layer that these clients prune."""
-        weights = [self._weight(client) for client in pruners] or [1]
-        self._mean = L0Mean(len(weights), max(weights))
-
-    def _weight(self, client: int) -> int:
-        return self.clients[client].num_examples if self.config.fedspallm.weights == "segments" else 1
+        self._mean = L0Mean(max(len([*pruners]), 1))
 
     def add(self, client: int, update: Payload) -> None:
         """Add a client's layer. ``ValueError`` for one that cannot be added, of which nothing counts."""
-        self._mean.add(update, self._weight(client))
+        self._mean.add(update)
 
     def made(self, layer: int, row: dict[str, Any]) -> Payload:
         """Return the layer (lines 18 to 20), empty if nobody sent it; ``row`` is what the record says of it."""
@@ -133,10 +129,9 @@ class HessianMerge:
             hessian = self._hessian(names[0])
             whole = [dense[name].to(self.dense.device) for name in names]
             if self.options.refine:
-                done = alps(whole, hessian, density, pattern, self.options.damping)
+                done = alps(whole, hessian, density, pattern)
             else:
-                how = self.options.block_size, self.options.damping, self.options.count
-                done = sparsegpt_together(whole, hessian, density, pattern, *how)
+                done = sparsegpt_together(whole, hessian, density, pattern, self.options.block_size)
             found |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, done, strict=True)}
         self._sums = {}
         names = self.dense.prunable(layer)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import rng
-from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.tickets import Ticket, selection_probabilities, ticket_masks
@@ -33,26 +32,22 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     """Train and prune ``fedltp.tickets`` networks on public data and draw one, for images of ``shape``.
 
     The score of a ticket is that of the trained and pruned network, on the images it was trained on. Raises
-    :class:`ConfigError` for public data of other classes, unless they need not match.
+    :class:`ConfigError` for public data of other classes.
     """
     options = config.fedltp
     model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
     initial = vision.state_tensors(model, include_buffers=True)
     weights = vision.prunable_names(model)
-    head: tuple[str, ...] = ()  # what belongs to the public classes alone, and is not taken over
-    if options.public_head == "own":
-        *_, head = layers_of(list(initial), weights).values()
     if not options.tickets:
         masks = full_masks({name: initial[name].shape for name in weights})
-        return Ticket(initial, initial, masks, {"tickets": 0, "public_images": 0}, frozenset(head))
+        return Ticket(initial, initial, masks, {"tickets": 0, "public_images": 0})
     started = time.monotonic()
     images, labels, public_classes = public_images(config, shape, num_classes)
-    if public_classes != num_classes and options.public_head == "same":
+    if public_classes != num_classes:
         raise ConfigError(
             "fedltp.public-dataset",
             options.public_dataset,
             f"one of {num_classes}, as the private data",
-            condition="with fedltp.public-head 'same'",
             which=f"has {public_classes} classes",
         )
     network = chosen_name(config.model, config.dataset)
@@ -73,9 +68,6 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     chosen = int(rng.numpy_generator(config.seed, "ticket selection").choice(len(tickets), p=np.array(probabilities)))
     before, trained, masks = tickets[chosen]
     start = {"rewind": before, "trained": trained, "random": dict(initial)}[options.start]
-    start = {**start, **{name: initial[name] for name in head}}
-    masks = masks | full_masks({name: initial[name].shape for name in head if name in masks})
-    trained = {**trained, **{name: initial[name] for name in head}}
     about = {
         "tickets": options.tickets,
         "public_images": len(labels),
@@ -84,7 +76,7 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
         "chosen": chosen,
         "seconds": time.monotonic() - started,
     }
-    return Ticket(start, trained, masks, about, frozenset(head))
+    return Ticket(start, trained, masks, about)
 
 
 def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int, *, skips_lone: bool) -> None:

@@ -247,7 +247,7 @@ def test_a_wheel_can_move_every_import_below_fedprune(package):
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-BUDGET = 23_500
+BUDGET = 23_450
 """Statements of the product. A commit that raises the number says why; what lets it sink lowers it."""
 
 

@@ -47,14 +47,6 @@ class FedLTPOptions(Table):
         least=0,
         needs=_TICKETS,
     )
-    public_head: str = option(
-        "same",
-        "The relation of the public classes to the private classes.",
-        choices={
-            "same": "they are equally many, and the last layer belongs to the ticket",
-            "own": "they may differ; the last layer is dense and does not come from the ticket",
-        },
-    )
     tickets: int = option(
         3,
         "The number of winning tickets to choose from (M). 0 means that the unpruned initial network takes the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -127,20 +126,6 @@ class FedP3Options(Table):
         "If true, the last layer stays with the client. In the released code the last layer stays there in effect.",
         needs=_OF_FEDP3,
     )
-    head_epochs: int = option(
-        0,
-        "The number of epochs in the last round, in which clients then train the last layer alone; the released "
-        "code has 10. 0 means that the last round is like the others.",
-        least=0,
-        needs=_OF_FEDP3,
-    )
-    sketch: str = option(
-        "coordinates",
-        "The parts of the model that the clients of a round share out at random, with system ldp-fedp3. Each client "
-        "sends its own part alone.",
-        choices={"coordinates": "single coordinates", "layers": "whole layers"},
-        needs={"system": ("ldp-fedp3",)},
-    )
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` for lists that cannot be, or options that the system does not take."""
@@ -155,14 +140,6 @@ class FedP3Options(Table):
             )
         if common.system == "fedcr" and self.local != "fixed":
             raise ConfigError("fedp3.local", self.local, "'fixed'", condition="with system 'fedcr'")
-        if common.system == "fedcr" and self.head_epochs:
-            raise ConfigError("fedp3.head-epochs", self.head_epochs, "0", condition="with system 'fedcr'")
-
-    def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
-        """Head epochs fix the number of rounds, because the last round is trained otherwise."""
-        if common.system == "fedp3" and self.head_epochs:
-            return {"num-server-rounds": "fedp3.head-epochs are trained in the last of these rounds"}
-        return {}
 
     def density_of(self, client: int, default: float) -> float:
         """Return the density of the layers that ``client`` does not train. Raises :class:`ConfigError`."""

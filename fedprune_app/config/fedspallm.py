@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.lists import count_in_turn, share_in_turn
+from fedprune_app.config.lists import share_in_turn
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 CUT = "cut"
@@ -46,23 +46,7 @@ class FedSpaLLMOptions(Table):
         least=1,
         needs={".pruner": ("sparsegpt",), ".refine": (False,), ".pattern": NoneOf((CUT,))},
     )
-    damping: float = option(
-        0.01,
-        "The damping of SparseGPT, as a share of the mean of the Hessian's diagonal.",
-        least=0,
-        needs={".pruner": ("sparsegpt",)},
-    )
-    count: str = option(
-        "exact",
-        "The number of entries that SparseGPT prunes in a block.",
-        choices={"exact": "exactly as many as density says", "code": "one more, as in SparseGPT's released code"},
-        needs={".pruner": ("sparsegpt",), ".refine": (False,), ".pattern": NoneOf((CUT,))},
-    )
     segments: int = option(32, "The number of calibration segments of a client.", least=1)
-    segment_counts: str = option(
-        "",
-        "The numbers of segments of the clients in turn: '32 8 2'. Empty means that every client has the key segments.",
-    )
     segment_length: int = option(
         0, "The number of tokens in a segment. 0 means as many as the model takes, at most 2048.", least=0
     )
@@ -98,11 +82,6 @@ class FedSpaLLMOptions(Table):
         "The tasks that zero-shot accuracy is measured on: names of the lm-evaluation-harness, or "
         "'name=/path/task.yaml'.",
         kind=Kind.NAMED_FILES,
-    )
-    evaluate_own: bool = option(
-        True,
-        "If false, no client measures its own model on the test texts. A run then has no standalone perplexity.",
-        needs={".merge": ("mean",)},
     )
     dtype: str = option(
         "auto",
@@ -164,12 +143,6 @@ class FedSpaLLMOptions(Table):
         above=0,
         needs={".recovery-rounds": NoneOf((0,))},
     )
-    weights: str = option(
-        "uniform",
-        "The weight of a client in the mean.",
-        choices={"uniform": "every client counts alike", "segments": "a client counts by its segments"},
-        needs={".merge": ("mean",)},
-    )
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` for texts that cannot be read, or options that do not go together."""
@@ -178,7 +151,6 @@ class FedSpaLLMOptions(Table):
                 "precision", "bf16", "float32, tf32 (and fedspallm.dtype)", condition="with system 'fedspallm'"
             )
         self.layer_share(0)
-        self.num_segments(0)
         self.more_texts()
         self.tasks()
         for key, length in (("segment-length", self.segment_length), ("window", self.window)):
@@ -215,11 +187,6 @@ class FedSpaLLMOptions(Table):
         """Return the number of rounds that prune; the others, after them, recover."""
         return common.num_server_rounds - self.recovery_rounds
 
-    @property
-    def measures_own(self) -> bool:
-        """Return whether clients measure their own models. With Hessians they have none but the server's."""
-        return self.merge != "hessians" and self.evaluate_own
-
     def n_of_m(self) -> tuple[int, int] | None:
         """Return ``pattern`` as (n, m), or None where it is no such pattern. Raises :class:`ConfigError`."""
         if self.pattern in ("", CUT):
@@ -228,10 +195,6 @@ class FedSpaLLMOptions(Table):
         if not (n.isdecimal() and m.isdecimal() and 0 < int(n) <= int(m)):
             raise ConfigError("fedspallm.pattern", self.pattern, "n:m with n at least 1 and at most m, or cut")
         return int(n), int(m)
-
-    def num_segments(self, client: int) -> int:
-        """Return the number of calibration segments of client number ``client``. Raises :class:`ConfigError`."""
-        return count_in_turn("fedspallm.segment-counts", self.segment_counts, client, self.segments)
 
     def more_texts(self) -> dict[str, Path]:
         """Return ``evaluation-texts`` as name → path, in their order. Raises :class:`ConfigError`."""

@@ -19,11 +19,6 @@ class FjORDOptions(Table):
     widths: str = option(
         "0.2 0.4 0.6 0.8 1.0", "The shares of each layer's units that the clients, in turn, can bear (p_max)."
     )
-    distillation: bool = option(
-        False,
-        "If true, the sub-network of a step learns from the client's widest sub-network, and the widest one learns"
-        " from the labels.",
-    )
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` for widths that cannot be."""

@@ -17,7 +17,7 @@ def share_in_turn(key: str, text: str, client: int, default: float) -> float:
 
     Raises :class:`ConfigError` naming ``key`` unless all shares are above 0 and at most 1.
     """
-    texts = _parts(text)
+    texts = text.replace(",", " ").split()
     if not texts:
         return default
     try:
@@ -27,20 +27,3 @@ def share_in_turn(key: str, text: str, client: int, default: float) -> float:
     if not all(0 < value <= 1 for value in values):
         raise ConfigError(key, text, "numbers above 0 and at most 1")
     return values[client % len(values)]
-
-
-def count_in_turn(key: str, text: str, client: int, default: int) -> int:
-    """Return the count of client number ``client`` from ``text``, '32 8 2'; ``default`` where ``text`` is empty.
-
-    Raises :class:`ConfigError` naming ``key`` unless all counts are whole numbers above 0.
-    """
-    texts = _parts(text)
-    if not texts:
-        return default
-    if not all(each.isdecimal() and int(each) > 0 for each in texts):
-        raise ConfigError(key, text, "whole numbers, at least 1")
-    return int(texts[client % len(texts)])
-
-
-def _parts(text: str) -> list[str]:
-    return text.replace(",", " ").split()

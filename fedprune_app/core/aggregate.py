@@ -277,26 +277,14 @@ class L0Mean:
     the mean and the counts. The bits do not depend on the order of arrival.
     """
 
-    def __init__(self, max_addends: int, max_weight: int = 1) -> None:
-        self._mean = MaskedMean(max_addends, max_weight)
-        self._count_dtype = torch.int16 if max_addends < 2**15 else torch.int32
-        self._addends: dict[str, int] = {}  # N, by tensor
+    def __init__(self, max_addends: int) -> None:
+        self._mean = MaskedMean(max_addends)
         self._masked: dict[str, None] = {}  # the names of masked tensors, in order
-        self._pruned: dict[str, Tensor] = {}  # C, by masked tensor; empty while all weights are 1
 
-    def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload; its integer ``weight`` (the paper's α) counts in the mean, not among the pruned."""
-        self._mean.add(payload, weight)
-        for name, tensor in payload.tensors.items():
-            self._addends[name] = self._addends.get(name, 0) + 1
-            if name in payload.masks:
-                self._masked[name] = None
-                if self._mean.max_weight == 1:
-                    continue  # those who did not keep an entry are all others
-                pruned = ~payload.masks[name]
-                if name not in self._pruned:
-                    self._pruned[name] = torch.zeros(tensor.shape, dtype=self._count_dtype, device=tensor.device)
-                self._pruned[name].add_(pruned)
+    def add(self, payload: Payload) -> None:
+        """Add one client's payload; all clients count alike (the paper's α is 1)."""
+        self._mean.add(payload)
+        self._masked |= dict.fromkeys(payload.masks)
 
     def check(self, payload: Payload) -> None:
         """Raise ``ValueError`` for a payload that cannot be added, and add nothing."""
@@ -323,7 +311,7 @@ class L0Mean:
         mean = self.mean() if mean is None else mean
         masks: dict[str, Tensor] = {}
         for name in self._masked:
-            holders, order = self._holders(name).view(-1), mean.tensors[name].float().reshape(-1)
+            holders, order = self._mean.held_weight(name).view(-1), mean.tensors[name].float().reshape(-1)
             shape = mean.masks[name].shape
             if n_of_m is not None:
                 kept = holders > 0
@@ -332,12 +320,6 @@ class L0Mean:
                 kept = _most_held(holders, order, holders.numel() - keep_count(holders.numel(), density))
             masks[name] = kept.view(shape)
         return Payload.pruned(mean.tensors, masks)
-
-    def _holders(self, name: str) -> Tensor:
-        """Return how many clients kept each entry (``N - C``). The tensor must not be written to."""
-        if name in self._pruned:
-            return self._addends[name] - self._pruned[name].to(torch.int32)
-        return self._mean.held_weight(name)
 
 
 def _most_held(holders: Tensor, order: Tensor, target: int) -> Tensor:

@@ -31,7 +31,7 @@ def cut_inputs(
     damped.diagonal().add_(damping * damped.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(damped)
     if bool(failed):
-        raise ValueError("the Hessian is not positive definite (fedspallm.damping)")
+        raise ValueError("the Hessian is not positive definite")
     inverse, left = torch.cholesky_inverse(factor), weight.detach().double().clone()
     groups = torch.arange(num_inputs, device=weight.device).view(num_groups, size)
     at_once = max(1, -(-(num_groups - num_kept) // _STEPS))

@@ -16,7 +16,6 @@ from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import PRUNED, NOfM, check_n_of_m, missing_until, n_of_m_mask, one_target, smallest
 
-COUNTS = ("exact", "code")
 _WIDE, _PANELS = 1024, 8
 _SMALL = 256  # rows of a triangle that is inverted by substitution
 
@@ -89,7 +88,6 @@ def sparsegpt(
     n_of_m: NOfM | None = None,
     block_size: int = 128,
     damping: float = 0.01,
-    count: str = "exact",
     recorder: Recorder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pruned and updated matrix and its mask, both (out, in).
@@ -104,8 +102,8 @@ def sparsegpt(
     With ``density`` the matrix keeps exactly ``keep_count(n, density)`` entries, and each block its share to within one
     entry. Of equal entries the one at the lowest flat index of the block goes. Entries that are 0 when they come count
     as pruned before and stay so: of a pruned matrix a block loses its zeros, and of what is still missing its share by
-    the entries that are not 0. So masks only shrink. ``count="code"`` removes, as the released code does, all entries
-    up to and including the one at position ``⌊n · sparsity⌋`` of the sorted block: one more per block.
+    the entries that are not 0. So masks only shrink. The released code
+    removes one entry more per block: all up to and including the one at position ``⌊n · sparsity⌋`` when sorted.
 
     The diagonal grows by ``damping`` times its mean. Inputs that were never seen (0 on the diagonal) have
     their column removed, or as much of the column as the count allows, since such a column counts as 0.
@@ -115,7 +113,7 @@ def sparsegpt(
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
     and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
-    (found,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, count, recorder)
+    (found,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
     return found
 
 
@@ -126,7 +124,6 @@ def sparsegpt_together(
     n_of_m: NOfM | None = None,
     block_size: int = 128,
     damping: float = 0.01,
-    count: str = "exact",
     recorder: Recorder | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what :func:`sparsegpt` returns, for each of some ``matrices`` (out, in) that have the same inputs.
@@ -135,7 +132,7 @@ def sparsegpt_together(
     its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
-        _check(matrix, hessian, density, n_of_m, block_size, damping, count)
+        _check(matrix, hessian, density, n_of_m, block_size, damping)
     sizes = [len(matrix) for matrix in matrices]
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
@@ -147,7 +144,7 @@ def sparsegpt_together(
     bounds = [*range(0, num_columns, block_size), num_columns]
     zeros = torch.split(pruned_before, sizes)
     kept_until = [_kept_until(bounds, each, density) for each in zeros] if density is not None else []
-    was_pruned = count == "exact" and bool(pruned_before.any())
+    was_pruned = bool(pruned_before.any())
 
     repeated = None if recorder is None else RepeatedSteps(recorder)
     blocks = dict[int, _Block]()
@@ -158,7 +155,7 @@ def sparsegpt_together(
                 scores.masked_fill_(pruned_before[:, start:stop], PRUNED)
             each = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
             for scored, kept_rows, kept in each:
-                kept_rows[:, start:stop] = ~_removed(scored, kept[number + 1] - kept[number], density, count)
+                kept_rows[:, start:stop] = ~smallest(scored, scored.numel() - (kept[number + 1] - kept[number]))
         if stop - start not in blocks:
             blocks[stop - start] = _Block(stop - start, weights, n_of_m)
         block = blocks[stop - start]
@@ -266,16 +263,6 @@ def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[in
     return [kept[columns] for columns in bounds]
 
 
-def _removed(scores: Tensor, num_kept: int, density: float, count: str) -> Tensor:
-    if count == "exact":
-        return smallest(scores, scores.numel() - num_kept)
-    position = keep_count(scores.numel(), 1 - density)
-    if position == scores.numel():
-        raise ValueError(f"density is {density}, allowed with count 'code': one that keeps something of every block")
-    threshold: Tensor = scores.reshape(-1).sort().values[position]
-    return torch.le(scores, threshold)
-
-
 def _check(
     weight: Tensor,
     hessian: Tensor,
@@ -283,7 +270,6 @@ def _check(
     n_of_m: NOfM | None,
     block_size: int,
     damping: float,
-    count: str,
 ) -> None:
     num_columns = weight.shape[1]
     if hessian.shape != (num_columns, num_columns):
@@ -294,8 +280,6 @@ def _check(
         raise ValueError(f"block_size is {block_size}, allowed: at least 1")
     if not damping >= 0:
         raise ValueError(f"damping is {damping}, allowed: at least 0")
-    if count not in COUNTS:
-        raise ValueError(f"count is {count!r}, allowed: {', '.join(COUNTS)}")
     if n_of_m is None or density is not None:
         keep_count(1, one_target(density, n_of_m))
         return

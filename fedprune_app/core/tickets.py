@@ -5,7 +5,7 @@ Source: Fed-LTP, section 4; Frankle and Carbin, "The Lottery Ticket Hypothesis",
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,16 +23,12 @@ TEMPERATURE = 0.01
 
 @dataclass(frozen=True)
 class Ticket:
-    """A ticket is a pruned network: the values to start from, the masks, and the trained weights that gave these.
-
-    No sub-model of it loses anything of the tensors in ``dense``.
-    """
+    """A ticket is a pruned network: the values to start from, the masks, and the trained weights that gave these."""
 
     start: Mapping[str, Tensor]
     trained: Mapping[str, Tensor]
     masks: Mapping[str, Tensor]
     about: Mapping[str, Any] = field(default_factory=dict)  # plain values, for the record
-    dense: frozenset[str] = frozenset()
 
 
 def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "quantile") -> Masks:
@@ -67,19 +63,14 @@ def selection_probabilities(counts: Sequence[int], total: int, temperature: floa
 
 
 def nested_levels(
-    weights: Mapping[str, Tensor],
-    masks: Mapping[str, Tensor],
-    num_models: int,
-    pruned_share: float,
-    dense: Collection[str] = (),
+    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], num_models: int, pruned_share: float
 ) -> dict[str, Tensor]:
     """Return how many of the nested sub-models ``M_1 ⊃ M_2 ⊃ ... ⊃ M_K`` keep each coordinate.
 
     The numbers are int16, and 0 outside ``masks``. ``M_i`` keeps ``keep_count(kept, (1 - pruned_share)^i)`` of a
     tensor's ``kept`` coordinates, those of largest magnitude. This is equation 15, so each sub-model loses a
     ``pruned_share`` of the survivors. Equation 12 with rule (9), read literally, removes nothing after its first pass,
-    since all survivors exceed the threshold. Of the tensors in ``dense`` every sub-model keeps all of ``masks``.
-    :func:`at_level` gives the masks. ``ValueError`` for NaN.
+    since all survivors exceed the threshold. :func:`at_level` gives the masks. ``ValueError`` for NaN.
     """
     levels = {}
     for name, mask in masks.items():
@@ -87,7 +78,7 @@ def nested_levels(
         kept = int(mask.count_nonzero())
         levels[name] = torch.zeros(mask.shape, dtype=torch.int16)
         for i in range(1, num_models + 1):
-            count = kept if name in dense else keep_count(kept, (1 - pruned_share) ** i)
+            count = keep_count(kept, (1 - pruned_share) ** i)
             levels[name] += ~smallest(scores, scores.numel() - count)
     return levels
 

@@ -23,19 +23,6 @@ def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(network(images), labels)
 
 
-def self_distillation(teacher: Network, student: Network, images: Tensor, labels: Tensor) -> Tensor:
-    """Return FjORD's loss at its best values α = T = 1: the teacher's cross entropy plus KL(teacher ‖ student).
-
-    The teacher learns from the labels. The student learns from the teacher, whose outputs are constants there. The
-    gradients are those of Flower's FjORD baseline, whose student has the cross entropy with the teacher's
-    probabilities. Source: Horváth et al. 2021, section 3.3.
-    """
-    logits = teacher(images)
-    imitated = F.log_softmax(logits.detach(), dim=1)
-    imitation = F.kl_div(F.log_softmax(student(images), dim=1), imitated, reduction="batchmean", log_target=True)
-    return F.cross_entropy(logits, labels) + imitation
-
-
 def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
     """Return a hook that adds the gradient of ``strength / 2 ‖w − anchor‖²``, over the tensors in ``anchor``."""
 

@@ -25,14 +25,11 @@ class Part:
     * ``extents``: how far the step's smaller network extends into each tensor, per dimension. The extents of one unit
       agree, so that the network is whole.
     * ``norm_groups``: how many groups a GroupNorm, by its name, then has left.
-    * ``student``: how far a still smaller network extends. This student learns from the step's network in the same
-      step (self-distillation).
     """
 
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     extents: Extents = field(default_factory=dict)
     norm_groups: Mapping[str, int] = field(default_factory=dict)
-    student: Extents | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,6 @@ class Work(Changes):
 
     network: Network
     named_kept: Mapping[str, Tensor] = field(default_factory=dict)  # kept, by name; empty without masks
-    student: Network | None = None  # its gradients add up with the network's
 
     @property
     def named_values(self) -> Mapping[str, Tensor]:
@@ -115,16 +111,12 @@ def leading_network(
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def network_of(extents: Extents) -> Network:
-        inner = {name: leading_block(leaf, extents.get(name)) for name, leaf in leaves.items()}
-        rest = {name: dims for name, dims in extents.items() if name in own and name not in leaves}
-        others = {name: leading_block(own[name].detach(), dims) for name, dims in rest.items()}
+    rest = {name: dims for name, dims in part.extents.items() if name in own and name not in leaves}
+    others = {name: leading_block(own[name].detach(), dims) for name, dims in rest.items()}
 
-        def network(images: Tensor) -> Tensor:
-            logits: Tensor = torch.func.functional_call(model, {**inner, **others}, (images,))
-            return logits
-
-        return network
+    def network(images: Tensor) -> Tensor:
+        logits: Tensor = torch.func.functional_call(model, {**leaves, **others}, (images,))
+        return logits
 
     def cut_too(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: leading_block(tensors[name], part.extents.get(name)) for name in names}
@@ -137,14 +129,13 @@ def leading_network(
         norm.num_groups = count  # type: ignore[assignment]
     try:
         yield Work(
-            network=network_of(part.extents),
+            network=network,
             by_client=[(cut, gradients)],
             values=list(cut.values()),
             gradients=list(gradients.values()),
             velocity=cut_velocity,
             kept=None if kept is None else list(cut_kept.values()),
             named_kept=cut_kept,
-            student=None if part.student is None else network_of(part.student),
         )
     finally:
         for (norm, _), count in zip(norms, counts, strict=True):

@@ -82,8 +82,7 @@ def train(
     so: nothing masks it. ``active`` takes the place of ``masks`` where a weight whose mask is False keeps its value.
 
     ``part(num_examples)`` says what of the network a step of so many examples trains. Hooks and clipping then see that
-    part alone. The loss of a part with a student is :func:`~fedprune_app.learning.hooks.self_distillation`. The size of
-    a private batch is itself private, so ``part`` then gets the expected size.
+    part alone. The size of a private batch is itself private, so ``part`` then gets the expected size.
 
     ``after_epoch(epoch)``, from 0, can read the weights in the model, and copies what it keeps. In all hooks
     4-D tensors may have their channels last in memory: ``view(-1)`` does not work there. Model and data go to

@@ -13,7 +13,6 @@ from torch import Tensor
 from fedprune_app.learning.device import computing
 from fedprune_app.learning.flat import Flat, FlatLayout
 from fedprune_app.learning.grouped import grouped_gradients
-from fedprune_app.learning.hooks import self_distillation
 from fedprune_app.learning.parts import Changes, Work, leading_network, weights_set_aside
 from fedprune_app.learning.training import Training
 
@@ -74,7 +73,7 @@ class Alone:
         private = training.private
         part = training.part(len(batch) if private is None else round(training.expected_batch))
         velocity = None if flat.velocity is None else flat.layout.views(flat.velocity)
-        if part.extents or part.student is not None:
+        if part.extents:
             kept = None if flat.kept is None else self._whole.named_kept
             with leading_network(training.model, part, self._whole.named_values, velocity, kept) as work:
                 yield work
@@ -87,18 +86,13 @@ class Alone:
         training = self._training
         images, labels = training.examples(batch)
         with computing(training.device, training.precision):
-            if work.student is None:
-                loss = training.objective(work.network, images, labels)
-            else:
-                loss = self_distillation(work.network, work.student, images, labels)
+            loss = training.objective(work.network, images, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sums.add_(loss.detach(), alpha=len(labels))
 
     def _find_private_gradients(self, work: Work, batch: Tensor) -> None:
         training, private, summed = self._training, self._training.private, self._private_step
         assert private is not None
-        if work.student is not None:
-            raise ValueError("private training has no students")
         if training.part is not None:
             summed = summed.of_part(work.network, work.named_gradients, work.trained())
         for some in torch.split(batch.to(training.device), private.physical_batch):

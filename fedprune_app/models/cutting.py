@@ -32,8 +32,8 @@ class Cut:
     as leave ``density`` of all weights of the matrices. Raises ``ValueError`` for a model of another kind.
     """
 
-    def __init__(self, model: LanguageModel, density: float, damping: float) -> None:
-        self.damping, self.names = damping, {name.split(".")[-2]: name for name in model.prunable(0)}
+    def __init__(self, model: LanguageModel, density: float) -> None:
+        self.names = {name.split(".")[-2]: name for name in model.prunable(0)}
         if self.names.keys() != {*_ATTENTION, *_UNITS}:
             raise _other_kind(model)
         text = model.config.get_text_config()
@@ -63,7 +63,7 @@ class Cut:
         for part, size, kept in (("o_proj", self.queries * self.head_dim, self.groups), ("down_proj", 1, self.units)):
             hessian = hessians[self.names[part]]
             weight = whole[part].to(hessian.device)
-            whole[part], columns[part] = (t.cpu() for t in cut_inputs(weight, hessian, size, kept, self.damping))
+            whole[part], columns[part] = (t.cpu() for t in cut_inputs(weight, hessian, size, kept))
         groups = columns["o_proj"].view(self.num_groups, -1)[:, 0]
         rows = {"q_proj": columns["o_proj"], "gate_proj": columns["down_proj"], "up_proj": columns["down_proj"]}
         rows |= {part: groups.repeat_interleave(len(whole[part]) // len(groups)) for part in ("k_proj", "v_proj")}

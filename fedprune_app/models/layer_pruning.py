@@ -48,8 +48,6 @@ class Pruner:
     density: float = 0.5
     n_of_m: NOfM | None = None  # in place of density
     block_size: int = 128
-    damping: float = 0.01
-    count: str = "exact"
     recorder: Recorder | None = None
 
     def __call__(self, weights: Sequence[Tensor], inputs: Hessian | InputNorms | None) -> list[tuple[Tensor, Tensor]]:
@@ -61,8 +59,8 @@ class Pruner:
         is_seen = inputs is not None and bool(inputs.input_norms().any())
         if self.method == "sparsegpt" and is_seen:
             assert isinstance(inputs, Hessian)
-            how = density, self.n_of_m, self.block_size, self.damping, self.count, self.recorder
-            return sparsegpt_together(weights, inputs.matrix, *how)
+            how = density, self.n_of_m, self.block_size
+            return sparsegpt_together(weights, inputs.matrix, *how, recorder=self.recorder)
         if self.method == "wanda" and is_seen:
             assert inputs is not None
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]

@@ -131,7 +131,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     """Build the strategy over a dense language model on this machine."""
     config, recorder = context.config, context.recorder
     model, options = language_model(config, device_of(config)), config.fedspallm
-    cut = Cut(model, config.density, options.damping) if options.pattern == CUT else None
+    cut = Cut(model, config.density) if options.pattern == CUT else None
 
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
         return perplexities(config, model, lambda layer: layers(layer).tensors)

@@ -51,7 +51,7 @@ def counted(monkeypatch, tmp_path):
 def expected(client):
     """What the client's segments are, cut without any memory."""
     documents = list(texts.calibration_documents("text", client.config.data_dir))
-    counts = [client.options.num_segments(k) for k in range(CLIENTS)]
+    counts = [client.options.segments] * CLIENTS
     return texts.calibration_segments(
         documents,
         lambda text: torch.tensor(list(text.encode())),

@@ -57,7 +57,6 @@ def test_everything_else_is_as_the_run_began():
         ({"system": "dispfl"}, "dispfl.prune-rate falls over these rounds"),
         (PRIVATE, "dp.target-epsilon is spread over these rounds"),
         ({**NOISED, "dp.planned-rounds": 5}, "the noise was chosen for so many evaluations"),
-        ({"system": "fedp3", "fedp3.head-epochs": 2}, "fedp3.head-epochs are trained in the last of these rounds"),
     ],
 )
 def test_a_system_says_why_its_number_of_rounds_is_fixed(before, why):
@@ -74,7 +73,6 @@ def test_a_system_says_why_its_number_of_rounds_is_fixed(before, why):
         {**PRIVATE, "dp.planned-rounds": 20},
         {**NOISED, "dp.planned-rounds": 20, "evaluate-every": 0},
         {"system": "fedp3"},
-        {"fedp3.head-epochs": 2},
     ],
 )
 def test_a_run_whose_rounds_do_not_depend_on_their_number_may_be_longer(before):

@@ -21,7 +21,7 @@ READ_IN_VAIN = {
     "dp.planned-rounds",  # read before it is known whether the noise is given or chosen
     # read for each client, also where it trains all layers, of which none is chosen or pruned
     *("density", "fedp3.densities", "fedp3.assignment"),
-    *("fedp3.layer-set", "fedp3.local", "fedp3.head-epochs", "fedp3.personal-head"),  # FedCR replaces or refuses them
+    *("fedp3.layer-set", "fedp3.local", "fedp3.personal-head"),  # FedCR replaces or refuses them
 }
 
 

@@ -120,13 +120,12 @@ def test_sums_of_all_at_once_are_equal(clients, size, scale):
     st.lists(st.tuples(seeds, densities), min_size=1, max_size=6),
     sizes,
     st.floats(0, 1),
-    st.booleans(),
 )
-def test_expanded_masks_are_equal(clients, size, density, is_weighted):
+def test_expanded_masks_are_equal(clients, size, density):
     payloads = [drawn(seed, size, kept) for seed, kept in clients]
 
     def work():
-        mean = L0Mean(len(payloads), 2 if is_weighted else 1)
+        mean = L0Mean(len(payloads))
         for payload in payloads:
             mean.add(payload)
         return mean.expanded(density), mean.mean()

@@ -205,14 +205,6 @@ def test_the_scale_of_the_hessian_does_not_matter():
         torch.testing.assert_close(pruned, expected)
 
 
-def test_as_in_the_released_code_one_entry_more_goes_per_block():
-    weight, inputs = problem(seed=7)
-    _, mask = sparsegpt(weight, hessian_of(inputs), 0.5, block_size=8, count="code")
-    assert [int((~mask[:, s : s + 8]).sum()) for s in (0, 8, 16)] == [49, 49, 49]
-    with pytest.raises(ValueError, match=r"density is 0\.0"):
-        sparsegpt(weight, hessian_of(inputs), 0.0, count="code")
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_weights_come_back_as_such(dtype):
     weight, inputs = problem(seed=8)
@@ -250,7 +242,6 @@ def test_a_hessian_that_is_not_positive_definite_is_an_error_not_another_method(
         ({"n_of_m": (2, 4), "block_size": 6}, "block_size is 6, allowed with 2:4"),
         ({"density": 0.5, "block_size": 0}, "block_size is 0"),
         ({"density": 0.5, "damping": -1.0}, "damping is -1.0"),
-        ({"density": 0.5, "count": "about"}, "count is 'about'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, says):

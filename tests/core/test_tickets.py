@@ -70,16 +70,6 @@ def test_one_sub_model_that_prunes_nothing_further_is_the_ticket():
         assert torch.equal(mask, ticket[name])
 
 
-def test_sub_models_keep_what_the_ticket_has_of_dense_tensors():
-    ticket = ticket_masks(weights(), 0.6)
-    dense, *others = ticket
-    levels, pruned = (nested_levels(weights(), ticket, 3, 0.5, names) for names in ((dense,), ()))
-    for i in (1, 2, 3):
-        assert torch.equal(at_level(levels, i)[dense], ticket[dense])
-        assert all(torch.equal(at_level(levels, i)[name], at_level(pruned, i)[name]) for name in others)
-    assert not at_level(levels, 4)[dense].any()
-
-
 @pytest.mark.parametrize(
     ("kept", "share", "row", "mean"),
     [

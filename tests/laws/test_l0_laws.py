@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -27,20 +26,16 @@ def client(seed: int, density: float = 0.5, shape=(6, 8), dtype=torch.float32) -
     return Payload.pruned({"w": weight}, {"w": mask.view(shape)})
 
 
-def reference(payloads, density, counts=None):
-    """(mean, mask before expansion, mask after it), by equations (5) to (7) for each entry j in turn.
-
-    ``counts``: how often each client counts in the mean; in the vote everybody does once.
-    """
+def reference(payloads, density):
+    """(mean, mask before expansion, mask after it), by equations (5) to (7) for each entry j in turn."""
     weights = [p.tensors["w"].flatten().tolist() for p in payloads]
     masks = [p.masks["w"].flatten().tolist() for p in payloads]
     d, n = len(weights[0]), len(payloads)
-    counts = counts or [1] * n
     pruned_by = [sum(not m[j] for m in masks) for j in range(d)]
     mean = []
     for j in range(d):
-        kept = [(c, w[j]) for c, w, m in zip(counts, weights, masks, strict=True) if m[j]]
-        mean.append(sum(c * w for c, w in kept) / sum(c for c, _ in kept) if kept else 0.0)
+        kept = [w[j] for w, m in zip(weights, masks, strict=True) if m[j]]
+        mean.append(sum(kept) / len(kept) if kept else 0.0)
     union = [c < n for c in pruned_by]
     k = max(0, math.ceil(round((1 - density) * d, 6)) - sum(not kept for kept in union))
     left = sorted((j for j in range(d) if union[j]), key=lambda j: (-pruned_by[j], abs(mean[j]), j))
@@ -145,18 +140,6 @@ def test_a_pattern_survives_expansion():
     ):
         order = sorted(range(4), key=lambda i: (-int(count[i]), float(size[i]), i))
         assert [i for i in range(4) if not kept[i]] == sorted(order[:2]), group
-
-
-def test_weights_shift_the_mean_but_are_no_votes():
-    a, b = client(1), client(2)
-    weighted = L0Mean(max_addends=2, max_weight=3)
-    weighted.add(a, 3)
-    weighted.add(b, 1)
-    both = a.masks["w"] & b.masks["w"]
-    expected = (3 * a.tensors["w"] + b.tensors["w"]) / 4
-    torch.testing.assert_close(weighted.mean().tensors["w"][both], expected[both])
-    plain = expand_masks([a, b], l0_mean([a, b]), 0.5)
-    assert torch.equal(weighted.expanded(0.5).masks["w"], plain.masks["w"])
 
 
 def test_a_mean_of_something_else_is_refused():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprune_app.core.sketches import perm_k_owners, shared_out
+from fedprune_app.core.sketches import perm_k_owners
 from tests.laws.theorem1 import iterate, perm_k, perm_k_mean, rand_k, theorem1_bound, theorem1_step_size
 
 
@@ -51,28 +51,12 @@ def test_every_coordinate_is_every_clients_equally_often(dimension, num_clients)
     assert (counts / draws - share).abs().max() < 5 * (share * (1 - share) / draws) ** 0.5
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 10**6))
-def test_whole_layers_go_to_one_client_each_and_numbers_of_them_differ_by_at_most_one(sizes, num_clients, seed):
-    if num_clients > len(sizes):
-        with pytest.raises(ValueError, match=f"{len(sizes)} layers for {num_clients} clients, allowed: at least one"):
-            shared_out(sizes, num_clients, True, generator(seed))
-        return
-    layers = [set(part.tolist()) for part in shared_out(sizes, num_clients, True, generator(seed)).split(sizes)]
-    assert all(len(owners) == 1 for owners in layers)
-    counts = [sum(owners == {client} for owners in layers) for client in range(num_clients)]
-    assert max(counts) - min(counts) <= 1
-    assert torch.equal(
-        shared_out(sizes, num_clients, False, generator(seed)), perm_k_owners(sum(sizes), num_clients, generator(seed))
-    )
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize("whole_layers", [False, True])
-def test_the_mean_of_the_sketched_models_is_unbiased(whole_layers):
-    """E (1/n) Σ S_i y_i is the mean of the y_i, over layers of unequal size too (Theorem 4)."""
-    sizes, n, draws, rng = [5, 1, 3, 2], 3, 6000, generator(5)
-    vectors = torch.randn(n, sum(sizes), generator=rng, dtype=torch.float64)
-    total = sum(perm_k_mean(vectors, shared_out(sizes, n, whole_layers, rng)) for _ in range(draws))
+def test_the_mean_of_the_sketched_models_is_unbiased():
+    """E (1/n) Σ S_i y_i is the mean of the y_i (Theorem 4)."""
+    dimension, n, draws, rng = 11, 3, 6000, generator(5)
+    vectors = torch.randn(n, dimension, generator=rng, dtype=torch.float64)
+    total = sum(perm_k_mean(vectors, perm_k_owners(dimension, n, rng)) for _ in range(draws))
     spread = vectors.std(0, correction=0) / draws**0.5
     assert ((total / draws - vectors.mean(0)).abs() < 4.5 * spread).all()
 

@@ -35,7 +35,6 @@ def spoil(texts, **content):
         (["fedspallm.evaluation-texts=a=nosuch.txt"], "nosuch.txt', allowed: a file"),
         (["fedspallm.evaluation-tasks=a=nosuch.yaml"], "nosuch.yaml' cannot be read: No such file"),
         (["fedspallm.segments=10000"], "client 0 of 2 finds "),
-        (["fedspallm.segment-counts=8 10000"], "client 1 of 2 finds "),
         (["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
         (["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "fedspallm.pattern is '3:5'"),
         (["data-dir=data/test"], "test', allowed with dataset 'text': a folder with test/*.txt or *.jsonl"),

@@ -19,7 +19,6 @@ from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits
 
 NAMES = ("conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias", "fc1.weight", "fc1.bias")
-LAYER_OF = [0, 0, 1, 1, 2, 2]
 
 
 @dataclass
@@ -57,14 +56,10 @@ def federation(config, num_clients):
 
 
 def who_sends(config, k, n, sizes):
-    """Definition 2: a random permutation, cut into n blocks, of coordinates or of the three layers."""
+    """Definition 2: a random permutation, cut into n blocks, of coordinates."""
     draw = rng.generator(config.seed, "sketch", round=k)
-    whole_layers = config.fedp3.sketch == "layers"
     names = torch.randperm(n, generator=draw).tolist()
-    place_of = torch.randperm(3 if whole_layers else sum(sizes), generator=draw).tolist()
-    if not whole_layers:
-        return [names[place % n] for place in place_of]
-    return [names[place_of[layer] % n] for layer, size in zip(LAYER_OF, sizes, strict=True) for _ in range(size)]
+    return [names[place % n] for place in torch.randperm(sum(sizes), generator=draw).tolist()]
 
 
 def local_steps(config, outcome, i, num_clients, k):

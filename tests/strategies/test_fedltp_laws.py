@@ -223,18 +223,6 @@ def test_more_public_images_than_there_are_fail_the_run_on_one_line(federation, 
         federation(system="fedltp", **QUICK, fedltp_public_samples=9999, out_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize("tickets", [0, 1])
-def test_the_last_layer_is_dense_in_every_sub_model_where_it_is_not_the_tickets(federation, tickets):
-    settings = {**QUICK, **ITERATIVE, "fedltp_tickets": tickets, "num_server_rounds": 1, "fraction_train": 1.0}
-    own, same = (federation(system="fedltp", fedltp_public_head=head, **settings) for head in ("own", "same"))
-    for run, is_dense in ((own, True), (same, False)):
-        for message in run.wiretap.of("train").values():
-            *hidden, last = message.down.masks.values()
-            assert bool(last.all()) == is_dense
-            assert not any(bool(mask.all()) for mask in hidden)
-    assert len({int(next(iter(m.down.masks.values())).sum()) for m in own.wiretap.of("train").values()}) == 4
-
-
 # --- validation -------------------------------------------------------------------------------------------------------
 
 

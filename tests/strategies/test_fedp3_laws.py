@@ -130,35 +130,6 @@ def test_a_reply_with_more_or_less_than_asked_for_is_left_out(federate, extra):
     assert f"not asked for ['{extra}']" in run.rounds[0]["failure_reasons"][0]
 
 
-# --- the last layer alone -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("local", ["fixed", "ordered-dropout"])
-def test_in_the_last_round_the_last_layer_alone_is_trained_where_the_code_is_followed(federation, local):
-    settings = {**GN, "fedp3_layer_set": "lowerb", "fraction_train": 1.0, "fedp3_local": local}
-    run = federation(**settings, fedp3_head_epochs=3)
-    assert run.server.keys() == federation(**settings).server.keys()
-    for round in (1, 2):
-        for message in run.wiretap.of("train", round).values():
-            for name, tensor in message.up.tensors.items():
-                assert torch.equal(tensor, message.down.tensors[name]) == (round == 2 and name not in HEAD)
-    for partition, message in run.wiretap.of("train", 2).items():
-        weights = run.client(partition)[1].group("weights")
-        assert all(torch.equal(weights[n], t) for n, t in message.down.tensors.items() if n not in HEAD)
-    whole, head = run.rounds
-    if local == "fixed":
-        assert head["flops"] < whole["flops"] * 3 / 2 * 0.45  # three epochs in place of two, with little backward pass
-
-
-@pytest.mark.full
-def test_the_last_layers_epochs_are_charged_and_planned(federation):
-    private = {"dp_enabled": True, "dp_target_epsilon": 3.0, "dp_delta": 1e-3, "num_server_rounds": 2}
-    settings = {**GN, **private, "fedp3_layer_set": "lowerb", "fraction_train": 1.0, "clients": 2}
-    run = federation(**settings, fedp3_head_epochs=4)
-    assert all(2.97 < row["epsilon"] <= 3.0 for row in run.rows(2).values())
-
-
 # --- where it is another system -----------------------------------------------------------------------------------
 
 

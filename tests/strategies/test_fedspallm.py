@@ -203,36 +203,6 @@ def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansio
         assert row["density_before_expansion"] > row["density_global"] + 0.02
 
 
-def l0_reference_of(each, density, counts=None):
-    """The slow reference on (weight, mask) pairs; a client counts as often as ``counts`` says in the mean alone."""
-
-    class One:
-        def __init__(self, weight, mask):
-            self.tensors, self.masks = {"w": weight}, {"w": mask}
-
-    return l0_reference([One(*pair) for pair in each], density, counts)
-
-
-def replies_of(result):
-    """(layer, name) -> (weight, mask) of each client in turn, as they were sent."""
-    found = {}
-    for message in sorted((m for m in result.wiretap.messages if m.kind == "train"), key=lambda m: m.partition):
-        for name, mask in message.up.masks.items():
-            found.setdefault((message.round - 1, name), []).append((message.up.tensors[name], mask))
-    return found
-
-
-@pytest.mark.few(1)
-def test_clients_can_count_by_their_segments_in_the_mean_but_not_in_the_vote(run, tmp_path):
-    result = run(fedspallm_segment_counts="4 1 2", fedspallm_weights="segments")
-    assert [len(segments_of(result.config, k, CLIENTS, tmp_path)) for k in range(CLIENTS)] == [4, 1, 2]
-    for key, (weight, mask) in global_layers(result).items():
-        mean, _, after = l0_reference_of(replies_of(result)[key], 0.5, counts=[4, 1, 2])
-        assert mask.flatten().tolist() == after
-        torch.testing.assert_close(weight.flatten(), torch.tensor(mean) * torch.tensor(after))
-    assert result.sha256 != run(fedspallm_segment_counts="4 1 2").sha256
-
-
 def cut_off(wanted, folder, monkeypatch):
     """Run until layer 1 would be installed, and stop there; returns the layers that came so far."""
     installed = []
@@ -321,16 +291,6 @@ def test_layers_nobody_asked_a_client_for_never_travel_and_all_are_pruned(run):
     assert all(row["pruners"] == 2 for row in result.rounds[0]["layers"].values())
     densities = [row["density"] for row in result.clients]
     assert max(densities) < 1
-
-
-@pytest.mark.few(1)
-def test_clients_that_measure_no_model_of_their_own_end_with_the_same_one(run):
-    measured, without = run(), run(fedspallm_evaluate_own=False)
-    assert without.info["final_sha256"] == measured.info["final_sha256"]
-    last, other = measured.rounds[-1], without.rounds[-1]
-    assert last["perplexity_personal_mean"] > 0
-    assert other["perplexity_personal_mean"] is None
-    assert other["perplexity_global"] == last["perplexity_global"]
 
 
 @pytest.mark.few(1)
@@ -668,7 +628,6 @@ def test_half_precision_travels_as_such(run, dtype):
         ("dataset", "digits", ("dataset", "digits")),
         ("fedspallm.evaluation-texts", "a=b", ("fedspallm.evaluation-texts", "a=b")),
         ("fedspallm.evaluation-texts", "a=/x,a=/y", ("fedspallm.evaluation-texts", "a=/y")),
-        ("fedspallm.segment-counts", "4 0", ("fedspallm.segment-counts", "4 0")),
         ("fedspallm.pruner", "oracle", ("fedspallm.pruner", "oracle")),
     ],
 )

@@ -115,7 +115,7 @@ def test_recovery_trains_what_is_left(run, llama):
 def test_a_model_of_another_kind_is_refused(tmp_path, family):
     model = LanguageModel(tiny_byte_model(tmp_path / family, family))
     with pytest.raises(ValueError, match=r"allowed with fedspallm.pattern 'cut': one whose layers have q_proj"):
-        Cut(model, 0.5, 0.01)
+        Cut(model, 0.5)
 
 
 def test_the_papers_mean_cannot_cut():
@@ -126,7 +126,7 @@ def test_the_papers_mean_cannot_cut():
 @pytest.mark.parametrize("density", [0.3, 0.5, 0.7, 0.9, 1.0])
 def test_a_cut_keeps_the_share_that_was_asked_for(llama, density):
     model = LanguageModel(llama)
-    cut, names = Cut(model, density, 0.01), model.prunable(0)
+    cut, names = Cut(model, density), model.prunable(0)
     dense = model.layer_tensors(0)
     inputs = {name: torch.randn(50, dense[name].shape[1]) for name in names}
     layer = cut.layer(dense, {name: x.T @ x for name, x in inputs.items()})

@@ -74,14 +74,8 @@ def train(config, w, data, k, t):
         for batch in torch.randperm(len(data.train_labels), generator=order).split(config.batch_size):
             p = widths[draw.integers(len(widths))]
             images, labels = data.train_images[batch], data.train_labels[batch]
-            small = w if config.fjord.distillation else cut(w, p)
-            leaves = {n: tensor.clone().requires_grad_() for n, tensor in small.items()}
+            leaves = {n: tensor.clone().requires_grad_() for n, tensor in cut(w, p).items()}
             loss = F.cross_entropy(logits(leaves, images), labels)
-            if config.fjord.distillation:  # the widest network is the teacher, and taken as it is by the student
-                inner = {n: t[tuple(slice(size) for size in block(n, p))] for n, t in leaves.items()}
-                teacher = logits(leaves, images).detach().softmax(1)
-                student = logits(inner, images).softmax(1)
-                loss = loss + (teacher * (teacher.log() - student.log())).sum(1).mean()
             loss.backward()
             norm = math.sqrt(sum(float(leaf.grad.double().square().sum()) for leaf in leaves.values()))
             for n, leaf in leaves.items():
@@ -93,9 +87,8 @@ def train(config, w, data, k, t):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("distillation", [False, True])
-def test_it_is_the_slow_reference(federation, distillation):
-    run = federation(**SETTINGS, fjord_distillation=distillation)
+def test_it_is_the_slow_reference(federation):
+    run = federation(**SETTINGS)
     server, last = reference(run.config, 5)
     torch.testing.assert_close(run.server, server, rtol=1e-4, atol=2e-6)
     for k, expected in last.items():
@@ -116,17 +109,6 @@ def test_clients_validate_the_network_at_full_width_by_which_the_system_is_judge
         assert row["accuracy_validation"] == pytest.approx(float((whole == data.validation_labels).double().mean()))
         differ.append(int((whole == data.validation_labels).sum() - (part == data.validation_labels).sum()))
     assert any(differ)
-
-
-@pytest.mark.full
-def test_with_self_distillation_a_step_of_full_width_is_the_plain_one_and_others_cost_both(federation, monkeypatch):
-    import clients.fjord
-
-    monkeypatch.setattr(clients.fjord, "FJORD_SHARES", (1.0,))
-    plain = federation(**SETTINGS, fresh=True)
-    taught = federation(**SETTINGS, fjord_distillation=True, fresh=True)
-    torch.testing.assert_close(taught.server, plain.server, rtol=1e-5, atol=1e-6)  # KL of a network to itself
-    assert all(b["flops"] == 2 * a["flops"] for a, b in zip(plain.rounds, taught.rounds, strict=True))
 
 
 def test_messages_hold_the_leading_block_of_each_tensor_alone(federation):

@@ -64,10 +64,10 @@ def server_after(run, round):
     "settings",
     [
         {"clients": 4, "fraction_train": 0.75, "lr_decay": 0.5},
-        {"clients": 3, "fraction_train": 1.0, "fedp3_sketch": "layers", "momentum": 0.0},
+        {"clients": 3, "fraction_train": 1.0, "momentum": 0.0},
         {"clients": 4, "momentum": 0.3, "weight_decay": 0.01, "batch_size": 100, "local_epochs": 3},
     ],
-    ids=["three of four clients", "whole layers", "full batches, several steps"],
+    ids=["three of four clients", "all clients, no momentum", "full batches, several steps"],
 )
 def test_it_is_the_slow_reference(federation, monkeypatch, settings):
     def known(secure, seed, role, partition, round, inputs, what):
@@ -83,9 +83,8 @@ def test_it_is_the_slow_reference(federation, monkeypatch, settings):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("sketch", ["coordinates", "layers"])
-def test_every_coordinate_of_the_next_model_is_exactly_one_clients_own(federation, sketch):
-    run = federation(**SETTINGS, fraction_train=0.5, fedp3_sketch=sketch)  # two of four: halves and doubles are exact
+def test_every_coordinate_of_the_next_model_is_exactly_one_clients_own(federation):
+    run = federation(**SETTINGS, fraction_train=0.5)  # two of four: halves and doubles are exact
     replies = run.wiretap.of("train", 2)
     own = torch.stack([flat(run.client(k)[1].group("weights")) for k in replies])  # (2, d)
     says = own == flat(run.server)
@@ -93,12 +92,8 @@ def test_every_coordinate_of_the_next_model_is_exactly_one_clients_own(federatio
     for mine, tensors, message in zip(says, own, replies.values(), strict=True):
         assert torch.equal(message.up.tensors["part"], 2 * tensors[mine])
     tensors = says[0].split([144, 16, 4608, 32, 1280, 10])
-    if sketch == "coordinates":
-        assert int(says[0].sum()) == 6090 // 2
-        assert 0.45 < float(tensors[2].float().mean()) < 0.55  # of every tensor a part, whatever the layer
-    else:
-        assert [bool(part[0]) for part in tensors] == [bool(part.all()) for part in tensors]
-        assert torch.equal(tensors[0][:16], tensors[1])  # a bias goes with its weight
+    assert int(says[0].sum()) == 6090 // 2
+    assert 0.45 < float(tensors[2].float().mean()) < 0.55  # of every tensor a part, whatever the layer
 
 
 def test_parts_are_dealt_out_anew_in_every_round(federation):
@@ -188,14 +183,13 @@ def test_the_flops_are_those_of_the_expected_batches(federation, settings, examp
 
 
 def test_parts_of_a_network_count_expected_batches_too(federation):
-    """Parts that are the whole network take as much as the network, and a head that trains alone takes its share."""
+    """Parts that are the whole network take as much as the network."""
     private = {**SETTINGS, "system": "fedp3", "num_server_rounds": 1, "fraction_train": 1.0, "density": 1.0}
     whole = {"fedp3_local": "uniform", "fedp3_local_density": 1.0}
     layers = forward_flops(architecture("cnn-small", (1, 8, 8), 10), (1, 8, 8))
     for settings, examples, flops in (
         (whole, 4 * 24, 3 * sum(layers.values())),
         ({}, 4 * 24, 3 * sum(layers.values())),
-        ({"fedp3_head_epochs": 2}, 2 * 4 * 24, sum(layers.values()) + 2 * layers["fc1"]),
     ):
         run = federation(**{**private, **settings})
         assert {row["flops"] for row in run.rows(1).values()} == {examples * flops}
@@ -268,26 +262,11 @@ def test_the_same_seed_gives_the_same_run_and_another_another(federation):
         ({"dp.noise-multiplier": 0.0}, ("dp.noise-multiplier", 0.0)),
         ({"robust": "trimmed-mean"}, ("robust", "trimmed-mean")),
         ({"model": "cnn-small-bn"}, ("model", "cnn-small-bn")),
-        ({"fedp3.sketch": "rows"}, ("fedp3.sketch", "rows")),
     ],
 )
 def test_settings_that_cannot_be_are_refused_on_one_line(settings, said):
     with refuses(*said):
         prepare(Given({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
-
-
-def test_layers_that_are_not_enough_for_a_rounds_clients_are_refused(federation):
-    with refuses("fedp3.sketch", "layers", hint="3 layers for 4 clients"):
-        federation(**SETTINGS, fraction_train=1.0, fedp3_sketch="layers", fresh=True)
-
-
-def test_layers_are_enough_for_the_clients_that_dropped_out_of_the_first_round_too(federation, tmp_path):
-    """A later round may have them, and then privacy has been spent."""
-    dropping = {"fraction_train": 1.0, "drop_probability": 0.5, "seed": 1}
-    assert len(federation(**SETTINGS, **dropping).wiretap.of("train", 1)) <= 3
-    with refuses("fedp3.sketch", "layers", hint="3 layers for 4 clients"):
-        federation(**SETTINGS, **dropping, fedp3_sketch="layers", out_dir=str(tmp_path / "run"))
-    assert not any(Ledger(path).spent for path in tmp_path.glob("run/clients/*/ledger.jsonl"))
 
 
 @pytest.mark.parametrize(

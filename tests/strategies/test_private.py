@@ -232,10 +232,6 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
             ("dp.grad-sample", "hooks"),
         ),
         (
-            {"system": "fjord", "fjord.distillation": True},
-            ("fjord.distillation", True),
-        ),
-        (
             {"system": "fedp3", "fedp3.local": "uniform", "dp.grad-sample": "hooks"},
             ("dp.grad-sample", "hooks"),
         ),
