@@ -304,6 +304,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             self.layers.save(layer, step, payload)
             self.layers.drop_before(layer, pruned_at.get(str(layer), step))
             pruned_at[str(layer)], removed[str(layer)] = step, payload.num_elements() - payload.num_kept()
+            if self.options.merge == "masks":
+                payload = Payload(payload.masks, payload.masks)
         else:
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}

@@ -41,7 +41,7 @@ from fedprune_app.results.rows import number_in, row_of
 from strategies import perplexities
 from strategies.base import FederatedStrategy, state_rounds_of
 from strategies.mask_distances import MaskDistances
-from strategies.merging import Cutter, HessianMerge, MeanMerge
+from strategies.merging import Cutter, HessianMerge, MaskMerge, MeanMerge
 from strategies.perplexities import Perplexity
 from strategies.pruned_model import (
     DenseModel,
@@ -104,7 +104,8 @@ class FedSpaLLM(FederatedStrategy):
         check_pattern(self.config, dense)
         self.texts = texts  # by name; the first is what the run is judged by
         self.global_model = PrunedModel(dense, self.recorder.folder, context.run_key)
-        self.merge: MeanMerge | HessianMerge = MeanMerge(self.config, self.global_model, self.clients)
+        rule = MaskMerge if self.options.merge == "masks" else MeanMerge
+        self.merge: MeanMerge | HessianMerge = rule(self.config, self.global_model, self.clients)
         if self.options.merge == "hessians":
             groups = same_inputs()
             noise = noise_multiplier(dense.num_layers * len(groups))  # of clients that release so many in a round
@@ -136,7 +137,7 @@ class FedSpaLLM(FederatedStrategy):
     def begin_layer(self, layer: int) -> None:
         """Get ready for the replies to a layer."""
         self.layer = layer
-        self.merge.begin(self.pruners[layer])
+        self.merge.begin(layer, self.pruners[layer])
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield the layer in work (line 8), or nothing where it is the dense layer, which clients have in their cache.
@@ -241,7 +242,8 @@ class FedSpaLLM(FederatedStrategy):
             return (len(round.participants) * kept * float(size),) * 2
         for layer, pruners in self.pruners.items():
             entries = sum(self.dense.layer_like(layer)[name].numel() for name in self.dense.prunable(layer))
-            up += len(pruners) * entries * (size * share + 1 / 8)
+            values = 0.0 if self.options.merge == "masks" else size * share
+            up += len(pruners) * entries * (values + 1 / 8)
             down += len(pruners) * entries * size if round.number > 1 else 0.0
         return down, up
 

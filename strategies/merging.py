@@ -1,4 +1,4 @@
-"""How FedSpaLLM's server makes a layer of what clients send: the paper's rule, and one of ours.
+"""How FedSpaLLM's server makes a layer of what clients send: the paper's rule, FedPrLLM's, and one of ours.
 
 SparseGPT moves the weights that stay to make up for those that it removes, for one client's text and one client's mask.
 A mean over clients makes up for nobody's removals. With ``fedspallm.merge = "hessians"`` clients send Hessians alone,
@@ -8,6 +8,8 @@ With ``fedspallm.refine`` the server prunes by ALPS in its place, which solves f
 
 A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
 noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
+
+With ``fedspallm.merge = "masks"`` clients send masks alone, and vote by these.
 
 A merge adds up the replies to one layer at a time. ``clients_prune`` says whether these have a pruned model of their
 own.
@@ -20,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fedprune_app.config import Config
@@ -46,7 +49,7 @@ class MeanMerge:
         """Return what a reply to a layer holds."""
         return self.model.schema(layer)
 
-    def begin(self, pruners: Iterable[int]) -> None:
+    def begin(self, layer: int, pruners: Iterable[int]) -> None:
         """Get ready for a layer that these clients prune."""
         self._mean = L0Mean(max(len([*pruners]), 1))
 
@@ -62,6 +65,32 @@ class MeanMerge:
         if mean.masks:
             row |= {"weights": mean.num_elements(), "kept_before_expansion": mean.num_kept()}
         return new
+
+
+class MaskMerge(MeanMerge):
+    """FedPrLLM's rule: clients vote by their masks alone, and the weights that stay are the dense ones.
+
+    Guo et al., "Exploring Federated Pruning for Large Language Models", 2025, arXiv 2505.13547, in the form that its
+    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The text does not say which
+    entries with equal votes stay: here those with the largest dense weights.
+    """
+
+    def answer(self, layer: int) -> Schema:
+        schema = super().answer(layer)
+        return replace(schema, dtypes=dict.fromkeys(schema.dtypes, torch.bool))
+
+    def begin(self, layer: int, pruners: Iterable[int]) -> None:
+        super().begin(layer, pruners)
+        self._dense = self.model.dense.layer_tensors(layer)
+
+    def add(self, client: int, update: Payload) -> None:
+        super().add(client, self._weights(update.masks))
+
+    def made(self, layer: int, row: dict[str, Any]) -> Payload:
+        return self._weights(super().made(layer, row).masks)
+
+    def _weights(self, masks: Mapping[str, Tensor]) -> Payload:
+        return Payload.pruned({name: self._dense[name] for name in masks}, masks)
 
 
 class Cutter(Protocol):
@@ -101,7 +130,7 @@ class HessianMerge:
         sums = hessians.like(self.sizes)
         return replace(Schema.like(sums), unscaled=frozenset(sums))
 
-    def begin(self, pruners: Iterable[int]) -> None:
+    def begin(self, layer: int, pruners: Iterable[int]) -> None:
         """Get ready for a layer, whoever prunes it."""
         is_noised = self.config.dp.enabled
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.sizes.items()}

@@ -111,6 +111,7 @@ class FedSpaLLMOptions(Table):
         "The rule by which the server makes a layer from the messages of the clients.",
         choices={
             "mean": "the paper's rule: each weight's mean over the clients that kept the weight, pruned to density",
+            "masks": "FedPrLLM's rule: clients send masks alone, the weights that most of them keep stay, as they were",
             "hessians": "clients send Hessians in place of weights, and the server prunes once by their sum",
         },
     )
@@ -162,25 +163,17 @@ class FedSpaLLMOptions(Table):
                 self.recovery_rounds,
                 f"less than num-server-rounds, {common.num_server_rounds}",
             )
-        if self.merge == "hessians":
-            self._check_hessians(common)
-        elif self.pattern == CUT:
-            raise ConfigError("fedspallm.pattern", CUT, "empty, n:m", condition="with fedspallm.merge 'mean'")
+        condition = f"with fedspallm.merge {self.merge!r}"
+        if self.merge == "hessians" and self.pruner != "sparsegpt":
+            raise ConfigError("fedspallm.pruner", self.pruner, "sparsegpt", condition=condition)
+        if self.merge != "hessians" and self.pattern == CUT:
+            raise ConfigError("fedspallm.pattern", CUT, "empty, n:m", condition=condition)
+        if self.merge != "mean" and self.pruning_rounds(common) > 1:
+            more = " more than fedspallm.recovery-rounds" if self.recovery_rounds else ""
+            raise ConfigError("num-server-rounds", common.num_server_rounds, f"1{more}", condition=condition)
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             raise ConfigError(
                 "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"
-            )
-
-    def _check_hessians(self, common: CommonOptions) -> None:
-        with_merge = "with fedspallm.merge 'hessians'"
-        if self.pruner != "sparsegpt":
-            raise ConfigError("fedspallm.pruner", self.pruner, "sparsegpt", condition=with_merge)
-        if self.pruning_rounds(common) > 1:
-            raise ConfigError(
-                "num-server-rounds",
-                common.num_server_rounds,
-                "1" + (" more than fedspallm.recovery-rounds" if self.recovery_rounds else ""),
-                condition=with_merge,
             )
 
     def pruning_rounds(self, common: CommonOptions) -> int:

@@ -28,7 +28,8 @@ constriction's ``AnsCoder``: 32-bit words, 24-bit probabilities). A mask is i.i.
 borrowed from the values, below a 1 word ("bits back"). The start of the stack then costs 1 bit instead of 33. The
 zero bytes that end the last word are dropped.
 
-*Values.* The kept values of each tensor follow in row-major order, bit for bit, without the borrowed bytes.
+*Values.* The kept values of each tensor follow in row-major order, bit for bit, without the borrowed bytes. Of a
+boolean tensor with a mask none follow: the tensor is its mask, so that a mask can travel alone.
 
 Every message has one spelling: for a message that :func:`decode` accepts, :func:`encode` writes the same bytes again.
 """
@@ -91,8 +92,12 @@ class _Entry(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def is_mask_alone(self) -> bool:
+        return self.kind == _MASKED and self.dtype == torch.bool
+
+    @property
     def value_bytes(self) -> int:
-        return self.kept * self.dtype.itemsize
+        return 0 if self.is_mask_alone else self.kept * self.dtype.itemsize
 
     @property
     def decoded_bytes(self) -> int:
@@ -169,8 +174,8 @@ def encode(payload: Payload) -> dict[str, Bytes]:
     bitmaps = [np.packbits(m, bitorder="little") for e, m in zip(entries, masks, strict=True) if e.is_bitmap]
     coded = [(entry, mask) for entry, mask in zip(entries, masks, strict=True) if entry.is_coded]
     words = np.empty(0, np.uint8)
-    if coded:  # a coded mask keeps something, so there are values to lend
-        lender = next(index for index, piece in enumerate(values) if piece.size)
+    if coded:
+        lender = next((index for index, piece in enumerate(values) if piece.size), 0)  # masks alone have no values
         words = _ans_encode(coded, values[lender][:_LENT_BYTES])
         values[lender] = values[lender][_LENT_BYTES:]
     return {KEY: np.concatenate([np.frombuffer(_write_header(entries), np.uint8), *bitmaps, words, *values])}
@@ -198,7 +203,7 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     reader = _Reader(body.data)
     entries = _read_header(reader, max_bytes)
     coded = [entry for entry in entries if entry.is_coded]
-    lender = next(entry for entry in entries if entry.kept) if coded else None
+    lender = next((entry for entry in entries if entry.value_bytes), None) if coded else None
     num_lent = min(_LENT_BYTES, lender.value_bytes) if lender else 0
     declared = sum(e.bitmap_bytes + e.value_bytes for e in entries)
     num_ans = len(body) - reader.position - (declared - num_lent)  # the one section of undeclared length
@@ -443,6 +448,10 @@ def _ans_decode(coded: Sequence[_Entry], words: memoryview, num_lent: int) -> tu
 
 
 def _kept_bits(tensor: Tensor, entry: _Entry, mask: Bools) -> Bytes:
+    if entry.is_mask_alone:
+        if not np.array_equal(tensor.detach().cpu().numpy().reshape(-1), mask):
+            raise ValueError(f"boolean tensor {entry.name!r} differs from its mask, allowed: the mask itself")
+        return np.empty(0, np.uint8)
     flat = np.ascontiguousarray(tensor.detach().cpu().reshape(-1).view(_BITS[entry.dtype.itemsize]).numpy())
     if entry.kept < entry.numel:
         found = masked_tensors.gather(flat, mask, entry.kept)
@@ -451,6 +460,8 @@ def _kept_bits(tensor: Tensor, entry: _Entry, mask: Bools) -> Bytes:
 
 
 def _tensor_of(entry: _Entry, piece: Bytes, mask: Bools | None) -> Tensor:
+    if mask is not None and entry.is_mask_alone:
+        return torch.from_numpy(mask.copy()).reshape(entry.shape)
     if entry.dtype == torch.bool and (piece > 1).any():
         raise ValueError(f"tensor {entry.name!r} holds a boolean that is neither 0 nor 1")
     native = np.dtype(f"i{entry.dtype.itemsize}")

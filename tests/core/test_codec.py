@@ -80,6 +80,8 @@ def payloads(draw: st.DrawFn) -> Payload:
         if draw(st.booleans()):
             kept = draw(st.integers(0, math.prod(shape)))
             masks[name] = exact_mask(shape, kept, rng)
+            if tensors[name].dtype == torch.bool:  # the mask itself
+                tensors[name] = masks[name]
     return Payload(tensors, masks)
 
 
@@ -96,6 +98,8 @@ def test_every_dtype_survives_every_way_a_mask_travels(dtype, density):
     shape = (3, 61, 1001)  # longer than one call of the entropy coder
     tensor = random_bits(shape, dtype, rng)
     masks = {} if density is None else {"w": exact_mask(shape, round(density * tensor.numel()), rng)}
+    if dtype == torch.bool:
+        tensor = masks.get("w", tensor)
     payload = Payload({"w": tensor, "end": torch.tensor(7)}, masks)
     assert_same_bits(decode(encode(payload)), payload)
 
@@ -120,6 +124,17 @@ def test_a_scalar_and_empty_tensors_survive_with_and_without_mask():
         "masked empty": torch.empty(3, 0, dtype=torch.bool),
     }
     assert_same_bits(decode(encode(Payload(tensors, masks))), Payload(tensors, masks))
+
+
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 0.5, 1.0])
+def test_a_mask_alone_costs_its_entropy_and_no_value(density):
+    mask = exact_mask((100, 200), round(density * 20_000), numpy_generator(4, "codec test"))
+    sent = Payload({"w": mask, "v": mask}, {"w": mask, "v": mask})
+    bits = 2 * entropy_bound(mask.numel(), int(mask.sum()), 0)
+    assert len(body_of(encode(sent))) <= 1.02 * bits + 24
+    assert_same_bits(decode(encode(sent)), sent)
+    with pytest.raises(ValueError, match="boolean tensor 'w' differs from its mask"):
+        encode(Payload({"w": ~mask}, {"w": mask}))
 
 
 def test_a_payload_without_tensors_is_zero_bytes():
@@ -176,11 +191,11 @@ def test_the_decoded_payload_owns_its_memory():
 # Size
 
 
-def entropy_bound(numel: int, kept: int) -> float:
-    """Bytes: n H(k/n) bits for the mask and 32 bits for each kept value."""
+def entropy_bound(numel: int, kept: int, value_bits: int = 32) -> float:
+    """Bytes: n H(k/n) bits for the mask, and those of each kept value."""
     rest = numel - kept
     bits = sum(count * math.log2(numel / count) for count in (kept, rest) if count)
-    return (bits + 32 * kept) / 8
+    return (bits + value_bits * kept) / 8
 
 
 @pytest.mark.parametrize(

@@ -211,3 +211,33 @@ def test_a_packed_triangle_comes_back():
     sent, like = hessians.encoded({"x": matrix.float()}), hessians.like({"x": 7})
     assert sent.keys() == like.keys()
     assert all(sent[name].shape == like[name].shape for name in like)
+
+
+@pytest.mark.few(1)
+def test_by_masks_alone_the_dense_weights_stay_that_most_clients_vote_for(run, llm):
+    """FedPrLLM again, entry by entry: votes first, then the size of the dense weight, then the place."""
+    result = run(fedspallm_merge="masks", fedspallm_pruner="wanda")
+    dense = dict(whole(llm).named_parameters())
+    sent = {}
+    for message in (message for message in result.wiretap.messages if message.kind == "train"):
+        for name, mask in message.up.masks.items():
+            assert torch.equal(message.up.tensors[name], mask)  # nothing but the mask is sent
+            sent.setdefault((message.round - 1, name), []).append(mask.flatten().tolist())
+        assert message.bytes_up < sum(mask.numel() for mask in message.up.masks.values()) / 8 + 400
+    for (layer, name), (weight, mask) in global_layers(result).items():
+        before = next(tensor for key, tensor in dense.items() if key.endswith(f"layers.{layer}.{name}"))
+        size, masks = before.detach().abs().flatten().tolist(), sent[layer, name]
+        assert len(masks) == CLIENTS
+        order = sorted(range(len(size)), key=lambda j: (sum(m[j] for m in masks), size[j], j))
+        kept = torch.ones(len(size), dtype=torch.bool)
+        kept[order[: len(size) - int(0.5 * len(size))]] = False
+        assert torch.equal(mask.flatten(), kept)
+        assert torch.equal(weight, torch.where(mask, before.detach(), 0))
+
+
+@pytest.mark.parametrize("more", [{"num-server-rounds": 2}, {"fedspallm.pattern": "cut"}])
+def test_masks_are_voted_for_once_and_cut_no_heads(more):
+    with refuses(next(iter(more)), condition="fedspallm.merge"):
+        parse_config(
+            {"system": "fedspallm", "dataset": "stdlib", "fedspallm.merge": "masks", "num-server-rounds": 1, **more}
+        )
