@@ -40,7 +40,6 @@ from _claims import (
     LANGUAGE,
     MATRICES,
     MERGES,
-    OLDER,
     SCARCE,
     SECTIONS,
     TEXTS,
@@ -208,10 +207,8 @@ def _append(name: str, rows: Sequence[Row]) -> None:
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a data file, none where there is no file; those of OLDER only as long as there are no others."""
-    rows = read_rows(DATA / f"{name}.csv")
-    older = OLDER.get(name.partition(".")[0], {"": ""}).items()
-    return [row for row in rows if not older <= json.loads(row["settings"]).items()] or rows
+    """The rows of a data file, none where there is no file."""
+    return read_rows(DATA / f"{name}.csv")
 
 
 # --- from rows to the page ------------------------------------------------------------------------------------------
