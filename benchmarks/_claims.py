@@ -314,4 +314,14 @@ CLAIMS = (
         "Pruned by Hessians, the global model is better than the clients' own, 32 segments, 50 %",
         of_merge(0.5, 32, "hessians", refine=True), worse=of_merge(0.5, 32),
     ),
+    _of_language(
+        "5g", "not in the paper",
+        "The mean of the clients' weights is better than FedPrLLM's vote of their masks (Wanda), 32 segments, 50 %",
+        of_merge(0.5, 32), worse=of_merge(0.5, 32, "masks", pruner="wanda"), worse_measure="received",
+    ),
+    _of_language(
+        "5h", "not in the paper",
+        "The mean of the clients' weights is better than FedPrLLM's vote of their masks (Wanda), 32 segments, 80 %",
+        of_merge(0.2, 32), worse=of_merge(0.2, 32, "masks", pruner="wanda"), worse_measure="received",
+    ),
 )  # fmt: skip
