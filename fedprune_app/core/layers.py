@@ -48,12 +48,6 @@ def layers_of(names: Sequence[str], weights: Collection[str]) -> dict[str, tuple
     return {layer: tuple(tensors) for layer, tensors in layers.items()}
 
 
-def hidden_names(names: Sequence[str], weights: Collection[str]) -> list[str]:
-    """Return those of ``names`` that belong to all layers but the last, see :func:`layers_of`."""
-    *hidden, _ = layers_of(names, weights).values()
-    return [name for layer in hidden for name in layer]
-
-
 def consecutive(layers: Sequence[str], first: int, count: int) -> tuple[str, ...]:
     """Return ``count`` layers from position ``first`` on, in the model's order.
 
