@@ -94,18 +94,6 @@ def test_a_claim_is_bold_where_holms_correction_for_all_claims_leaves_it(monkeyp
     assert "Of the 3 verdicts Holm's correction for 4 tests leaves 2 at 5 %" in lines[-1]
 
 
-def test_rows_of_an_older_matrix_stand_until_there_are_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "DATA", tmp_path)
-    monkeypatch.setattr(evidence, "OLDER", {"mine": {"partition": "dirichlet-client"}})
-    older, newer = (
-        {"settings": json.dumps({"partition": f"dirichlet-{by}"}), "seed": "0"} for by in ("client", "class")
-    )
-    evidence._append("mine", [older])
-    assert evidence.read("mine") == [older]
-    evidence._append("mine", [newer])
-    assert evidence.read("mine") == [newer]
-
-
 def test_a_claim_finds_its_rows_and_no_others():
     def row(system, **settings):
         return {"system": system, "settings": json.dumps({k.replace("_", "."): v for k, v in settings.items()})}
@@ -233,8 +221,7 @@ def test_the_rows_that_are_there_are_found_in_their_matrices(name):
     documents = [evidence.yaml.safe_load(path.read_text()) for path in paths]
     num_runs = sum(len(each["systems"]) * len(each["datasets"]) * len(each["seeds"]) for each in documents)
     num_left = sum(len(evidence.missing(name, path)) for path in paths)
-    older = evidence.OLDER.get(name, {"": ""}).items()
-    assert num_left == num_runs - sum(not older <= json.loads(row["settings"]).items() for row in evidence.read(name))
+    assert num_left == num_runs - len(evidence.read(name))
     assert {claim.data for claim in CLAIMS} == evidence.MATRICES.keys()
 
 
