@@ -1,4 +1,4 @@
-"""The data behind docs/smollm.md: FedSpaLLM's Tables 1 to 3 on SmolLM2-135M-Instruct.
+"""The data behind docs/smollm.md: FedSpaLLM's Tables 1 to 3 on SmolLM2-135M-Instruct, and other rules of the server.
 
     python benchmarks/smollm.py texts CORPORA             # texts/articles and texts/kinds
     python benchmarks/smollm.py add runs/smollm-*/*       # rows of completed runs, each once
@@ -35,6 +35,13 @@ DATA, PAGE = ROOT / "docs" / "data" / "smollm.csv", ROOT / "docs" / "smollm.md"
 FIGURE = ROOT / "docs" / "assets" / "smollm.svg"
 DEALS = {"documents": "articles", "one": "kinds"}
 """The folder of texts by the key fedspallm.deal."""
+RULES = {
+    "mean": "the paper's mean",
+    "masks": "FedPrLLM's vote of masks",
+    "hessians": "SparseGPT by summed Hessians",
+    "alps": "ALPS by summed Hessians",
+}
+"""The rules by which the server makes a layer."""
 SEEDS = 3
 """The seeds of a claim, decided on before the first run."""
 Row = dict[str, str]
@@ -45,7 +52,8 @@ class Claim:
     """A claim says of a deal, a number of clients and a density that the global model is better than the clients' own.
 
     With ``own`` it says that on its own kind of text a client's own model is better than the global one. With ``than``
-    it says that the gain at ``density`` is larger than the gain at the density ``than``.
+    it says that the gain at ``density`` is larger than the gain at the density ``than``. With ``rule`` it says that the
+    global model is better by this rule than by the rule ``against``.
     """
 
     name: str
@@ -55,6 +63,8 @@ class Claim:
     in_paper: str = "–"
     own: bool = False
     than: float = 0.0
+    rule: str = ""
+    against: str = ""
 
     @property
     def text(self) -> str:
@@ -62,6 +72,8 @@ class Claim:
         percent = f"{1 - self.density:.0%}"
         if self.own:
             return f"{percent}: on its own kind of text a client's own model is better than the global one"
+        if self.rule:
+            return f"{percent}: {RULES[self.rule]} is better than {RULES[self.against]}"
         if self.than:
             return f"{percent}: the gain is larger than at {1 - self.than:.0%}"
         return f"{percent}: the global model is better than the clients' own"
@@ -83,6 +95,16 @@ CLAIMS = (
     Claim("1e", "articles", 4, 0.3, "+3.2", than=0.5),
     *(Claim(f"4{'abcd'[i]}", "kinds", 4, density) for i, density in enumerate(PERCENTS)),
     *(Claim(f"4{'efgh'[i]}", "kinds", 4, density, own=True) for i, density in enumerate(PERCENTS)),
+    *(
+        Claim(f"5{name}", "articles", 4, density, rule=rule, against=against)
+        for name, density, rule, against in (
+            ("a", 0.3, "hessians", "mean"),
+            ("b", 0.3, "alps", "hessians"),
+            ("c", 0.3, "mean", "masks"),
+            ("d", 0.2, "hessians", "mean"),
+            ("e", 0.2, "alps", "hessians"),
+        )
+    ),
 )
 
 
@@ -113,6 +135,11 @@ def write_texts(corpora: Path, out: Path) -> None:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
+def rule_of(config: Mapping[str, object]) -> str:
+    """The rule by which the server of these settings makes a layer, of :data:`RULES`."""
+    return "alps" if config["fedspallm.refine"] else str(config["fedspallm.merge"])
+
+
 def rows_of(run: Run) -> list[Row]:
     """A completed run as rows, one for each test text; ``own`` has the clients' own perplexities in their order."""
     if run.flaw:
@@ -120,8 +147,9 @@ def rows_of(run: Run) -> list[Row]:
     last, config = run.rounds[-1], run.config
     found = []
     for text, measured in last["perplexity_by_text"].items():
-        own = [each["perplexity"][text] for each in run.clients]
+        own = [each["perplexity"][text] for each in run.clients if each.get("perplexity")]
         row = {
+            "rule": rule_of(config),
             "deal": DEALS[config["fedspallm.deal"]],
             "clients": len(run.info["partition"]),
             "density": config["density"],
@@ -132,7 +160,7 @@ def rows_of(run: Run) -> list[Row]:
             "dense": f"{measured['dense']:.3f}",
             "own": " ".join(f"{each:.3f}" for each in own),
             "global": f"{measured['global']:.3f}",
-            "density_before_expansion": f"{last['density_before_expansion']:.4f}",
+            "density_before_expansion": "" if (before := last["density_before_expansion"]) is None else f"{before:.4f}",
             "megabytes_up": f"{sum(each['bytes_up'] for each in run.rounds) / MEGABYTE:.1f}",
             "minutes": f"{run.info['seconds'] / 60:.1f}",
             "final_sha256": run.info["final_sha256"],
@@ -142,7 +170,7 @@ def rows_of(run: Run) -> list[Row]:
     return found
 
 
-KEY = ("deal", "clients", "density", "segments", "seed", "text")
+KEY = ("rule", "deal", "clients", "density", "segments", "seed", "text")
 
 
 def add(folders: Iterable[Path]) -> int:
@@ -177,10 +205,16 @@ def gains_at_home(deal: str, clients: int, density: float) -> Paired:
     }
 
 
-def _numbered(deal: str, clients: int, density: float) -> list[tuple[Row, int]]:
+def globals_of(rule: str, deal: str, clients: int, density: float) -> Paired:
+    """By seed and text: minus the logarithm of the global model's perplexity by this rule."""
+    rows = _numbered(deal, clients, density, rule)
+    return {(int(row["seed"]), number): -log(float(row["global"])) for row, number in rows}
+
+
+def _numbered(deal: str, clients: int, density: float, rule: str = "mean") -> list[tuple[Row, int]]:
     """The rows of a cell with the numbers of their texts in the alphabet, which are those of their clients."""
-    cell = (deal, str(clients), str(density))
-    found = [row for row in read_rows(DATA) if (row["deal"], row["clients"], row["density"]) == cell]
+    cell = (rule, deal, str(clients), str(density))
+    found = [row for row in read_rows(DATA) if (row["rule"], row["deal"], row["clients"], row["density"]) == cell]
     texts = sorted({row["text"] for row in found})
     return [(row, texts.index(row["text"])) for row in found if int(row["seed"]) < SEEDS]
 
@@ -191,6 +225,9 @@ def _own(row: Mapping[str, str]) -> list[float]:
 
 def compared(claim: Claim) -> Difference | None:
     """The difference of a claim, with the interval for other seeds; None before its first run."""
+    cell = claim.deal, claim.clients, claim.density
+    if claim.rule:
+        return difference(globals_of(claim.rule, *cell), globals_of(claim.against, *cell), of_other_seeds=True)
     made = gains_at_home if claim.own else gains
     first = made(claim.deal, claim.clients, claim.density)
     second = gains(claim.deal, claim.clients, claim.than) if claim.than else dict.fromkeys(first, 0.0)
@@ -220,16 +257,20 @@ def claims_table() -> str:
             numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
         where = f"{claim.clients}, {claim.deal}"
         lines.append(f"| {' | '.join([claim.name, where, claim.text, claim.in_paper, *numbers, verdict(apart)])} |")
-    wanted = {(claim.deal, str(claim.clients), str(claim.density)) for claim in CLAIMS}
-    runs = {(row["deal"], row["clients"], row["density"], row["seed"]) for row in read_rows(DATA)}
-    done = sum(run[:3] in wanted and int(run[3]) < SEEDS for run in runs)
+    wanted = {
+        (rule or "mean", claim.deal, str(claim.clients), str(claim.density))
+        for claim in CLAIMS
+        for rule in {claim.rule, claim.against}
+    }
+    runs = {(row["rule"], row["deal"], row["clients"], row["density"], row["seed"]) for row in read_rows(DATA)}
+    done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
     lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
     return "\n".join(lines)
 
 
 def articles_table() -> str:
     """The paper's Tables 1 to 3: the clients' own models and the global one, by sparsity and text."""
-    rows = [row for row in read_rows(DATA) if row["deal"] == "articles"]
+    rows = [row for row in read_rows(DATA) if (row["rule"], row["deal"]) == ("mean", "articles")]
     texts = sorted({row["text"] for row in rows}, reverse=True)
     lines = [
         f"| clients | sparsity | seeds | {' | '.join(f'{text}, own / global' for text in texts)} | MB up | minutes |",
@@ -247,7 +288,7 @@ def articles_table() -> str:
 
 def kinds_table() -> str:
     """The perplexity of each client's own model and of the global one on each kind of text."""
-    rows = [row for row in read_rows(DATA) if row["deal"] == "kinds"]
+    rows = [row for row in read_rows(DATA) if (row["rule"], row["deal"]) == ("mean", "kinds")]
     texts = sorted({row["text"] for row in rows})
     lines = [
         f"| sparsity | seeds | test text | dense | {' | '.join(f'model of {text}' for text in texts)} | global |",
@@ -260,6 +301,24 @@ def kinds_table() -> str:
             line = [f"{1 - density:.0%}", str(len(cell)), text, f"{float(cell[0]['dense']):.1f}", *own, _global(cell)]
             lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines) if rows else "No run has been made yet."
+
+
+def rules_table() -> str:
+    """The global model by each rule of the server, with 4 clients that hold articles."""
+    rows = [row for row in read_rows(DATA) if (row["deal"], row["clients"]) == ("articles", "4")]
+    texts = sorted({row["text"] for row in rows}, reverse=True)
+    lines = [
+        f"| sparsity | rule | seeds | {' | '.join(texts)} | MB up |",
+        f"| ---: | --- | ---: |{' ---: |' * (len(texts) + 1)}",
+    ]
+    for density in sorted({row["density"] for row in rows if row["rule"] != "mean"}, reverse=True):
+        for rule, name in RULES.items():
+            cell = [row for row in rows if (row["rule"], row["density"]) == (rule, density)]
+            by_text = [[row for row in cell if row["text"] == text] for text in texts]
+            if cell:
+                told = [*map(_global, by_text), _mean(by_text[0], "megabytes_up")]
+                lines.append(f"| {1 - float(density):.0%} | {name} | {len(by_text[0])} | {' | '.join(told)} |")
+    return "\n".join(lines) if len(lines) > 2 else "No run has been made yet."
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -275,7 +334,7 @@ def _mean(rows: Sequence[Row], key: str) -> str:
     return f"{fmean(float(row[key]) for row in rows):.0f}"
 
 
-TABLES = {"claims": claims_table, "articles": articles_table, "kinds": kinds_table}
+TABLES = {"claims": claims_table, "articles": articles_table, "kinds": kinds_table, "rules": rules_table}
 
 
 def written(page: str) -> str:

@@ -23,23 +23,25 @@ def test_no_run_has_two_rows_for_a_text():
     rows = list(csv.DictReader(smollm.DATA.read_text().splitlines()))
     keys = [tuple(row[key] for key in smollm.KEY) for row in rows]
     assert len(set(keys)) == len(keys)
-    assert all(len(row["own"].split()) == int(row["clients"]) for row in rows)
+    assert all(len(row["own"].split()) == int(row["clients"]) for row in rows if row["rule"] == "mean")
 
 
 def test_every_claim_is_of_a_cell_that_a_matrix_runs():
     cells = set()
-    for name in ("table1", "table2", "table3", "kinds"):
+    for name in ("table1", "table2", "table3", "kinds", "rules"):
         matrix = read_matrix(ROOT / "configs" / "matrices" / f"smollm_{name}.yaml")
         for cell in matrix.cells(Given(out=ROOT)):
             deal = smollm.DEALS[cell.config.fedspallm.deal]
-            cells.add((deal, matrix.num_clients, cell.config.density, cell.config.seed))
+            rule = smollm.rule_of(cell.config.to_dict())
+            cells.add((rule, deal, matrix.num_clients, cell.config.density, cell.config.seed))
     for claim in smollm.CLAIMS:
-        wanted = {(claim.deal, claim.clients, claim.density, seed) for seed in range(smollm.SEEDS)}
-        assert wanted <= cells, claim
+        for rule in {claim.rule or "mean", claim.against or "mean"}:
+            wanted = {(rule, claim.deal, claim.clients, claim.density, seed) for seed in range(smollm.SEEDS)}
+            assert wanted <= cells, claim
 
 
-def row(seed: int, text: str, own: list[float], of_all: float, density: float = 0.5) -> dict[str, str]:
-    key = {"deal": "kinds", "clients": 2, "density": density, "segments": 8, "seed": seed, "text": text}
+def row(seed: int, text: str, own: list[float], of_all: float, rule: str = "mean") -> dict[str, str]:
+    key = {"rule": rule, "deal": "kinds", "clients": 2, "density": 0.5, "segments": 8, "seed": seed, "text": text}
     more = {"own": " ".join(map(str, own)), "global": of_all, "dense": 1.0, "megabytes_up": 1.0, "minutes": 1.0}
     return {name: str(value) for name, value in (key | more).items()}
 
@@ -54,6 +56,9 @@ def test_gains_are_differences_of_logarithms_and_the_seeds_decide(tmp_path, monk
     assert smollm.verdict(apart) == "open: 2 of 3 seeds"
     smollm.append_rows(smollm.DATA, [row(2, text, [exp(2), exp(2)], exp(1.85)) for text in ("a", "b")])
     assert smollm.verdict(smollm.compared(claim)) == "shown"
+    smollm.append_rows(smollm.DATA, [row(n, text, [], exp(1.5), "alps") for n in range(3) for text in ("a", "b")])
+    ahead = smollm.compared(smollm.Claim("z", "kinds", 2, 0.5, rule="alps", against="mean"))
+    assert ahead.by_seed == pytest.approx((0.4, 0.3, 0.35))
     at_home = smollm.compared(smollm.Claim("y", "kinds", 2, 0.5, own=True))
     assert at_home.by_seed == pytest.approx((-0.1, -0.2, -0.15))
     assert smollm.verdict(at_home) == "does not hold here"
