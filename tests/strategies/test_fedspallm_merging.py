@@ -241,3 +241,14 @@ def test_masks_are_voted_for_once_and_cut_no_heads(more):
         parse_config(
             {"system": "fedspallm", "dataset": "stdlib", "fedspallm.merge": "masks", "num-server-rounds": 1, **more}
         )
+
+
+@pytest.mark.few(1)
+def test_where_no_pruner_changes_weights_votes_and_the_mean_end_with_the_same_model(run):
+    votes, mean = (run(fedspallm_merge=merge, fedspallm_pruner="wanda") for merge in ("masks", "mean"))
+    layers = global_layers(mean)
+    for key, (weight, mask) in global_layers(votes).items():
+        assert torch.equal(mask, layers[key][1])
+        torch.testing.assert_close(weight, layers[key][0], rtol=1e-6, atol=1e-9)
+    sent = [sum(row["bytes_up"] for row in result.rounds) for result in (votes, mean)]
+    assert sent[1] > 7 * sent[0]  # names and counts are a part of so small messages
