@@ -248,7 +248,7 @@ MEASURES = Measures(
                 Column("perplexity_personal_std"),
             ),
         ),
-        # over how many clients these are: those whose own model has every layer pruned
+        # number of clients in these means: those whose own model has every layer pruned
         Column("personal_models"),
         Column(
             "perplexity_global",

@@ -34,18 +34,18 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
     shown = shown or columns(groups)
     numbers = [statistics_of(group, shown) for group in groups]
     measured = [column for column in shown if any(row[column.key] for row in numbers)]
-    said = {
+    remarks = {
         c.key: {c.remark(group.runs) for group, row in zip(groups, numbers, strict=True) if row[c.key]}
         for c in measured
     }
-    of_all = {key: found.pop() if len(found) == 1 < len(groups) else "" for key, found in said.items()}  # remarks
-    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + of_all[c.key] for c in measured)]
+    common_remarks = {key: texts.pop() if len(texts) == 1 < len(groups) else "" for key, texts in remarks.items()}
+    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + common_remarks[c.key] for c in measured)]
     judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        remark = "" if of_all[column.key] else column.remark(group.runs)
+        remark = "" if common_remarks[column.key] else column.remark(group.runs)
         return formatted(statistic, column) + (words + remark if statistic else "")
 
     rows = [

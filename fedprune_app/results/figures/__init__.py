@@ -28,8 +28,8 @@ from fedprune_app.results.groups import Group
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
     """Draw all figures for which some run has data, in reading order."""
-    drawn = [plan.drawn(groups) for plan in _plans(groups)]
-    return [figure for figure in drawn if figure.variants]
+    all_figures = [plan.drawn(groups) for plan in _plans(groups)]
+    return [figure for figure in all_figures if figure.variants]
 
 
 def _plans(groups: Sequence[Group]) -> list[Plan]:
