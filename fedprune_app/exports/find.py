@@ -164,9 +164,9 @@ def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
-def _client_error(config: Config, why: str, allowed: str = "a client's number") -> ConfigError:
+def _client_error(config: Config, reason: str, allowed: str = "a client's number") -> ConfigError:
     return ConfigError(
-        "--client", ..., allowed, condition=f"with system {config.system!r}", which="is not given", hint=why
+        "--client", ..., allowed, condition=f"with system {config.system!r}", which="is not given", hint=reason
     )
 
 
@@ -243,7 +243,7 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     if client is not None:
         weights |= _from_server(run, config, full, round)
     names = list(state_tensors(full, include_buffers=True))
-    # where clients take some layers of the server alone, what else it has is from before (LG-FedAvg's pre-training)
+    # where clients take some layers of the server alone, its other layers are from before (LG-FedAvg's pre-training)
     if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
         raise _client_error(config, "no model of it is global as a whole")
     if missing := [name for name in names if name not in weights]:

@@ -152,7 +152,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     check_repeatable(client.images.data_config, num_clients)
     lines = _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
-    if config.dp.enabled:  # what is promised depends on how many examples each has
+    if config.dp.enabled:  # the promise depends on how many examples each client has
         sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)

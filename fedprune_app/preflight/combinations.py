@@ -113,7 +113,7 @@ def _check_private(config: Config) -> None:
     from fedprune_app.models.vision import architecture
 
     name = chosen_name(config.model, config.dataset)
-    if name in BUILDERS:  # it may take images of one shape alone: each client looks at it
+    if name in BUILDERS:  # the network may take images of one shape alone: each client checks it
         return
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):

@@ -63,7 +63,7 @@ def prepare_all(givens: Sequence[Given], placement: Placement | None = None) -> 
     for given, run in zip(givens, runs, strict=True):
         notes = [*_notes(given, run.config, idle_keys)]
         if placement is not None and not run.is_complete:
-            from fedprune_app.preflight.can_start import doubts  # which imports torch
+            from fedprune_app.preflight.can_start import doubts  # the module imports torch
 
             with told_of(given.where):
                 notes += doubts(run.config, run.placement)

@@ -70,7 +70,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         is_alone = run.flaw or seeds[_identity(run), run.seed] > 1
         members[(_identity(run), str(run.folder) if is_alone else None)].append(run)
     groups = [tuple(group) for group in members.values()]
-    settings = [_settings(group[0], [other[0] for other in groups]) for group in groups]
+    settings = [_settings(group[0], [peer[0] for peer in groups]) for group in groups]
     labels = [_label(group[0], values) for group, values in zip(groups, settings, strict=True)]
     for distinctions in (
         [f"seed {group[0].seed}" for group in groups],
@@ -120,24 +120,24 @@ def _identity(run: Run) -> str:
     return repr((run.system, sorted(compared_settings(run).items(), key=lambda item: item[0])))
 
 
-def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
+def _settings(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
     """Return this run's values of the few keys that are needed to tell runs of the same system apart.
 
     A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
     own keys.
     """
-    peers = [compared_settings(other) for other in others if other.system == run.system]
+    peers = [compared_settings(peer) for peer in runs if peer.system == run.system]
     keys = {key for peer in peers for key in peer}
-    chosen: list[str] = []
+    chosen_keys: list[str] = []
     classes = 1
     for key in sorted(keys, key=lambda key: (_DATA.index(key) if key in _DATA else len(_DATA), "." not in key, key)):
         values = {repr(peer[key]) for peer in peers if peer.get(key) is not None}
-        split = len({tuple(repr(peer.get(name)) for name in (*chosen, key)) for peer in peers})
+        split = len({tuple(repr(peer.get(name)) for name in (*chosen_keys, key)) for peer in peers})
         if len(values) > 1 and split > classes:
-            chosen.append(key)
+            chosen_keys.append(key)
             classes = split
     settings = compared_settings(run)
-    return {key: settings.get(key) for key in chosen}
+    return {key: settings.get(key) for key in chosen_keys}
 
 
 def _label(run: Run, settings: Mapping[str, Any]) -> str:

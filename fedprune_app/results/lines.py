@@ -9,14 +9,14 @@ from fedprune_app.results.measures import MEGABYTE, Measures, Row
 from fedprune_app.results.texts import tested_on
 
 
-def summary_line(row: Row, declared: Measures | None = None) -> str:
+def summary_line(row: Row, measures: Measures | None = None) -> str:
     """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
 
-    ``declared`` are all numbers that there are, by default fedprune's own.
+    ``measures`` are all numbers that there are, by default fedprune's own.
     """
 
     def words(of_training: bool) -> list[str]:
-        lines = (declared or MEASURES).lines
+        lines = (measures or MEASURES).lines
         of_kind = [(column, line) for column, line, is_trained in lines if is_trained == of_training]
         entries = [(column, line, row.get(column.name)) for column, line in of_kind]
         return [

@@ -59,7 +59,7 @@ class OwnMeasure:
         where, allowed = f"measure {self.name!r}", "at most 60 lower-case letters, digits and single '_'"
         if not (isinstance(self.name, str) and len(self.name) <= 60 and _NAME.fullmatch(self.name)):
             raise ConfigError("name", self.name, allowed, where=where)
-        if {self.name, self.column} & _taken():
+        if {self.name, self.column} & _taken_names():
             raise ConfigError("name", self.name, "another name", which="is one of fedprune's own numbers", where=where)
         for key, value, values in (
             ("told", self.told, get_args(Told)),
@@ -123,12 +123,12 @@ class OwnMeasure:
         return float(bounded(item, f"{who} {self.name!r}", self.least, self.most))
 
 
-def _taken() -> set[str]:
+def _taken_names() -> set[str]:
     """Return the names that files and tables have for fedprune's own numbers."""
-    declared = MEASURES
-    fields = {measure.wire_name for measure in declared.of_clients.values()}
-    titles = {column.table.key for column in declared.columns.values() if column.table}
-    return {*declared.of_clients, *declared.columns, *fields, *titles, *_OTHER_NAMES}
+    measures = MEASURES
+    fields = {measure.wire_name for measure in measures.of_clients.values()}
+    titles = {column.table.key for column in measures.columns.values() if column.table}
+    return {*measures.of_clients, *measures.columns, *fields, *titles, *_OTHER_NAMES}
 
 
 _OTHER_NAMES = frozenset(
@@ -198,8 +198,8 @@ def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
     field_names = {field.name for field in fields(OwnMeasure)}
     try:
         return tuple(
-            OwnMeasure(**{key: value for key, value in declared.items() if key in field_names})
-            for declared in declarations
+            OwnMeasure(**{key: value for key, value in declaration.items() if key in field_names})
+            for declaration in declarations
         )
     except (TypeError, ConfigError) as error:
         raise ValueError(f"{where}: 'measures': {error}") from None

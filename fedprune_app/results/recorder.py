@@ -268,7 +268,7 @@ class Recorder:
     def _open_tracker(self) -> None:
         try:
             self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note_if_open)
-        except Exception as error:  # a library's, of files or of a network
+        except Exception as error:  # an error of the library, of files or of a network
             if "resumed_after_rounds" not in self._info:
                 raise
             self.note([why_tracking_stops(error)])
@@ -359,12 +359,12 @@ def git_hash() -> str | None:
     """
     if GIT_VARIABLE in os.environ:
         return os.environ[GIT_VARIABLE] or None
-    here = Path(__file__)
+    path = Path(__file__)
     try:
         # An unpacked app or a site-packages folder may lie inside somebody else's checkout.
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        dirty = "-dirty" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else ""
-        return _git(here.parent, "rev-parse", "HEAD") + dirty
+        _git(path.parent, "ls-files", "--error-unmatch", path.name)
+        dirty = "-dirty" if _git(path.parent, "status", "--porcelain", "--untracked-files=no") else ""
+        return _git(path.parent, "rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
 

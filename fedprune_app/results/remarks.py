@@ -33,14 +33,14 @@ def noised_remark(rows: Sequence[Row], column: str) -> str:
     return _remarks_with_counts("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
-def fewer_remark(rows: Sequence[Row], column: str, counted: str = "evaluated") -> str:
+def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
     """Say over how many clients a mean is, where they are fewer than the run has.
 
-    ``counted`` names the column of their number, where no column ``clients_by_column`` tells it.
+    ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
     """
 
     def remark(row: Row) -> str:
-        count, clients = (row.get("clients_by_column") or {}).get(column, row.get(counted)), row.get("clients")
+        count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
         return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
 
     return _remarks_with_counts(map(remark, rows))

@@ -79,7 +79,7 @@ def round_columns(
         for column in measure.columns:
             if column.take is not None:
                 columns[column.name] = _by_name(values, column.take) if measure.by else column.take(values)
-    return columns | (_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
+    return columns | (_columns_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
 
 
 def _rows_telling(measure: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
@@ -87,7 +87,7 @@ def _rows_telling(measure: Measure, rows: Sequence[Row], others: Sequence[Row]) 
     return [row for row in candidates if row.get(measure.name) is not None]
 
 
-def _of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Return two columns, with an entry for each column of accuracies that some of the clients did not tell.
 
     One says how many clients told the number. The other has the noise in their mean, where they told how much of it is

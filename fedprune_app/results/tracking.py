@@ -73,7 +73,7 @@ class Guarded:
             return
         try:
             call(self._tracker)
-        except Exception as error:  # a library's, of files or of a network
+        except Exception as error:  # an error of the library, of files or of a network
             self._tracker = None
             self._say(why_tracking_stops(error))
 

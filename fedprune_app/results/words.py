@@ -18,8 +18,8 @@ def comparison(groups: Sequence[Group]) -> list[str]:
 
     Groups whose clients have the same data are compared, and runs that did not complete are left out.
     """
-    whole = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
-    return [line for family in of_the_same_data(whole) if len(family) > 1 for line in _sentences(family)]
+    complete_groups = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
+    return [line for family in of_the_same_data(complete_groups) if len(family) > 1 for line in _sentences(family)]
 
 
 def own_accuracy(group: Group) -> Statistic | None:
@@ -40,12 +40,12 @@ def _sentences(groups: Sequence[Group]) -> Iterator[str]:
         yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average."
     best = max(federated_groups or standalone_groups, key=lambda group: accuracy[group.label])
     reference = next((group for group in federated_groups if group.system == REFERENCE), best)
-    own = accuracy[reference.label]
+    reference_accuracy = accuracy[reference.label]
     if reference in federated_groups:
-        yield f"With {reference.label}, clients' own models have {own:.1f} %."
+        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %."
     for group in federated_groups:
         if group is not reference:
-            points = accuracy[group.label] - own
+            points = accuracy[group.label] - reference_accuracy
             beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
     count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"

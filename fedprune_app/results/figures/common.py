@@ -59,7 +59,7 @@ class Plan:
     wide: bool = False
     by_round: bool = False
 
-    def drawn(self, groups: Sequence[Group]) -> Figure:
+    def figure(self, groups: Sequence[Group]) -> Figure:
         """Return the figure."""
         views = list(self.views(groups))
         if self.by_round and all(len(trace["x"]) == 1 for view in views for trace in view.traces):

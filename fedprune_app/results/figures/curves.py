@@ -23,7 +23,7 @@ _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
-def declared(groups: Sequence[Group]) -> Iterator[Plan]:
+def plans_of_measures(groups: Sequence[Group]) -> Iterator[Plan]:
     """Yield a figure by round for each number that is declared with a curve of its own.
 
     The systems of the ``groups`` may have declared numbers of their own.

@@ -54,7 +54,7 @@ def _effective(run: Run) -> dict[str, Any]:
     compared = compared_settings(run)
     try:
         config = parse_config({key: value for key, value in run.config.items() if key in OPTIONS})
-    except ConfigError:  # of a plug-in that is not installed, or of another version
+    except ConfigError:  # the settings are of a plug-in that is not installed, or of another version
         return compared
     return {key: value for key, value in compared.items() if key not in OPTIONS or has_effect(key, config)}
 

@@ -19,7 +19,7 @@ def on_peers(groups: Sequence[Group]) -> str:
     return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
-def measured(groups: Sequence[Group]) -> list[Variant]:
+def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
     """Return a view of the traffic of whole runs, measured and by the papers' formulas."""
     bars = {
         "peer_bytes": "⇄ peer to peer",
