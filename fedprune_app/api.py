@@ -73,9 +73,9 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
     """Name the arguments in a function's errors as they are called in Python, not as options of the command line."""
 
     @wraps(function)
-    def call(*arguments: P.args, **named: P.kwargs) -> T:
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
         try:
-            return function(*arguments, **named)
+            return function(*arguments, **keywords)
         except ConfigError as error:
             if error.key.startswith("--"):
                 error.key = "plugins" if error.key == "--plugin" else error.key[2:].replace("-", "_")
@@ -167,20 +167,20 @@ def sweep(
     from fedprune_app.sweeps.matrix import matrix_of, read_matrix
     from fedprune_app.sweeps.sweep import sweep as make
 
-    read = (
-        matrix_of(_dashed(_plain(matrix)), "in memory")
+    parsed_matrix = (
+        matrix_of(_matrix_with_dashes(_plain(matrix)), "in memory")
         if isinstance(matrix, Mapping)
         else read_matrix(_path("matrix", matrix, ", or a mapping with its entries"))
     )
     console = Terminal(stderr=True, quiet=not progress)
 
     given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
-    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
-        swept.check(with_reasons=not progress)
+        outcome.check(with_reasons=not progress)
     except LaunchError as error:
-        raise RunsFailed(str(error), swept.runs, swept.failed) from None
-    return list(swept.runs)
+        raise RunsFailed(str(error), outcome.runs, outcome.failed) from None
+    return list(outcome.runs)
 
 
 def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
@@ -195,8 +195,8 @@ def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
     """Return settings by key; the keys' types are checked where they are parsed."""
-    named = {str(name): value for name, value in flatten(dict(settings)).items()}
-    flat: dict[str, Scalar] = {key: _plain(value) for key, value in _with_dashes(named).items()}
+    value_by_name = {str(name): value for name, value in flatten(dict(settings)).items()}
+    flat: dict[str, Scalar] = {key: _plain(value) for key, value in _with_dashes(value_by_name).items()}
     if isinstance(names := flat.get("plugins"), list) and all(isinstance(name, str) for name in names):
         flat["plugins"] = ",".join(names)
     return flat
@@ -204,16 +204,16 @@ def _flat(settings: Settings) -> dict[str, Scalar]:
 
 def _with_dashes(settings: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return settings under keys with dashes; a key that is no text is refused where it is read."""
-    found: dict[Any, Any] = {}
+    value_by_key: dict[Any, Any] = {}
     for name, value in settings.items():
         key = name.replace("_", "-") if isinstance(name, str) else name
-        if key in found:
+        if key in value_by_key:
             raise ConfigError(key, value, "once", which="is given twice, with _ and with -")
-        found[key] = value
-    return found
+        value_by_key[key] = value
+    return value_by_key
 
 
-def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
+def _matrix_with_dashes(matrix: Mapping[str, Any]) -> dict[str, Any]:
     """Return a matrix whose settings have keys with dashes, as files have them."""
 
     def keyed(settings: Any) -> Any:
@@ -221,15 +221,15 @@ def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
             return settings
         return {key: keyed(value) for key, value in _with_dashes(settings).items()}
 
-    found = dict(matrix)
+    result = dict(matrix)
     for section in ("systems", "datasets"):
-        if isinstance(found.get(section), list):
-            found[section] = [keyed(each) for each in found[section]]
-    if "common" in found:
-        found["common"] = keyed(found["common"])
-    if isinstance(search := found.get("search"), Mapping) and isinstance(search.get("space"), Mapping):
-        found["search"] = {**search, "space": keyed(search["space"])}  # a range's own keys have no underscores
-    return found
+        if isinstance(result.get(section), list):
+            result[section] = [keyed(entry) for entry in result[section]]
+    if "common" in result:
+        result["common"] = keyed(result["common"])
+    if isinstance(search := result.get("search"), Mapping) and isinstance(search.get("space"), Mapping):
+        result["search"] = {**search, "space": keyed(search["space"])}  # a range's own keys have no underscores
+    return result
 
 
 def _plain(value: Any) -> Any:
@@ -238,17 +238,17 @@ def _plain(value: Any) -> Any:
     A number of NumPy is a number, an array or a range is a list, and a path is a text.
     """
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | range):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     return os.fspath(value) if isinstance(value, PathLike) else value
 
 
-def _path(name: str, value: object, more: str = "") -> Path:
+def _path(name: str, value: object, alternative: str = "") -> Path:
     if not isinstance(value, str | PathLike) or not os.fspath(value):
-        raise ConfigError(name, value, f"a path{more}")
+        raise ConfigError(name, value, f"a path{alternative}")
     if "\0" in str(value):
         raise ConfigError(name, value, "a path without null characters")
     return as_path(name, value)
@@ -273,10 +273,10 @@ def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, fo
     Raises ``ValueError`` for a folder without a run, and where none can be read. An ``output`` that exists and is no
     report is replaced with ``force`` alone.
     """
-    several = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
-    found = [run_folders(_folder("runs", each)) for each in several]
+    items = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
+    folders = [run_folders(_folder("runs", item)) for item in items]
     page, warn = _path("output", output), logging.getLogger("fedprune").warning
-    return write_report([*itertools.chain(*found)], page, force=force, on_left_out=partial(warn, "left out: %s"))
+    return write_report([*itertools.chain(*folders)], page, force=force, on_left_out=partial(warn, "left out: %s"))
 
 
 @_in_python
@@ -314,8 +314,8 @@ def masks(
     network, so clients' masks have other shapes. With ``full`` they are those of the network before that, where removed
     channels are False: two clients' masks can be compared. The other arguments and errors are those of :func:`model`.
     """
-    found = _exportable(run, client, state_dir, data_dir, plugins)
-    return dict(found.masks if full else found.payload.masks)
+    exportable = _exportable(run, client, state_dir, data_dir, plugins)
+    return dict(exportable.masks if full else exportable.payload.masks)
 
 
 def _folder(name: str, run: object) -> Path:
@@ -327,11 +327,11 @@ def _exportable(
 ) -> Exportable:
     from fedprune_app.exports.find import find_model
 
-    state, data = _moved(state_dir, data_dir)
-    return find_model(_folder("run", run), client, state_dir=state, data_dir=data, trusted=_trusted(plugins))
+    state, data = _present_folders(state_dir, data_dir)
+    return find_model(_folder("run", run), client, state_dir=state, data_dir=data, trusted=_trusted_names(plugins))
 
 
-def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
+def _present_folders(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
     """Return where a run's folders are now; an empty text is where they were."""
 
     def place(name: str, value: AnyPath) -> str:
@@ -340,7 +340,7 @@ def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
     return place("state_dir", state_dir), place("data_dir", data_dir)
 
 
-def _trusted(plugins: str | Sequence[str]) -> list[str]:
+def _trusted_names(plugins: str | Sequence[str]) -> list[str]:
     """Load the plug-ins of these names, and return them with absolute paths."""
     names = [plugins] if isinstance(plugins, str) else plugins
     return trusted_code(names) if names else []
@@ -373,8 +373,8 @@ def export(
         check_options(path, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugins)
         pack_model(folder, path, force=force)
         return path
-    state, data = _moved(state_dir, data_dir)
-    form, trusted = format_of(path, format), _trusted(plugins)
+    state, data = _present_folders(state_dir, data_dir)
+    form, trusted = format_of(path, format), _trusted_names(plugins)
     export_model(folder, client, form, path, force=force, state_dir=state, data_dir=data, trusted=trusted)
     return path
 
@@ -392,5 +392,5 @@ def predict(
     """
     from fedprune_app.exports.predict import predictions
 
-    several = [files] if isinstance(files, str | PathLike) else files
-    return predictions(_path("model", model), [_path("files", each) for each in several], top, build)
+    paths = [files] if isinstance(files, str | PathLike) else files
+    return predictions(_path("model", model), [_path("files", path) for path in paths], top, build)

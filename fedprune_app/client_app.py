@@ -77,9 +77,9 @@ def query(message: Message, context: Context, kind: type[AnyNode] | None = None)
     """
     with _discreet(context):
         client, fields = make_client(context, message, kind), wire.fields_of(message.content)
-        asked = fields.get("states")
-        told = client.get_properties(fields) if asked is None else client.lost_states(map(int, asked))
-    return _reply(message, client, "introduction", told)
+        versions = fields.get("states")
+        answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
+    return _reply(message, client, "introduction", answer)
 
 
 @app.train()
@@ -88,9 +88,9 @@ def train(message: Message, context: Context, kind: type[AnyNode] | None = None)
     with _discreet(context):
         client = make_client(context, message, kind)
         arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
-    payload, told = reply_from_numpy(arrays, metrics)
+    payload, fields = reply_from_numpy(arrays, metrics)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
-    return _reply(message, client, "training", {**told, "num-examples": num_examples}, encoded)
+    return _reply(message, client, "training", {**fields, "num-examples": num_examples}, encoded)
 
 
 @app.evaluate()
@@ -98,5 +98,5 @@ def evaluate(message: Message, context: Context, kind: type[AnyNode] | None = No
     """Answer an evaluation message with accuracies on the client's own data."""
     with _discreet(context):
         client = make_client(context, message, kind)
-        _, num_examples, told = client.evaluate(*_task(message, client).to_numpy())
-    return _reply(message, client, "evaluation", {**told, "num-examples": num_examples})
+        _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
+    return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})

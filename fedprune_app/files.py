@@ -33,7 +33,7 @@ _SYNCED_AT_ONCE = 16
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
 _RENAME_EXCHANGE = 2  # Linux's flag of renameat2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # from file systems and systems that cannot exchange names
-_told = logging.getLogger("fedprune")  # its warnings reach the terminal, unlike Flower's
+_user_log = logging.getLogger("fedprune")  # its warnings reach the terminal, unlike Flower's
 _QUIETLY_SECONDS = 1.0
 
 
@@ -48,8 +48,8 @@ def as_path(name: str, value: object) -> Path:
 
 
 @contextmanager
-def locked(path: Path | str, what: str) -> Iterator[None]:
-    """Hold a lock file until the block ends; ``what`` says what the processes that want it do, one at a time.
+def locked(path: Path | str, activity: str) -> Iterator[None]:
+    """Hold a lock file until the block ends; ``activity`` says what the processes that want it do, one at a time.
 
     A process that has to wait says so.
     """
@@ -57,7 +57,7 @@ def locked(path: Path | str, what: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=_QUIETLY_SECONDS)
     except Timeout:
-        say_waiting(what)
+        say_waiting(activity)
         lock.acquire()
     try:
         yield
@@ -65,9 +65,9 @@ def locked(path: Path | str, what: str) -> Iterator[None]:
         lock.release()
 
 
-def say_waiting(what: str) -> None:
-    """Say that this process waits for another one, which does ``what``."""
-    _told.warning("waiting for another process, which %s", what)
+def say_waiting(activity: str) -> None:
+    """Say that this process waits for another one, which does ``activity``."""
+    _user_log.warning("waiting for another process, which %s", activity)
 
 
 class SharedFolderError(ValueError):
@@ -110,8 +110,8 @@ def make_durable(paths: Iterable[Path]) -> None:
 
     def sync(path: Path) -> None:
         with suppress(FileNotFoundError), _naming(path):
-            for each, flags in ((path, os.O_NOFOLLOW), (path.parent, os.O_DIRECTORY)):
-                with _opened(each, flags) as descriptor:
+            for target, flags in ((path, os.O_NOFOLLOW), (path.parent, os.O_DIRECTORY)):
+                with _open_descriptor(target, flags) as descriptor:
                     _sync(descriptor)
 
     with ThreadPoolExecutor(_SYNCED_AT_ONCE) as pool:
@@ -126,7 +126,7 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
     """
     is_secret = not mode & _OTHERS
     path.parent.mkdir(0o755 if is_secret else 0o777, parents=True, exist_ok=True)
-    with _naming(path), _opened(path.parent) as folder:
+    with _naming(path), _open_descriptor(path.parent) as folder:
         if is_secret:
             _require_own(path, os.fstat(folder))
         _sweep(folder)
@@ -155,11 +155,11 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     exception: a kill between two renames leaves the old folder beside ``path``, under a name that ends in ``.old``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _naming(path), _opened(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
+    with _naming(path), _open_descriptor(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
         yield new
         for inner, _, names in os.walk(new):
             for name in (*names, "."):
-                with _opened(Path(inner) / name, 0) as descriptor:
+                with _open_descriptor(Path(inner) / name, 0) as descriptor:
                     _sync(descriptor)
         _change_places(folder, new.name, path.name)
         _sync(folder)
@@ -182,13 +182,13 @@ def _change_places(folder: int, new: str, name: str) -> None:
             os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _exchange(folder: int, one: str, other: str) -> None:
+def _exchange(folder: int, first: str, second: str) -> None:
     """Let two names in an open folder change places in one step; Python has no function for this."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    failed = renameat2 is None or renameat2(folder, os.fsencode(one), folder, os.fsencode(other), _RENAME_EXCHANGE)
+    failed = renameat2 is None or renameat2(folder, os.fsencode(first), folder, os.fsencode(second), _RENAME_EXCHANGE)
     if failed:
         number = errno.ENOSYS if renameat2 is None else ctypes.get_errno()
-        raise OSError(number, os.strerror(number), other)
+        raise OSError(number, os.strerror(number), second)
 
 
 @contextmanager
@@ -199,7 +199,7 @@ def scratch_folder(place: Path | None = None) -> Iterator[Path]:
     system's folder for temporary files.
     """
     place = place or Path(tempfile.gettempdir())
-    with _opened(place) as folder, _new_folder(place, folder, 0o700) as new:
+    with _open_descriptor(place) as folder, _new_folder(place, folder, 0o700) as new:
         yield new
 
 
@@ -222,8 +222,8 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 def may_write(folder: Path) -> bool:
     """Return whether this process may write to a folder, or make it with the folders above it."""
-    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
-    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    ancestor = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    return ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)
 
 
 def appending(path: Path) -> BinaryIO:
@@ -303,9 +303,9 @@ def _sweep(folder: int) -> None:
 
 
 def _remove_leftover(folder: int, name: str) -> None:
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    is_folder = stat.S_ISDIR(found.st_mode)
-    if found.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(found.st_mode)):
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    is_folder = stat.S_ISDIR(status.st_mode)
+    if status.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(status.st_mode)):
         return
     # some network file systems lock only files that are open for writing
     flags = os.O_DIRECTORY if is_folder else os.O_RDWR
@@ -324,7 +324,7 @@ def _remove_leftover(folder: int, name: str) -> None:
 
 
 @contextmanager
-def _opened(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
+def _open_descriptor(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
     """Open a folder, which stays the same one whatever others do to its name."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:

@@ -33,16 +33,16 @@ class System:
         """The class of the server half."""
         if not isinstance(self.server_half, str):
             return self.server_half
-        found: type[FederatedStrategy] = resolve_name(f"{STRATEGIES}.{self.server_half}")
-        return found
+        cls: type[FederatedStrategy] = resolve_name(f"{STRATEGIES}.{self.server_half}")
+        return cls
 
     @property
     def client(self) -> type[Node[Any]]:
         """The class of the client half."""
         if not isinstance(self.client_half, str):
             return self.client_half
-        found: type[Node[Any]] = resolve_name(f"{CLIENTS}.{self.client_half}")
-        return found
+        cls: type[Node[Any]] = resolve_name(f"{CLIENTS}.{self.client_half}")
+        return cls
 
 
 SYSTEMS: dict[str, System] = {

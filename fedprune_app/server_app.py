@@ -64,36 +64,36 @@ def main(grid: Grid, context: Context) -> None:
 def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     config, system = prepared.config, prepared.system
     recorder = Recorder(folder, tracking=config.tracking)
-    found = None
+    saved_run = None
     if config.resume_from:
-        found = resuming.find(folder, read_info(folder), config)
-        if found.is_complete:
+        saved_run = resuming.find(folder, read_info(folder), config)
+        if saved_run.is_complete:
             log.info("the run in %s is complete", folder)
             return
         recorder.reopen()
     else:
         values = config.to_dict()
         code: dict[str, Any] = {"plugins": plugins.described(values)}
-        if own := own_measures.described(config.system):
-            code["measures"] = own
-        about = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _simulated(grid)}
-        recorder.start(values, config.seed, about | code)
+        if measures := own_measures.described(config.system):
+            code["measures"] = measures
+        facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
+        recorder.start(values, config.seed, facts | code)
     _at_work.add(recorder)
     _close_before_exit()
     try:
-        run_key, before = str(recorder.info["run_key"]), found.before if found else {}
+        run_key, earlier_info = str(recorder.info["run_key"]), saved_run.info if saved_run else {}
         checkpoints = checkpoint_store(folder, run_key)
-        roster = _gather(grid, config, recorder, before)
+        roster = _gather(grid, config, recorder, earlier_info)
         choice, point, state = None, START, None
-        if found is not None:
-            lost = resuming.ask_for_states(grid, roster, run_key, found.points, config.startup_seconds)
-            choice = resuming.choose(found, lost, accept_loss=config.accept_loss)
+        if saved_run is not None:
+            lost_states = resuming.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
+            choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
         strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))
         if choice is not None:
             # nothing is written before this line: what refuses to go on leaves the run as it was
-            _go_on(recorder, config, before, choice, state)
+            _go_on(recorder, config, earlier_info, choice, state)
             checkpoints.drop_after(point.round)
             if state is not None:
                 strategy.restore(state)
@@ -133,7 +133,7 @@ def _close_before_exit() -> None:
     add_exit_handler(close, run_before_force_exit=True)
 
 
-def _simulated(grid: Grid) -> int | None:
+def _num_simulated(grid: Grid) -> int | None:
     """Return how many clients a simulation has, or None for real nodes.
 
     A run that stops before its clients have registered goes on with as many.
@@ -141,15 +141,15 @@ def _simulated(grid: Grid) -> int | None:
     return int(getattr(grid, "num_nodes", 0) or os.environ.get(CLIENTS_VARIABLE, 0)) or None
 
 
-def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str, Any]) -> Roster:
+def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mapping[str, Any]) -> Roster:
     """Return the clients of the run.
 
     A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised. Clients
     that it did not have are left out.
     """
     system = SYSTEMS[config.system]
-    numbers = {int(node): int(client) for node, client in before.get("nodes", {}).items()}
-    ids = {int(client["partition"]) for client in before.get("partition") or []}
+    numbers = {int(node): int(client) for node, client in earlier_info.get("nodes", {}).items()}
+    ids = {int(client["partition"]) for client in earlier_info.get("partition") or []}
     if ids and config.min_clients > len(ids):
         raise ConfigError(
             "min-clients", config.min_clients, "at most that", condition=f"when resuming {len(ids)} clients"
@@ -169,9 +169,9 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
         recorder.done_waiting()
     partition = [{"partition": k, **info.description()} for k, info in roster.items()]
     num_partitions = max(info.num_partitions for info in roster.values())  # all have the same
-    known, began_with = before.get("partition"), before.get("num_partitions") or num_partitions
-    if known is not None and (known != partition or began_with != num_partitions):
-        then, now = began_with or len(ids), num_partitions or len(partition)
+    old_partition, old_number = earlier_info.get("partition"), earlier_info.get("num_partitions") or num_partitions
+    if old_partition is not None and (old_partition != partition or old_number != num_partitions):
+        then, now = old_number or len(ids), num_partitions or len(partition)
         raise other_data(f"there were {then} clients, and now {now}" if then != now else "")
     recorder.annotate(num_partitions=num_partitions or None)  # nodes with data of their own have no such number
     # without partition-ids nothing else says which client has which data
@@ -184,23 +184,25 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     return roster
 
 
-def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice, state: State | None) -> None:
+def _go_on(
+    recorder: Recorder, config: Config, earlier_info: Mapping[str, Any], choice: Choice, state: State | None
+) -> None:
     """Open the run folder again: from this call on the run differs from the run that stopped."""
     values = config.to_dict()
-    changed: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
-    if own := own_measures.described(config.system):
-        changed["measures"] = own
-    code, began_with = plugins.described(values), before.get("plugins", {})
-    other = [name for name, found in code.items() if began_with.get(name, found) != found]
-    notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in other)]
-    if other:
-        since = {"round": choice.point.round, **{name: code[name] for name in other}}
-        changed["plugins_since"] = [*before.get("plugins_since", []), since]
+    changes: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
+    if measures := own_measures.described(config.system):
+        changes["measures"] = measures
+    code, earlier_code = plugins.described(values), earlier_info.get("plugins", {})
+    changed_plugins = [name for name, version in code.items() if earlier_code.get(name, version) != version]
+    notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in changed_plugins)]
+    if changed_plugins:
+        change = {"round": choice.point.round, **{name: code[name] for name in changed_plugins}}
+        changes["plugins_since"] = [*earlier_info.get("plugins_since", []), change]
     if notes:
-        changed["notes"] = [*before.get("notes", []), *notes]
+        changes["notes"] = [*earlier_info.get("notes", []), *notes]
     if choice.losses:
-        changed["losses"] = [*before.get("losses", []), *choice.losses]
-    recorder.annotate(**changed)
+        changes["losses"] = [*earlier_info.get("losses", []), *choice.losses]
+    recorder.annotate(**changes)
     records = state.meta.get("records") if state else None
     recorder.resume(choice.point.round, marks_of(records, "its checkpoint"))
     log.info("resuming after round %d", choice.point.round)

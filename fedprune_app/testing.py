@@ -114,8 +114,8 @@ class FinishedRun:
     @property
     def info(self) -> dict[str, Any]:
         """The content of run.json."""
-        found: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
-        return found
+        content: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        return content
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
@@ -158,8 +158,8 @@ def check_system(
     """
     files = [plugins] if isinstance(plugins, str) else list(plugins)
     with scratch_folder() as folder, inprocess.quiet():
-        named: dict[str, Scalar] = {**(settings or {}), "system": name, "plugins": ",".join(files)}
-        laws = _Laws(folder, {**QUICK, **paths_from_here(named)})
+        values: dict[str, Scalar] = {**(settings or {}), "system": name, "plugins": ",".join(files)}
+        laws = _Laws(folder, {**QUICK, **paths_from_here(values)})
         laws.completes()
         laws.replies_are_declared()
         laws.is_deterministic()
@@ -252,13 +252,13 @@ def _with_values(reply: Message, value: float) -> Message:
         fields: Any = reply.content["fields"]
         fields.update({"num-examples": 10**9})
         return reply
-    sent = wire.payload_of(reply.content, _ANYTHING)
+    payload = wire.payload_of(reply.content, _ANYTHING)
     tensors = {
         name: torch.full_like(tensor, value) if tensor.is_floating_point() else tensor
-        for name, tensor in sent.tensors.items()
+        for name, tensor in payload.tensors.items()
     }
     try:
-        reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, sent.masks))
+        reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, payload.masks))
     except ValueError:  # our own encoder does not write such values
         return malformed(reply)
     return reply
@@ -302,10 +302,10 @@ def run_with(
 
 def cut_after(whole: FinishedRun, round: int, folder: Path) -> Path:
     """Copy a run's folder as a kill leaves it: checkpoints end with ``round``, and clients are ahead of them."""
-    cut = Path(shutil.copytree(whole.folder, folder))
+    copy = Path(shutil.copytree(whole.folder, folder))
     for later in range(round + 1, ROUNDS + 1):
-        (cut / "checkpoints" / f"round-{later:05d}.safetensors").unlink()
-    return cut
+        (copy / "checkpoints" / f"round-{later:05d}.safetensors").unlink()
+    return copy
 
 
 def lasting(recorded: Any) -> Any:
@@ -314,18 +314,18 @@ def lasting(recorded: Any) -> Any:
     A private round that is repeated is charged twice.
     """
     if isinstance(recorded, list):
-        return [lasting(each) for each in recorded]
+        return [lasting(entry) for entry in recorded]
     if not isinstance(recorded, dict):
         return recorded
-    return {key: lasting(each) for key, each in recorded.items() if not re.search("seconds|bytes|epsilon", key)}
+    return {key: lasting(entry) for key, entry in recorded.items() if not re.search("seconds|bytes|epsilon", key)}
 
 
 def misrecorded(rows: Iterable[Mapping[str, Any]], columns: Iterable[str], declared: Measures = MEASURES) -> list[str]:
     """Return the names in recorded ``rows`` that are not declared as ``columns``, or not of the declared kind."""
     kinds = {name: kind for kind, names in declared.kinds.items() for name in names}
-    known = set(columns)
+    names = set(columns)
     return sorted(
-        {name for row in rows for name, value in row.items() if name not in known or not _is_one(value, kinds[name])}
+        {name for row in rows for name, value in row.items() if name not in names or not _is_one(value, kinds[name])}
     )
 
 
@@ -336,7 +336,7 @@ def _is_one(value: Any, kind: Kind) -> bool:
     if kind is Kind.TEXTS:
         return all(isinstance(text, str) for text in value)
     inner = Kind.NUMBER if kind is Kind.BY_NAME else Kind.BY_NAME
-    return isinstance(value, dict) and all(_is_one(each, inner) for each in value.values())
+    return isinstance(value, dict) and all(_is_one(item, inner) for item in value.values())
 
 
 class _Laws:
@@ -346,12 +346,14 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        with _returns_checked(prepare(Given(settings)).system):
+        with _check_returns(prepare(Given(settings)).system):
             self._whole = self._run(_ALL_REPLY)
 
-    def _run(self, more: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
+    def _run(
+        self, changes: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid
+    ) -> ObservedRun:
         self._count += 1
-        values = {**self._settings, **(more or {})}
+        values = {**self._settings, **(changes or {})}
         folder = Path(str(values.get("resume-from") or self._folder / str(self._count)))
         return run_with(values, folder, grid)
 
@@ -364,21 +366,23 @@ class _Laws:
             evaluated == set(range(CLIENTS)), "all clients are evaluated in the end", f"only {sorted(evaluated)} were"
         )
         system = str(self._settings["system"])
-        known = own_measures.all_of(system)
-        wrong = misrecorded(run.rounds, known.columns, known)
-        wrong += misrecorded(run.clients, {"round", "partition", *known.of_clients}, known)
-        _must(not wrong, "all that is recorded is declared", f"{', '.join(wrong)} is not")
-        lacking = [
-            each.name
-            for each in own_measures.of_system(system)
-            if all(row.get(each.column) is None for row in run.rounds)
+        measures = own_measures.all_of(system)
+        wrong_names = misrecorded(run.rounds, measures.columns, measures)
+        wrong_names += misrecorded(run.clients, {"round", "partition", *measures.of_clients}, measures)
+        _must(not wrong_names, "all that is recorded is declared", f"{', '.join(wrong_names)} is not")
+        missing_names = [
+            measure.name
+            for measure in own_measures.of_system(system)
+            if all(row.get(measure.column) is None for row in run.rounds)
         ]
-        _must(not lacking, "every number that the system declares is recorded", f"{', '.join(lacking)} is not")
+        _must(
+            not missing_names, "every number that the system declares is recorded", f"{', '.join(missing_names)} is not"
+        )
 
     def replies_are_declared(self) -> None:
         """Check that replies hold what the client's class declares; a private client's as much as any other's."""
-        found = prepare(Given(self._settings))
-        config, client = found.config, found.system.client
+        prepared = prepare(Given(self._settings))
+        config, client = prepared.config, prepared.system.client
         runs = {config.dp.enabled: self._whole}
         try:
             prepare(Given({**self._settings, **PRIVATE}))
@@ -389,14 +393,18 @@ class _Laws:
         for is_private, run in runs.items():
             for kind, replies in run.replies.items():
                 allowed = fields_of(client, config.system).allowed(_KINDS[kind], is_private)
-                wrong = undeclared(set().union(*replies), allowed)
-                _must(not wrong, f"a reply of {_KINDS[kind]} holds declared fields", f"{', '.join(wrong)} is not")
+                wrong_names = undeclared(set().union(*replies), allowed)
+                _must(
+                    not wrong_names,
+                    f"a reply of {_KINDS[kind]} holds declared fields",
+                    f"{', '.join(wrong_names)} is not",
+                )
 
     def is_deterministic(self) -> None:
         """Check that the same settings give the same models, with any number of clients in a training step."""
         for cohort in (0, 2):
-            found = self._run({"cohort": cohort}).sha256
-            _must(found == self._whole.sha256, "the same settings give the same models", f"not with cohort={cohort}")
+            sha256 = self._run({"cohort": cohort}).sha256
+            _must(sha256 == self._whole.sha256, "the same settings give the same models", f"not with cohort={cohort}")
 
     def resumes(self) -> None:
         """Check that a run that was killed after any round resumes to the same models and records."""
@@ -408,8 +416,8 @@ class _Laws:
                 resumed.sha256 == self._whole.sha256, law, "its models are others: state() and restore() lose something"
             )
             for name in ("rounds", "clients"):
-                same = lasting(getattr(resumed, name)) == lasting(getattr(self._whole, name))
-                _must(same, law, f"{name}.jsonl is another")
+                is_same = lasting(getattr(resumed, name)) == lasting(getattr(self._whole, name))
+                _must(is_same, law, f"{name}.jsonl is another")
 
     def bad_replies_change_nothing(self) -> None:
         """Bad replies leave everything as if their clients had not been asked, and a reply counts once."""
@@ -432,22 +440,22 @@ class _Laws:
 
         folder = self._folder / engine
         prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
-        found = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
-        _must(found == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
+        sha256 = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
+        _must(sha256 == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
 
 
 @contextmanager
-def _returns_checked(system: System) -> Iterator[None]:
+def _check_returns(system: System) -> Iterator[None]:
     """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
 
-    def checked(owner: type, name: str, kind: type) -> Callable[..., Any]:
+    def checked_hook(owner: type, name: str, kind: type) -> Callable[..., Any]:
         hook = getattr(owner, name)
 
-        def call(*given: Any, **named: Any) -> Any:
-            value = hook(*given, **named)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            value = hook(*arguments, **keywords)
             if not isinstance(value, kind):
-                found = "nothing" if value is None else f"a value of type {type(value).__name__}"
-                raise TypeError(f"{owner.__name__}.{name}() returns {found}, allowed: {kind.__name__}")
+                result = "nothing" if value is None else f"a value of type {type(value).__name__}"
+                raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
             return value
 
         return call
@@ -456,10 +464,10 @@ def _returns_checked(system: System) -> Iterator[None]:
         for owner, kinds in ((system.strategy, _OF_SERVER), (system.client, _OF_CLIENT)):
             for name, kind in kinds.items():
                 if hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name, checked(owner, name, kind)))
+                    stack.enter_context(mock.patch.object(owner, name, checked_hook(owner, name, kind)))
         yield
 
 
-def _must(holds: bool, law: str, found: str) -> None:
+def _must(holds: bool, law: str, finding: str) -> None:
     if not holds:
-        raise BrokenLawError(f"{law}: {found}")
+        raise BrokenLawError(f"{law}: {finding}")

@@ -397,9 +397,9 @@ def installed(tmp_path, monkeypatch):
         "[fedprune.systems]\nmy-prox = prox_package.my_prox\n[fedprune.models]\nflat = prox_package.flat\n"
     )
     monkeypatch.syspath_prepend(str(site))
-    loading._declaring.cache_clear()
+    loading._declaring_modules.cache_clear()
     yield site
-    loading._declaring.cache_clear()
+    loading._declaring_modules.cache_clear()
     for name in [name for name in sys.modules if name.startswith("prox_package")]:
         del sys.modules[name]
 

@@ -28,8 +28,8 @@ app.add_typer(deploying.app, name="deploy", help="Deploy on real nodes, with TLS
 _INTERRUPTED = 130
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _say_version(is_given: bool) -> None:
+    if is_given:
         typer.echo(f"fedprune {__version__}")
         raise typer.Exit
 
@@ -55,13 +55,13 @@ def main(commands: typer.Typer = app) -> None:
         _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
         if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
             raise ConfigError(f"argument {sys.argv.index('', 1)}", "", "a text, or no such argument")
-        if empty := [each for each in sys.argv[1:] if each.startswith("--") and each.endswith("=")]:
-            raise ConfigError(empty[0], "", "a text, or no such option")
+        if empty_options := [name for name in sys.argv[1:] if name.startswith("--") and name.endswith("=")]:
+            raise ConfigError(empty_options[0], "", "a text, or no such option")
         code = commands(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
-        meant = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""
-        say(f" there is no option {error.option_name}{meant}", "error:", "red")
+        advice = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""
+        say(f" there is no option {error.option_name}{advice}", "error:", "red")
         sys.exit(2)
     except click.ClickException as error:
         error.show()

@@ -57,18 +57,22 @@ def local(
         nodes = len(folders) or len(files) or 3
     if nodes < 1:
         raise ConfigError("--nodes", nodes, "at least 1")
-    for each in folders:
-        if not each.is_dir():
-            raise ConfigError("--data-dirs", each, "folders")
-    for each in files:
-        read_policy({POLICY_FILE: str(each)})
-    borne = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
-    for count, said in ((len(folders), "--data-dirs"), (len(files), "--policies"), (len(borne), "--capacities")):
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError("--data-dirs", folder, "folders")
+    for file in files:
+        read_policy({POLICY_FILE: str(file)})
+    shares = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
+    for count, option in ((len(folders), "--data-dirs"), (len(files), "--policies"), (len(shares), "--capacities")):
         if count not in (0, nodes):
-            raise ConfigError(said, ..., f"one per node, {nodes}", which=f"has {count} entries")
+            raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {count} entries")
     places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
-    own: dict[str, Iterable[Scalar]] = {"data-dir": map(str, folders), "capacity": borne, POLICY_FILE: map(str, files)}
-    for key, values in own.items():
+    values_by_key: dict[str, Iterable[Scalar]] = {
+        "data-dir": map(str, folders),
+        "capacity": shares,
+        POLICY_FILE: map(str, files),
+    }
+    for key, values in values_by_key.items():
         for place, value in zip(places, values, strict=False):
             place[key] = value
     given = given_in(config, overrides, plugin)
@@ -78,7 +82,7 @@ def local(
 
 
 def _paths(text: str) -> list[Path]:
-    return [Path(each.strip()).expanduser().resolve() for each in text.split(",") if each.strip()]
+    return [Path(path.strip()).expanduser().resolve() for path in text.split(",") if path.strip()]
 
 
 @app.command()
@@ -97,10 +101,10 @@ def certificates(
     """
     from fedprune_app.launching.certificates import make_certificates, valid_until
 
-    made = make_certificates(out.expanduser(), hosts, days)
-    for path in (made.ca, made.certificate, made.key):
+    files = make_certificates(out.expanduser(), hosts, days)
+    for path in (files.ca, files.certificate, files.key):
         say(f": {path}", "made", "green")
-    say(f"valid until {valid_until(made.certificate):%Y-%m-%d}")
+    say(f"valid until {valid_until(files.certificate):%Y-%m-%d}")
 
 
 @app.command(name="node-key")

@@ -48,9 +48,9 @@ def list_(
     if system and (not keys or system not in SYSTEMS):
         raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
     options = {
-        key: each
-        for key, each in OPTIONS.items()
-        if not system or system in each.needs.get("system", [system]) or is_used(system, key)
+        key: option
+        for key, option in OPTIONS.items()
+        if not system or system in option.needs.get("system", [system]) or is_used(system, key)
     }
     kinds = {
         "systems": {name: system.summary for name, system in SYSTEMS.items()},
@@ -61,13 +61,18 @@ def list_(
     for key, names in installed().items():
         for name, module in names.items():
             kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
-    told = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
+    measures = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
     if as_json:
         settings = {
-            key: {"default": each.default, "help": each.help, "range": each.range, "choices": dict(each.choices)}
-            for key, each in options.items()
+            key: {
+                "default": option.default,
+                "help": option.help,
+                "range": option.range,
+                "choices": dict(option.choices),
+            }
+            for key, option in options.items()
         }
-        typer.echo(json.dumps({**kinds, "measures": told, "keys": settings}, indent=1))
+        typer.echo(json.dumps({**kinds, "measures": measures, "keys": settings}, indent=1))
         return
     out = Terminal()
     if keys:
@@ -78,8 +83,8 @@ def list_(
         table.add_row(Text(kind, "bold"), "")
         for name, line in entries.items():
             table.add_row(f"  {name}", line)
-            if kind == "systems" and name in told:
-                table.add_row("", f"own numbers: {', '.join(each['name'] for each in told[name])}")
+            if kind == "systems" and name in measures:
+                table.add_row("", f"own numbers: {', '.join(measure['name'] for measure in measures[name])}")
     out.print(table)
 
 
@@ -88,8 +93,8 @@ def _keys_table(options: Mapping[str, Option]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("key = default", no_wrap=True)
     table.add_column("meaning")
-    for key, each in options.items():
-        table.add_row(f"{key} = {toml_value(each.default)}", _meaning(each))
+    for key, option in options.items():
+        table.add_row(f"{key} = {toml_value(option.default)}", _meaning(option))
     return table
 
 

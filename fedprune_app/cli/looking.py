@@ -44,12 +44,12 @@ def report(
     check_page_name(output)
     if watch:
         _watch(folders, output, force)
-    found = each_once(each for folder in folders for each in run_folders(folder))
+    runs = each_once(run for folder in folders for run in run_folders(folder))
     left_out: list[str] = []
-    write_report(found, output, force=force, on_left_out=left_out.append)
+    write_report(runs, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
         say(f" {reason}", "left out:", "yellow")
-    count = len(found) - len(left_out)
+    count = len(runs) - len(left_out)
     say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
 
 
@@ -60,9 +60,9 @@ def _watch(folders: list[Path], output: Path, force: bool) -> None:
     quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
     with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
         while quiet < _QUIET_LOOKS:
-            found = each_once(each for folder in folders for each in run_folders(folder))
-            write_report(found, output, force=force, refresh_seconds=_LOOK_SECONDS)
-            quiet = 0 if is_any_running(found) else quiet + 1
+            runs = each_once(run for folder in folders for run in run_folders(folder))
+            write_report(runs, output, force=force, refresh_seconds=_LOOK_SECONDS)
+            quiet = 0 if is_any_running(runs) else quiet + 1
             time.sleep(_LOOK_SECONDS if quiet < _QUIET_LOOKS else 0)
 
 
@@ -114,18 +114,18 @@ def export(
         data_dir=data_dir,
         trusted=trusted_code(plugin),
     )
-    whose = "global model" if client is None else f"client {client}"
+    model_name = "global model" if client is None else f"client {client}"
     rows = [
         ("bytes on disk", full.file_bytes, small.file_bytes, ",.0f"),
         ("parameters kept", full.parameters, small.parameters, ",.0f"),
         ("FLOPs per example", full.flops, small.flops, ",.0f"),
         *((f"ms per batch of {size}", ms, small.milliseconds[size], ".3g") for size, ms in full.milliseconds.items()),
     ]
-    table = _costs(f"{info.model} of {info.system}, {whose}, after round {info.round}", format, rows)
+    table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
     if info.model.endswith("-cr"):
-        said = " the model predicts from an image's mean code; the run's accuracy is of the mean over drawn codes"
-        say(said, "note:", "yellow")
+        note = " the model predicts from an image's mean code; the run's accuracy is of the mean over drawn codes"
+        say(note, "note:", "yellow")
     say(f": {output.resolve()}", "exported", "green")
 
 
@@ -133,15 +133,15 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     from fedprune_app.exports.packed import pack_model
 
     with console.status(Text(f"packing {folder}")):
-        found = pack_model(folder, output.expanduser(), force=force)
-    dense, sparse = found.dense, found.sparse
+        packed_model = pack_model(folder, output.expanduser(), force=force)
+    dense, sparse = packed_model.dense, packed_model.sparse
     rows = [
         ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
         ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
         ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
     ]
-    table = _costs(f"density {found.density:.2f}", "sparse", rows)
-    table.add_row("sparse linear layers", "0", str(found.sparse_layers), f"of {found.layers}")
+    table = _costs(f"density {packed_model.density:.2f}", "sparse", rows)
+    table.add_row("sparse linear layers", "0", str(packed_model.sparse_layers), f"of {packed_model.layers}")
     Terminal().print(table)
     say(f": {output.resolve()}", "exported", "green")
 
@@ -153,8 +153,8 @@ def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]])
     table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
     for column in ("", "dense", form, "share"):
         table.add_column(column, justify="right" if column else "left")
-    for name, before, after, number in rows:
-        table.add_row(name, f"{before:{number}}", f"{after:{number}}", f"{after / before:.1%}")
+    for name, dense, small, number in rows:
+        table.add_row(name, f"{dense:{number}}", f"{small:{number}}", f"{small / dense:.1%}")
     return table
 
 
@@ -179,30 +179,30 @@ def predict(
     from fedprune_app.exports.predict import predictions
 
     function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
-    refused: list[ValueError] = []
-    found = predictions(model, list(dict.fromkeys(files)), top, function, refused.append)
+    errors: list[ValueError] = []
+    results = predictions(model, list(dict.fromkeys(files)), top, function, errors.append)
     if as_json:
         by_file: dict[str, Any] = {}
-        for file, row, classes in found:
+        for file, row, classes in results:
             if row is None:
                 by_file[str(file)] = dict(classes)
             else:
                 by_file.setdefault(str(file), []).append(dict(classes))
         typer.echo(json.dumps(by_file, indent=1))
-    elif found:
-        _print_predictions(found)
-    for error in refused:
+    elif results:
+        _print_predictions(results)
+    for error in errors:
         say(f" {error}", "error:", "red")
-    if refused:
+    if errors:
         raise typer.Exit(2)
 
 
-def _print_predictions(found: Sequence[Prediction]) -> None:
-    of_rows = found[0].row is not None
+def _print_predictions(results: Sequence[Prediction]) -> None:
+    of_rows = results[0].row is not None
     table = Table(box=None, pad_edge=False)
     for column in ("table", "row", "class", "probability") if of_rows else ("image", "class", "probability"):
         table.add_column(column, justify="right" if column in ("row", "probability") else "left")
-    for file, row, classes in found:
+    for file, row, classes in results:
         example = [str(file), str(row)] if of_rows else [str(file)]
         for name, share in classes:
             table.add_row(*example, name, f"{share:.1%}")

@@ -133,16 +133,16 @@ def sweep(
     """
     from fedprune_app.sweeps.matrix import read_matrix
 
-    read = read_matrix(matrix)
+    parsed_matrix = read_matrix(matrix)
     given = given_in(None, overrides, plugin).for_run_in(out, resume=resume)
     from fedprune_app.sweeps.sweep import sweep as make
 
-    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)
-    for path in swept.tables:
+    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    for path in outcome.tables:
         say(f"table: {path}")
-    if swept.best:
-        say(f"best settings, as a matrix with new seeds: {swept.best}")
-    swept.check()
+    if outcome.best:
+        say(f"best settings, as a matrix with new seeds: {outcome.best}")
+    outcome.check()
 
 
 def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
@@ -157,8 +157,8 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
         lines = [line for line in info.get(key) or [] if line not in prepared.notes]
         for line in lines[:_MOST_LINES]:
             say(f" {line}", f"{kind}:", "yellow")
-        if (more := len(lines) - _MOST_LINES) > 0:
-            say(f" and {more} more, see run.json", f"{kind}:", "yellow")
+        if (num_more := len(lines) - _MOST_LINES) > 0:
+            say(f" and {num_more} more, see run.json", f"{kind}:", "yellow")
     say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:
         say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")

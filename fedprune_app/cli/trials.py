@@ -63,21 +63,21 @@ def audit(
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
-        found = run_audit(prepared, question)
+        finding = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
     for name, text in (
-        ("lower bound on ε", f"{found.bound:.3f}"),
-        ("ε that the ledger claims", f"{found.claim:.3f}"),
-        ("δ", f"{found.delta:g}"),
-        ("canaries", f"{found.canaries}"),
-        ("guesses", f"{found.guesses}"),
-        ("correct", f"{found.correct} ({found.correct / found.guesses:.1%})"),
-        ("confidence", f"{found.confidence:.1%}"),
+        ("lower bound on ε", f"{finding.bound:.3f}"),
+        ("ε that the ledger claims", f"{finding.claim:.3f}"),
+        ("δ", f"{finding.delta:g}"),
+        ("canaries", f"{finding.canaries}"),
+        ("guesses", f"{finding.guesses}"),
+        ("correct", f"{finding.correct} ({finding.correct / finding.guesses:.1%})"),
+        ("confidence", f"{finding.confidence:.1%}"),
     ):
         table.add_row(name, text)
     Terminal().print(table)
     if json_file is not None:  # nothing is lost where it cannot be written
-        replace_file(json_file.expanduser().resolve(), json.dumps(found.to_dict(), indent=1).encode())
-    if not found.holds:
-        raise LaunchError(found.verdict)
-    say(f": {found.verdict}", "passed", "green")
+        replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
+    if not finding.holds:
+        raise LaunchError(finding.verdict)
+    say(f": {finding.verdict}", "passed", "green")

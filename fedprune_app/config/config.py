@@ -103,23 +103,23 @@ def flat(options: CommonOptions | Table, prefix: str = "") -> Iterator[tuple[str
             yield key, value, option_of(item)
 
 
-def _with_needs(key: str, declared: Option, config: Config) -> Option:
+def _with_needs(key: str, option: Option, config: Config) -> Option:
     """Return an option with the needs of its table too, all of them named by whole keys."""
     table, _, _ = key.rpartition(".")
     of_table = getattr(config, table.replace("-", "_")).needs if table else {}
-    own = {f"{table}{name}" if name.startswith(".") else name: values for name, values in declared.needs.items()}
-    return replace(declared, needs={name: values for name, values in {**of_table, **own}.items() if name != key})
+    own_needs = {f"{table}{name}" if name.startswith(".") else name: values for name, values in option.needs.items()}
+    return replace(option, needs={name: values for name, values in {**of_table, **own_needs}.items() if name != key})
 
 
-_OPTIONS = {key: _with_needs(key, declared, Config()) for key, _, declared in flat(Config())}
+_OPTIONS = {key: _with_needs(key, option, Config()) for key, _, option in flat(Config())}
 OPTIONS: Mapping[str, Option] = MappingProxyType(_OPTIONS)
 """Every option by its key: those of the product, and those of the plug-ins that are loaded."""
-DEFAULTS: Mapping[str, Scalar] = {key: declared.default for key, declared in OPTIONS.items()}
+DEFAULTS: Mapping[str, Scalar] = {key: option.default for key, option in OPTIONS.items()}
 """The default of every option of the product; Flower's pyproject.toml declares these keys."""
 
 
-def register_keys(prefix: str, declared: Mapping[str, Option]) -> None:
+def register_keys(prefix: str, options: Mapping[str, Option]) -> None:
     """Add the options of a plug-in's table in place of those that begin with ``prefix``."""
     for key in [key for key in _OPTIONS if key.startswith(prefix)]:
         del _OPTIONS[key]
-    _OPTIONS.update(declared)
+    _OPTIONS.update(options)

@@ -31,23 +31,23 @@ _ALSO: Mapping[tuple[str, str], Needs] = {
 
 def has_effect(key: str, config: Config) -> bool:
     """Return whether the option ``key`` can change anything about a run with this configuration."""
-    return _unmet(key, config) is None
+    return _unmet_need(key, config) is None
 
 
-def check_effects(given: Iterable[str], config: Config) -> None:
-    """Raise :class:`ConfigError` for a key among ``given`` that has no effect in a run with this configuration."""
-    for key in given:
-        if (unmet := _unmet(key, config)) is not None:
-            (name, values), found = unmet, config.to_dict()
+def check_effects(keys: Iterable[str], config: Config) -> None:
+    """Raise :class:`ConfigError` for a key among ``keys`` that has no effect in a run with this configuration."""
+    for key in keys:
+        if (need := _unmet_need(key, config)) is not None:
+            (name, values), settings = need, config.to_dict()
             raise ConfigError(
                 key,
-                found.get(key, ...),
-                which=f"has no effect with {name} {found[name]!r}",
-                hint=f"{key} needs {name} {_words(values)}{_instead(key, config.system)}",
+                settings.get(key, ...),
+                which=f"has no effect with {name} {settings[name]!r}",
+                hint=f"{key} needs {name} {_words(values)}{_alternative(key, config.system)}",
             )
 
 
-def _unmet(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
+def _unmet_need(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
     """Return the first need of an option that a configuration does not meet, or None."""
     if not (needs := {**OPTIONS[key].needs, **_ALSO.get((key, config.system), {})}):
         return None
@@ -62,10 +62,10 @@ def _words(values: tuple[Scalar, ...]) -> str:
     return f"other than {words}" if isinstance(values, NoneOf) else words
 
 
-def _instead(key: str, system: str) -> str:
+def _alternative(key: str, system: str) -> str:
     """Return the system's own key for the same quantity, as the end of a sentence."""
     last = key.rpartition(".")[2]
-    same = [each for each, option in OPTIONS.items() if each.endswith(f".{last}") and each != key]
-    same = [each for each in same if system in OPTIONS[each].needs.get("system", ())]
-    meant = _INSTEAD.get((key, system)) or (same[0] if same else "")
-    return f"; system {system!r} has {meant}" if meant else ""
+    names = [name for name, option in OPTIONS.items() if name.endswith(f".{last}") and name != key]
+    names = [name for name in names if system in OPTIONS[name].needs.get("system", ())]
+    alternative = _INSTEAD.get((key, system)) or (names[0] if names else "")
+    return f"; system {system!r} has {alternative}" if alternative else ""

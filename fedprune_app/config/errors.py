@@ -40,7 +40,7 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         """Return the line "WHERE: KEY is VALUE, which WHICH, allowed CONDITION: ALLOWED; HINT", of what there is."""
-        value = "" if self.value is ... else f" is {_shown(self.value)}"
+        value = "" if self.value is ... else f" is {_value_text(self.value)}"
         which = f"{value and ', which'} {self.which}" if self.which else ""
         allowed = ", allowed" if self.allowed or self.condition else ""
         allowed += f"{self.condition and ' '}{self.condition}{self.allowed and ': '}{self.allowed}"
@@ -48,7 +48,7 @@ class ConfigError(ValueError):
         return f"{self.mark}{self.where}{self.where and ': '}{self.key}{value}{which}{allowed}{hint}"
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return a value as a file of settings has it; a long one is cut."""
     if isinstance(value, bool):
         return str(value).lower()

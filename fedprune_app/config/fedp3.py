@@ -37,7 +37,7 @@ def _count_choices() -> dict[str, str]:
 
 def _block_choices() -> dict[str, str]:
     def words(patterns: tuple[str, ...]) -> str:
-        return f"of ResNet-18 all but {', or all but '.join(each.removeprefix('-') for each in patterns)}"
+        return f"of ResNet-18 all but {', or all but '.join(pattern.removeprefix('-') for pattern in patterns)}"
 
     return {name: words(patterns) for name, patterns in FEDP3_BLOCKS.items()}
 

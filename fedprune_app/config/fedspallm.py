@@ -169,8 +169,8 @@ class FedSpaLLMOptions(Table):
         if self.merge != "hessians" and self.pattern == CUT:
             raise ConfigError("fedspallm.pattern", CUT, "empty, n:m", condition=condition)
         if self.merge != "mean" and self.pruning_rounds(common) > 1:
-            more = " more than fedspallm.recovery-rounds" if self.recovery_rounds else ""
-            raise ConfigError("num-server-rounds", common.num_server_rounds, f"1{more}", condition=condition)
+            suffix = " more than fedspallm.recovery-rounds" if self.recovery_rounds else ""
+            raise ConfigError("num-server-rounds", common.num_server_rounds, f"1{suffix}", condition=condition)
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             raise ConfigError(
                 "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"
@@ -191,8 +191,8 @@ class FedSpaLLMOptions(Table):
 
     def more_texts(self) -> dict[str, Path]:
         """Return ``evaluation-texts`` as name → path, in their order. Raises :class:`ConfigError`."""
-        found = _named_files("evaluation-texts", self.evaluation_texts, needs_path=True)
-        return {name: path for name, path in found.items() if path}
+        paths = _named_files("evaluation-texts", self.evaluation_texts, needs_path=True)
+        return {name: path for name, path in paths.items() if path}
 
     def tasks(self) -> dict[str, Path | None]:
         """Return ``evaluation-tasks`` as name → path of a YAML file, or None for one of the harness' own.
@@ -208,13 +208,13 @@ class FedSpaLLMOptions(Table):
 
 def _named_files(key: str, value: str, *, needs_path: bool) -> dict[str, Path | None]:
     """Return a list of ``name=path`` as name → path. Raises :class:`ConfigError`."""
-    found: dict[str, Path | None] = {}
+    path_by_name: dict[str, Path | None] = {}
     for text in filter(None, (part.strip() for part in value.split(","))):
         name, equals, path = (part.strip() for part in text.partition("="))
         is_path = Path(path).is_absolute() if equals or needs_path else True
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in found or not is_path:
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in path_by_name or not is_path:
             form = "name=path" if needs_path else "a name, or name=path"
             allowed = f"{form}, names of letters and digits, each once, and absolute paths"
             raise ConfigError(f"fedspallm.{key}", text, allowed)
-        found[name] = Path(path) if equals else None
-    return found
+        path_by_name[name] = Path(path) if equals else None
+    return path_by_name

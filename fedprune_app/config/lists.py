@@ -9,7 +9,7 @@ from fedprune_app.config.errors import ConfigError
 
 def listed(text: str) -> tuple[str, ...]:
     """Return the names in ``text``, 'cat, dog'."""
-    return tuple(each.strip() for each in text.split(",") if each.strip())
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def share_in_turn(key: str, text: str, client: int, default: float) -> float:
@@ -21,7 +21,7 @@ def share_in_turn(key: str, text: str, client: int, default: float) -> float:
     if not texts:
         return default
     try:
-        values = [float(each) for each in texts]
+        values = [float(part) for part in texts]
     except ValueError:
         values = [math.nan]
     if not all(0 < value <= 1 for value in values):

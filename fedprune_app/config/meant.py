@@ -41,20 +41,20 @@ def unknown_key(key: str, keys: Collection[str]) -> ConfigError:
     >>> str(unknown_key("lr", ["learning-rate", "lr-decay"]))
     "setting is 'lr', which is unknown; did you mean 'learning-rate'?"
     """
-    return ConfigError("setting", key, which="is unknown", hint=_meant_by(key.lower().replace("_", "-"), keys))
+    return ConfigError("setting", key, which="is unknown", hint=_suggestion_for(key.lower().replace("_", "-"), keys))
 
 
-def _meant_by(key: str, keys: Collection[str]) -> str:
+def _suggestion_for(key: str, keys: Collection[str]) -> str:
     if key in _COMMAND_LINE:
         return f"it is the command's option {_COMMAND_LINE[key]}"
     if key in keys:
         return f"did you mean {key!r}?"
     if _OTHER_WORDS.get(key) in keys:
         return f"did you mean {_OTHER_WORDS[key]!r}?"
-    if in_tables := [each for each in keys if each.endswith(f".{key}")]:
+    if in_tables := [name for name in keys if name.endswith(f".{key}")]:
         return f"did you mean {' or '.join(map(repr, in_tables))}?"
-    close = difflib.get_close_matches(key, keys, n=1)
-    return f"did you mean {close[0]!r}?" if close else "see `fedprune list --keys`"
+    matches = difflib.get_close_matches(key, keys, n=1)
+    return f"did you mean {matches[0]!r}?" if matches else "see `fedprune list --keys`"
 
 
 def not_allowed(key: str, value: object, allowed: Collection[str]) -> ConfigError:
@@ -64,9 +64,9 @@ def not_allowed(key: str, value: object, allowed: Collection[str]) -> ConfigErro
     "dataset is 'CIFAR-10', allowed: mnist, cifar10; did you mean 'cifar10'?"
     """
     by_letters = {_letters(name): name for name in allowed}
-    close = difflib.get_close_matches(_letters(str(value)), list(filter(None, by_letters)), n=1)
-    meant = f"did you mean {by_letters[close[0]]!r}?" if close else ""
-    return ConfigError(key, value, ", ".join(filter(None, allowed)), hint=meant)
+    matches = difflib.get_close_matches(_letters(str(value)), list(filter(None, by_letters)), n=1)
+    suggestion = f"did you mean {by_letters[matches[0]]!r}?" if matches else ""
+    return ConfigError(key, value, ", ".join(filter(None, allowed)), hint=suggestion)
 
 
 def _letters(name: str) -> str:

@@ -102,15 +102,15 @@ class Option:
         if not isinstance(value, str) or not value or self.kind is Kind.RUN_FOLDER:
             return value
         if self.kind.is_path:
-            return _resolved(value)
+            return _real_path(value)
         is_file = value.endswith(".gguf")
         if self.kind is Kind.MODEL and (is_file or Path(os.path.expanduser(value)).is_dir()):
-            return _resolved(value)
+            return _real_path(value)
         if self.kind in (Kind.CODE, Kind.MODEL):
             return ",".join(_code_from_here(part.strip()) for part in value.split(","))
         if self.kind is Kind.NAMED_FILES:
             parts = (part.partition("=") for part in value.split(","))
-            return ",".join(f"{name.strip()}={_resolved(path.strip())}" if path else name for name, _, path in parts)
+            return ",".join(f"{name.strip()}={_real_path(path.strip())}" if path else name for name, _, path in parts)
         return value
 
 
@@ -146,8 +146,8 @@ def option(
         ("below", below, operator.lt),
     )
     bounds = tuple(Bound(words, limit, holds) for words, limit, holds in ends if limit is not None)
-    declared = Option(default, help, choices or {}, bounds, kind, changes_results, resumable, needs or {})
-    return field(default=default, metadata={_OPTION: declared})
+    declaration = Option(default, help, choices or {}, bounds, kind, changes_results, resumable, needs or {})
+    return field(default=default, metadata={_OPTION: declaration})
 
 
 _OPTION = "option"
@@ -160,8 +160,8 @@ def declares_option(item: Field[Any]) -> bool:
 
 def option_of(item: Field[Any]) -> Option:
     """Return the option that a field declares."""
-    declared: Option = item.metadata[_OPTION]
-    return declared
+    declaration: Option = item.metadata[_OPTION]
+    return declaration
 
 
 _TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
@@ -181,8 +181,8 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
             value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
     if not isinstance(value, bool | int | float | str) or type(value) is not kind:
         lower = str(value).lower()
-        meant = f"did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
-        raise ConfigError(key, value, _TYPE_NAMES[kind], hint=meant)
+        suggestion = f"did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
+        raise ConfigError(key, value, _TYPE_NAMES[kind], hint=suggestion)
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(key, value, "a finite number")
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
@@ -207,8 +207,8 @@ def _absolute(key: str, path: str) -> str:
 def _code_from_here(code: str) -> str:
     """Return code in a file with the file's absolute path; a module and any other name stay as they are."""
     file, colon, function = code.rpartition(":") if not code.endswith(".py") else (code, "", "")
-    return f"{_resolved(file)}{colon}{function}" if file.endswith(".py") else code
+    return f"{_real_path(file)}{colon}{function}" if file.endswith(".py") else code
 
 
-def _resolved(path: str) -> str:
+def _real_path(path: str) -> str:
     return str(Path(os.path.expanduser(path)).resolve())

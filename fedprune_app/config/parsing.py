@@ -30,28 +30,28 @@ def parse_config(values: Mapping[str, object]) -> Config:
     for key in values:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
-    own = table_of(values.get("system"))
+    own_options = table_of(values.get("system"))
     for key, value in values.items():
         if not isinstance(value, Hashable):  # no option takes it
             OPTIONS[key].parse(key, value)
-    return _checked(frozenset((key, type(value), value) for key, value in values.items()), own)
+    return _checked_config(frozenset((key, type(value), value) for key, value in values.items()), own_options)
 
 
 @lru_cache(maxsize=16)  # a client is told its run's configuration with every message
-def _checked(given: frozenset[tuple[str, type, object]], own: Table) -> Config:
-    parsed = {key: OPTIONS[key].parse(key, value) for key, _, value in given}
+def _checked_config(items: frozenset[tuple[str, type, object]], own_options: Table) -> Config:
+    parsed = {key: OPTIONS[key].parse(key, value) for key, _, value in items}
     defaults = {key: option.parse(key, option.default) for key, option in OPTIONS.items()}
-    config = _filled(Config(own=own), defaults | parsed).settled()
+    config = _with_values(Config(own=own_options), defaults | parsed).settled()
     config.check()
     return config
 
 
-def _filled(blank: T, values: Mapping[str, Scalar], prefix: str = "") -> T:
+def _with_values(blank: T, values: Mapping[str, Scalar], prefix: str = "") -> T:
     changes: dict[str, Any] = {}
     for item in fields(blank):
         key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(blank, item.name)
         changes[item.name] = (
-            _filled(value, values, f"{value.name or key}.") if isinstance(value, Table) else values[key]
+            _with_values(value, values, f"{value.name or key}.") if isinstance(value, Table) else values[key]
         )
     return replace(blank, **changes)
 
@@ -63,16 +63,20 @@ def paths_from_here(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 def written_below(folder: Path, config: Config) -> Config:
     """Return ``config`` as a new run that writes in ``folder`` alone: records, clients' state and ledgers."""
-    written = (Kind.RUN_FOLDER, Kind.STATE_FOLDER)
-    places = {key: "" for key, option in OPTIONS.items() if option.kind in written}
+    kinds = (Kind.RUN_FOLDER, Kind.STATE_FOLDER)
+    places = {key: "" for key, option in OPTIONS.items() if option.kind in kinds}
     return parse_config({**config.to_dict(), **places, "out-dir": str(folder)})
 
 
-def check_resumable(before: Mapping[str, object], config: Config) -> None:
-    """Raise :class:`ConfigError` where ``config`` would not continue a run that began with the settings ``before``."""
+def check_resumable(settings: Mapping[str, object], config: Config) -> None:
+    """Raise :class:`ConfigError` where ``config`` would not continue a run that began with these ``settings``."""
     fixed = config.fixed_on_resume()
     for key, value in config.to_dict().items():
-        if before.get(key) != value and (key in fixed or not OPTIONS[key].resumable):
+        if settings.get(key) != value and (key in fixed or not OPTIONS[key].resumable):
             raise ConfigError(
-                key, value, f"{before.get(key)!r}, as the run began", condition="when resuming", hint=fixed.get(key, "")
+                key,
+                value,
+                f"{settings.get(key)!r}, as the run began",
+                condition="when resuming",
+                hint=fixed.get(key, ""),
             )

@@ -34,18 +34,19 @@ def register_table(system: str, kind: type[Table]) -> None:
     where = f"system {system!r}"
     if not (isinstance(kind, type) and issubclass(kind, Table) and is_dataclass(kind)):
         raise ConfigError("options", kind, "a frozen dataclass that extends Table", where=where)
-    own = [key for key, hint in inspect.get_annotations(kind).items() if "ClassVar" not in str(hint)]
-    if own and "__dataclass_params__" not in vars(kind):
+    own_keys = [key for key, hint in inspect.get_annotations(kind).items() if "ClassVar" not in str(hint)]
+    if own_keys and "__dataclass_params__" not in vars(kind):
         raise ConfigError("options", kind.__name__, "a class with @dataclass(frozen=True)", where=where)
     _check_fields(system, kind)
     kind.name = kind.name or system
     if kind.name in {item.name.replace("_", "-") for item in fields(Config)}:
         raise ConfigError("name of the options", kind.name, "a name that no table has", where=where)
     _TABLES[system] = kind
-    systems = tuple(name for name, each in _TABLES.items() if each is kind)
+    systems = tuple(name for name, table in _TABLES.items() if table is kind)
     prefix = f"{kind.name}."
     register_keys(
-        prefix, {key: replace(each, needs={"system": systems, **each.needs}) for key, _, each in flat(kind(), prefix)}
+        prefix,
+        {key: replace(option, needs={"system": systems, **option.needs}) for key, _, option in flat(kind(), prefix)},
     )
 
 
@@ -61,8 +62,8 @@ def _check_fields(system: str, kind: type[Table]) -> None:
             raise ConfigError(item.name, ..., "TYPE = option(DEFAULT, HELP)", which="declares no option", where=where)
         default, hint = item.default, hints.get(item.name, type(item.default))
         if type(default) not in _TYPES or (hint in _TYPES and type(default) is not hint):
-            wanted = hint.__name__ if hint in _TYPES else "bool, int, float or str"
-            raise ConfigError(f"default of {item.name}", default, f"one of type {wanted}", where=where)
+            type_names = hint.__name__ if hint in _TYPES else "bool, int, float or str"
+            raise ConfigError(f"default of {item.name}", default, f"one of type {type_names}", where=where)
 
 
 def check_uses(system: str, uses: Collection[str]) -> tuple[str, ...]:
@@ -89,9 +90,9 @@ def is_used(system: str, key: str) -> bool:
 def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
     """Return ``values`` with the options that ``plugin-options`` carries under keys of their own."""
     text = values.get(CARRIER)
-    rest = {key: value for key, value in values.items() if key != CARRIER}
+    settings = {key: value for key, value in values.items() if key != CARRIER}
     if not text:
-        return rest
+        return settings
     try:
         carried = json.loads(str(text))
     except ValueError:
@@ -101,11 +102,11 @@ def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
     tables = {kind.name for kind in _TABLES.values()}
     for key in carried:
         if key.rpartition(".")[0] not in tables:
-            allowed = ", ".join(each for each in OPTIONS if each.rpartition(".")[0] in tables) or "none here"
+            allowed = ", ".join(name for name in OPTIONS if name.rpartition(".")[0] in tables) or "none here"
             raise ConfigError(CARRIER, key, f"the options of plug-ins, {allowed}")
-        if key in rest:
-            raise ConfigError(key, rest[key], "one of them", which=f"is in {CARRIER} too")
-    return {**rest, **carried}
+        if key in settings:
+            raise ConfigError(key, settings[key], "one of them", which=f"is in {CARRIER} too")
+    return {**settings, **carried}
 
 
 def with_carrier(config: Config) -> dict[str, Scalar]:

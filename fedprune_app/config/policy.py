@@ -110,11 +110,11 @@ class Policy:
             allowed = ", ".join(self.label_columns) or "none"
             raise declined("label-column", config.label_column, "allowed-label-columns", allowed)
 
-    def check_noise(self, noise_multiplier: float, what: str) -> None:
+    def check_noise(self, noise_multiplier: float, key: str) -> None:
         """Raise :class:`PolicyError` where the noise that a run has is too little."""
         if noise_multiplier < self.min_noise_multiplier:
-            least = f"at least {self.min_noise_multiplier}"
-            raise declined(what, noise_multiplier, "min-noise-multiplier", least)
+            allowed = f"at least {self.min_noise_multiplier}"
+            raise declined(key, noise_multiplier, "min-noise-multiplier", allowed)
 
     def over(self, config: Config) -> Config:
         """Return the settings of a run as the policy leaves them.
@@ -127,9 +127,9 @@ class Policy:
         return config
 
 
-def declined(key: str, value: object, own: str, allowed: str) -> PolicyError:
-    """Return the error of a run whose ``key`` has a value that the node's ``own`` key does not allow."""
-    return PolicyError(key, value, allowed, condition=f"by its {own}", where="the node declines the run")
+def declined(key: str, value: object, node_key: str, allowed: str) -> PolicyError:
+    """Return the error of a run whose ``key`` has a value that the node's ``node_key`` does not allow."""
+    return PolicyError(key, value, allowed, condition=f"by its {node_key}", where="the node declines the run")
 
 
 POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item) for item in fields(Policy)}

@@ -125,7 +125,7 @@ class DPOptions(Table):
         fixed = {"state-dir": ""}
         if not self.target_epsilon:
             return fixed
-        if self.accuracies == "noised" and common.system != "fedspallm":  # whose clients tell no accuracies
+        if self.accuracies == "noised" and common.system != "fedspallm":  # FedSpaLLM's clients tell no accuracies
             reason = "the noise was chosen for so many evaluations, whose accuracies are noised too"
             fixed |= {"evaluate-every": reason, **({"num-server-rounds": reason} if common.evaluate_every else {})}
         if not self.planned_rounds:

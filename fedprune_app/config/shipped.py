@@ -16,14 +16,14 @@ def shipped_configs() -> dict[str, Path]:
     return {}
 
 
-def config_file(given: Path) -> Path:
-    """Return the file that ``given`` is, or the shipped configuration of that name.
+def config_file(path: Path) -> Path:
+    """Return the file that ``path`` is, or the shipped configuration of that name.
 
     Raises :class:`ConfigError` for a name that is neither.
     """
-    if (given.exists() and not given.is_dir()) or given.suffix or given.parent != Path():
-        return given
+    if (path.exists() and not path.is_dir()) or path.suffix or path.parent != Path():
+        return path
     shipped = shipped_configs()
-    if str(given) not in shipped:
-        raise not_allowed("--config", str(given), [*shipped, "or a file"])
-    return shipped[str(given)]
+    if str(path) not in shipped:
+        raise not_allowed("--config", str(path), [*shipped, "or a file"])
+    return shipped[str(path)]

@@ -73,9 +73,9 @@ class SubFedAvgOptions(Table):
         """Raise :class:`ConfigError` where a decision lacks its data, or a share is meant."""
         for key, percentage in (("target-rate", self.target_rate), ("accuracy-threshold", self.accuracy_threshold)):
             if 0 < percentage < 1:
-                meant = f"{100 * percentage:g}"
+                suggestion = f"{100 * percentage:g}"
                 raise ConfigError(
-                    f"subfedavg.{key}", percentage, "0, or a percentage from 1", hint=f"{meant} is meant?"
+                    f"subfedavg.{key}", percentage, "0, or a percentage from 1", hint=f"{suggestion} is meant?"
                 )
         prunes = self.target_rate > 0 or common.system == "subfedavg-hy"  # channels go whatever the target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"

@@ -21,10 +21,10 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
-        found = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-        if twice := flat.keys() & found.keys():
-            raise ConfigError(min(twice), ..., "once", which="is given twice, with a dot and in a table")
-        flat.update(found)
+        entries = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        if duplicates := flat.keys() & entries.keys():
+            raise ConfigError(min(duplicates), ..., "once", which="is given twice, with a dot and in a table")
+        flat.update(entries)
     return flat
 
 
@@ -54,10 +54,10 @@ def parse_override(text: str) -> tuple[str, Scalar]:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value
-    known = OPTIONS.get(key.strip())
+    option = OPTIONS.get(key.strip())
     if isinstance(parsed, str):
         return key.strip(), parsed
-    if known and isinstance(known.default, str):
+    if option and isinstance(option.default, str):
         return key.strip(), value.strip()
     if not isinstance(parsed, bool | int | float):
         raise ConfigError(key.strip(), value, "a number, true, false or a text")

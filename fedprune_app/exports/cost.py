@@ -80,9 +80,9 @@ def medians(runners: Sequence[Runner], images: Tensor, seconds: float = 1.0) -> 
 
 
 def _milliseconds(runner: Runner, images: Tensor) -> float:
-    started = time.thread_time()
+    start = time.thread_time()
     runner(images)
-    return 1000 * (time.thread_time() - started)
+    return 1000 * (time.thread_time() - start)
 
 
 def machine() -> str:

@@ -123,8 +123,8 @@ def encode_export(info: ExportInfo, payload: Payload) -> bytes:
     The payload has all parameters and running statistics of the network, and is small where channels are gone.
     """
     body = torch.from_numpy(codec.encode(payload)[codec.KEY])
-    about = sealed_json({**json.loads(info.to_json()), _BODY: _sha256(body)})
-    return save({codec.KEY: body}, metadata={"fedprune": json.dumps(about)})
+    metadata = sealed_json({**json.loads(info.to_json()), _BODY: _sha256(body)})
+    return save({codec.KEY: body}, metadata={"fedprune": json.dumps(metadata)})
 
 
 def _sha256(body: Tensor) -> str:
@@ -159,7 +159,7 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
     try:
         network = network_of(content.info, content.payload, build)
     except ValueError as error:
-        raise ValueError(f"exported model {str(path)!r}: {error}{_doubt(build)}") from None
+        raise ValueError(f"exported model {str(path)!r}: {error}{_build_hint(build)}") from None
     _check_digests(path, content)  # last, because a digest cannot say what is wrong
     if sparse:
         sparsify(network)
@@ -198,16 +198,16 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
 
 def full_density(model: nn.Module, payload: Payload) -> float:
     """Return the number of parameters that a payload keeps, as a share of those of the full ``model``."""
-    return num_parameters(payload, parameter_names(model)) / sum(each.numel() for each in model.parameters())
+    return num_parameters(payload, parameter_names(model)) / sum(parameter.numel() for parameter in model.parameters())
 
 
 def num_parameters(payload: Payload, names: list[str]) -> int:
     """Return how many values a payload keeps of the tensors ``names``."""
-    return Payload(_of(payload.tensors, names), _of(payload.masks, names)).num_kept()
+    return Payload(_subset(payload.tensors, names), _subset(payload.masks, names)).num_kept()
 
 
 @dataclass(frozen=True, eq=False)
-class _Found:
+class _Content:
     """A file holds an ``info``, and where tensors were asked for a ``body`` and its ``payload``."""
 
     info: ExportInfo
@@ -216,18 +216,18 @@ class _Found:
     payload: Payload = field(default_factory=lambda: Payload({}))
 
 
-def _check_digests(path: Path, content: _Found) -> None:
-    about = json.loads(content.metadata)
+def _check_digests(path: Path, content: _Content) -> None:
+    metadata = json.loads(content.metadata)
     try:
-        check_json(about)
-        if content.body is None or _sha256(content.body) == about.get(_BODY):
+        check_json(metadata)
+        if content.body is None or _sha256(content.body) == metadata.get(_BODY):
             return
     except (ValueError, RecursionError):
         pass
     raise ValueError(f"exported model {str(path)!r} is damaged: its content is not what was written")
 
 
-def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
+def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Content:
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
@@ -238,7 +238,7 @@ def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
                 raise ValueError("no model that `fedprune export --format safetensors` wrote")
             info = ExportInfo.from_json(text)
             if not with_tensors:
-                return _Found(info, text)
+                return _Content(info, text)
             body = file.get_tensor(codec.KEY)
         if body.dtype != torch.uint8:
             raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
@@ -249,28 +249,30 @@ def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
             )
         model = architecture(info.model, info.image_shape, info.classes, build)
         # the values, and one byte per element of a mask
-        needed = sum(codec.counted(each.shape) * (each.element_size() + 1) for each in named_tensors(model).values())
+        num_bytes = sum(
+            codec.counted(tensor.shape) * (tensor.element_size() + 1) for tensor in named_tensors(model).values()
+        )
         try:
-            payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
+            payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(num_bytes, MAX_FILE_BYTES))
         except ValueError as error:
-            raise ValueError(f"{error}{_doubt(build)}") from None
-        return _Found(info, text, body, payload)
+            raise ValueError(f"{error}{_build_hint(build)}") from None
+        return _Content(info, text, body, payload)
     except OSError as error:
         reason = "it is a folder, allowed: a file" if Path(path).is_dir() else error.strerror or error
         raise ValueError(f"exported model {str(path)!r} cannot be read: {reason}") from None
     except SafetensorError as error:
         reason = str(error).splitlines()[0]
-        wrong = f"it is no file of safetensors ({reason}), allowed: one that `fedprune export` wrote as safetensors"
-        raise ValueError(f"exported model {str(path)!r}: {wrong}") from None
+        problem = f"it is no file of safetensors ({reason}), allowed: one that `fedprune export` wrote as safetensors"
+        raise ValueError(f"exported model {str(path)!r}: {problem}") from None
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
 
 
-def _doubt(build: Build | None) -> str:
+def _build_hint(build: Build | None) -> str:
     return "; the network of build may be another than the one that was exported" if build else ""
 
 
-def _of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def _subset(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names if name in tensors}
 
 
@@ -281,18 +283,18 @@ def _cuts(full: Mapping[str, Tensor], small: Mapping[str, Tensor]) -> tuple[list
     """
     groups, kept = [], {}
     for name, tensor in full.items():
-        for dim, (size, left) in enumerate(zip(tensor.shape, small[name].shape, strict=True)):
-            if left < size:
+        for dim, (size, num_left) in enumerate(zip(tensor.shape, small[name].shape, strict=True)):
+            if num_left < size:
                 group = ChannelGroup(f"{name} {dim}", size, (), (Slice(name, dim),))
                 groups.append(group)
-                kept[group.name] = torch.arange(size) < left
+                kept[group.name] = torch.arange(size) < num_left
     return groups, kept
 
 
-def _check_tensor(name: str, tensor: Tensor, like: Tensor, may_be_cut: bool) -> None:
-    if tensor.dtype != like.dtype:
-        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, allowed: {like.dtype}")
-    full = like.shape
+def _check_tensor(name: str, tensor: Tensor, expected: Tensor, may_be_cut: bool) -> None:
+    if tensor.dtype != expected.dtype:
+        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, allowed: {expected.dtype}")
+    full = expected.shape
     fits = tensor.dim() == len(full) and all(
         min(1, most) <= size <= most for size, most in zip(tensor.shape, full, strict=True)
     )

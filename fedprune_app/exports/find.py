@@ -138,35 +138,35 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str
         )
     dataset, model = dataset_of(data), info.get("model") or {}
     where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
-    had = f"run {str(run)!r} had"
+    origin = f"run {str(run)!r} had"
     if (shape := model.get("image_shape")) != list(dataset.image_shape):
-        raise ValueError(f"{where} has images of shape {list(dataset.image_shape)}, allowed: {shape}, as {had}")
+        raise ValueError(f"{where} has images of shape {list(dataset.image_shape)}, allowed: {shape}, as {origin}")
     if model.get("classes") != dataset.num_classes:
-        raise ValueError(f"{where} has {dataset.num_classes} classes, allowed: {model.get('classes')}, as {had}")
-    for name, before in zip(dataset.classes, model.get("class_names", []), strict=False):
-        if name != before:
-            raise ValueError(f"{where} has the class {name!r}, allowed in its place: {before!r}, as {had}")
+        raise ValueError(f"{where} has {dataset.num_classes} classes, allowed: {model.get('classes')}, as {origin}")
+    for name, recorded_name in zip(dataset.classes, model.get("class_names", []), strict=False):
+        if name != recorded_name:
+            raise ValueError(f"{where} has the class {name!r}, allowed in its place: {recorded_name!r}, as {origin}")
     columns = {"features": list(dataset.features), "features_digest": dataset.features_digest}
     if any(model.get(key, value) != value for key, value in columns.items()):
-        raise ValueError(f"{where} has other columns, or the same in another order, allowed: as {had}")
+        raise ValueError(f"{where} has other columns, or the same in another order, allowed: as {origin}")
     return dataset
 
 
 def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     """Return the global model's tensors as weights; weights that are exactly 0 count as pruned."""
     if not SYSTEMS[config.system].strategy.has_global_model:
-        raise _asks_for_a_client(config, "it has no global model")
+        raise _client_error(config, "it has no global model")
     path = run / "models" / "global.safetensors"
     if not path.exists():
         raise ValueError(f"{str(path)!r} is missing")
-    whose = owner("global model", str(info.get("run_key") or ""))
-    tensors = read_tensors(path, round=int(info["rounds_completed"]), owner=whose).tensors
+    tensor_owner = owner("global model", str(info.get("run_key") or ""))
+    tensors = read_tensors(path, round=int(info["rounds_completed"]), owner=tensor_owner).tensors
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
-def _asks_for_a_client(config: Config, why: str, allowed: str = "a client's number") -> ConfigError:
+def _client_error(config: Config, reason: str, allowed: str = "a client's number") -> ConfigError:
     return ConfigError(
-        "--client", ..., allowed, condition=f"with system {config.system!r}", which="is not given", hint=why
+        "--client", ..., allowed, condition=f"with system {config.system!r}", which="is not given", hint=reason
     )
 
 
@@ -189,15 +189,15 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
             condition=f"with system {config.system!r}",
             hint="it does not keep its fine-tuned models",
         )
-    known = sorted(row["partition"] for row in info.get("partition") or [])
-    if client not in known:
-        raise ConfigError("--client", client, f"{_ranges(known)}{_or_global(config)}")
+    clients = sorted(row["partition"] for row in info.get("partition") or [])
+    if client not in clients:
+        raise ConfigError("--client", client, f"{_ranges(clients)}{_or_global(config)}")
     run_key = str(info.get("run_key") or "")
     store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
     rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
     if client not in rounds:
-        trained = f"{_ranges(sorted(rounds))}{_or_global(config)}"
-        raise ConfigError("--client", client, trained, which="never trained in this run and has no model")
+        trained_clients = f"{_ranges(sorted(rounds))}{_or_global(config)}"
+        raise ConfigError("--client", client, trained_clients, which="never trained in this run and has no model")
     if rounds[client] not in store.rounds():
         raise ConfigError(
             "--state-dir",
@@ -243,15 +243,15 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     if client is not None:
         weights |= _from_server(run, config, full, round)
     names = list(state_tensors(full, include_buffers=True))
-    # where clients take some layers of the server alone, what else it has is from before (LG-FedAvg's pre-training)
+    # where clients take some layers of the server alone, its other layers are from before (LG-FedAvg's pre-training)
     if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
-        raise _asks_for_a_client(config, "no model of it is global as a whole")
+        raise _client_error(config, "no model of it is global as a whole")
     if missing := [name for name in names if name not in weights]:
         is_kept = not issubclass(SYSTEMS[config.system].client, FineTuned)
-        instead = "a client's number" if is_kept else "no export, as no client's model is kept"
+        alternative = "a client's number" if is_kept else "no export, as no client's model is kept"
         if client is None and not set(missing) & set(shared_names(full, config.batch_norm)):
-            raise _asks_for_a_client(config, "no model is global as a whole with batch-norm 'local'", instead)
-        reason = "is of another model" if client is not None else f"is not complete, allowed: {instead}"
+            raise _client_error(config, "no model is global as a whole with batch-norm 'local'", alternative)
+        reason = "is of another model" if client is not None else f"is not complete, allowed: {alternative}"
         raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")
     load_state_tensors(full, weights)
     full.eval().requires_grad_(False)
@@ -282,6 +282,6 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     )
     if kept:
         shapes = {name: weights[name].shape for name in prunable_names(full)}
-        cut = full_masks(shapes) | coordinate_masks(groups, kept, shapes)
-        masks = {name: cut[name] & masks[name] if name in masks else cut[name] for name in shapes}
+        channel_masks = full_masks(shapes) | coordinate_masks(groups, kept, shapes)
+        masks = {name: channel_masks[name] & masks[name] if name in masks else channel_masks[name] for name in shapes}
     return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full, masks)

@@ -152,8 +152,8 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
     content, runner = _RUNTIMES[format](model.network, model.info)
     for batch in (1, 3):
         images = example_images(model.info.image_shape, batch)
-        expected, got = model.network(images), runner(images)
-        error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
+        expected, actual = model.network(images), runner(images)
+        error, allowed = float((actual - expected).abs().max()), 1e-4 * float(expected.abs().max())
         if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
     return content, runner, _RUNTIMES[format](model.full, model.info)[1]

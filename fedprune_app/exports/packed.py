@@ -57,21 +57,21 @@ def is_language_model(folder: Path) -> bool:
     return any((place / "config.json").is_file() for place in (folder, folder / CHECKPOINT))
 
 
-def check_options(output: Path, client: int | None, format: str, **more: object) -> None:
+def check_options(output: Path, client: int | None, format: str, **options: object) -> None:
     """Raise :class:`ConfigError` for options of ``fedprune export`` that a language model does not have.
 
-    ``more`` are options without effect, by name; they are there where they are not empty.
+    ``options`` are those without effect, by name; they are there where they are not empty.
     """
-    with_one = "with a language model"
+    condition = "with a language model"
     if client is not None:
-        raise ConfigError("--client", client, "none, for the global model", condition=with_one)
+        raise ConfigError("--client", client, "none, for the global model", condition=condition)
     if format not in ("", "sparse"):
-        raise ConfigError("--format", format, "sparse", condition=with_one)
+        raise ConfigError("--format", format, "sparse", condition=condition)
     if output.suffix.lower() in SUFFIXES:
-        raise ConfigError("--output", output, "a folder, whose name has no suffix of a file", condition=with_one)
-    for name, value in more.items():
+        raise ConfigError("--output", output, "a folder, whose name has no suffix of a file", condition=condition)
+    for name, value in options.items():
         if value:
-            raise ConfigError(f"--{name.replace('_', '-')}", value, "none, since it has no effect", condition=with_one)
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "none, since it has no effect", condition=condition)
 
 
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
@@ -87,21 +87,21 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         info = read_info(folder)
         if (status := info["status"]) != "completed":
             raise ValueError(f"run {str(folder)!r} is {status}, allowed: a completed run")
-        if damaged := check_models(folder, info):
-            raise ValueError(damaged[0])
+        if damages := check_models(folder, info):
+            raise ValueError(damages[0])
         folder = folder / CHECKPOINT
     model = LanguageModel(resolve_checkpoint(str(folder), download=False))
-    kept = {"all": 0, "kept": 0}
+    counts = {"all": 0, "kept": 0}
 
     def layer(number: int) -> Payload:
-        whole = model.layer_tensors(number)
-        tensors = {name: whole[name] for name in model.prunable(number)}
+        all_tensors = model.layer_tensors(number)
+        tensors = {name: all_tensors[name] for name in model.prunable(number)}
         payload = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
-        kept["all"] += sum(tensor.numel() for tensor in tensors.values())
-        kept["kept"] += payload.num_kept()
+        counts["all"] += sum(tensor.numel() for tensor in tensors.values())
+        counts["kept"] += payload.num_kept()
         return payload
 
-    written = write_packed(model, layer, output)
+    disk_bytes = write_packed(model, layer, output)
     try:
         with one_thread():
             dense, sparse = load_packed(output), load_packed(output, sparse=True)
@@ -110,18 +110,18 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         raise
     token = torch.zeros((1, 1), dtype=torch.int64)
     with one_thread(), torch.inference_mode():
-        times = medians([partial(each, use_cache=False) for each in (dense, sparse)], token)
-    linear = [type(each) for each in sparse.modules() if isinstance(each, nn.Linear | SparseLinear)]
+        times = medians([partial(network, use_cache=False) for network in (dense, sparse)], token)
+    linear_types = [type(module) for module in sparse.modules() if isinstance(module, nn.Linear | SparseLinear)]
     return Packed(
         Cost(_bytes(dense), _bytes(dense), times[0]),
-        Cost(written, _bytes(sparse), times[1]),
-        kept["kept"] / max(1, kept["all"]),
-        max(0, len(linear) - 1),  # the head is no layer of the decoder
-        linear.count(SparseLinear),
+        Cost(disk_bytes, _bytes(sparse), times[1]),
+        counts["kept"] / max(1, counts["all"]),
+        max(0, len(linear_types) - 1),  # the head is no layer of the decoder
+        linear_types.count(SparseLinear),
     )
 
 
 def _bytes(model: nn.Module) -> int:
     """Return the bytes of a model's tensors in memory; tied ones count once."""
-    tensors = {each.data_ptr(): each for each in [*model.parameters(), *model.buffers()]}
-    return sum(each.numel() * each.element_size() for each in tensors.values())
+    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -48,13 +48,13 @@ def predictions(
     """
     info = read_export_info(model)
     if not info.features and (info.inputs != "images" or info.image_shape[1:] == (1, 1)):
-        trained = "data of a plug-in that were not there at the export" if info.inputs == "unknown" else "numbers"
+        inputs = "data of a plug-in that were not there at the export" if info.inputs == "unknown" else "numbers"
         raise ValueError(
-            f"model '{model}' was trained on {trained}, allowed: one trained on images of 8 bits, or on a table whose "
+            f"model '{model}' was trained on {inputs}, allowed: one trained on images of 8 bits, or on a table whose "
             "columns the model names; in Python, fedprune_app.load_model takes numbers"
         )
     classify = _Classifier(info, load_model(model, build=build), top)
-    classified = []
+    results = []
     for path in files:
         try:
             _check_file(path, "table" if info.features else "image")
@@ -65,8 +65,8 @@ def predictions(
             refuse(error)
             continue
         for row, classes in enumerate(classify(examples), 1):
-            classified.append(Prediction(path, row if info.features else None, classes))
-    return classified
+            results.append(Prediction(path, row if info.features else None, classes))
+    return results
 
 
 class _Classifier:
@@ -74,13 +74,13 @@ class _Classifier:
 
     def __init__(self, info: ExportInfo, network: nn.Module, top: int) -> None:
         self._network = network
-        self._scale = [torch.tensor(each, dtype=torch.float64).view(-1, 1, 1) for each in (info.mean, info.std)]
+        self._scale = [torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (info.mean, info.std)]
         self._names = info.class_names or tuple(map(str, range(info.classes)))
         self._top = min(top, len(self._names))
 
     def __call__(self, examples: Tensor) -> list[Classes]:
         likeliest: list[Classes] = []
-        mean, std = (each.to(examples.dtype) for each in self._scale)
+        mean, std = (tensor.to(examples.dtype) for tensor in self._scale)
         for start in range(0, len(examples), _BATCH):
             batch = examples[start : start + _BATCH]
             with torch.no_grad():
@@ -92,8 +92,8 @@ class _Classifier:
 
 def _check_file(path: Path, kind: str) -> None:
     if not path.is_file():
-        why = "is a folder" if path.is_dir() else SPECIAL if path.exists() else "does not exist"
-        raise ValueError(f"{kind} {str(path)!r} {why}, allowed: files of {kind}s")
+        reason = "is a folder" if path.is_dir() else SPECIAL if path.exists() else "does not exist"
+        raise ValueError(f"{kind} {str(path)!r} {reason}, allowed: files of {kind}s")
 
 
 def _rows(path: Path, info: ExportInfo) -> Tensor:

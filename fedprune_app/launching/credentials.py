@@ -109,14 +109,14 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
     host_and_port(address)
     path = home / CREDENTIALS
     try:
-        known = yaml.safe_load(path.read_text()) if path.exists() else {}
+        entries = yaml.safe_load(path.read_text()) if path.exists() else {}
     except (yaml.YAMLError, UnicodeDecodeError):
-        known = None
-    if not isinstance(known, dict):
+        entries = None
+    if not isinstance(entries, dict):
         raise ConfigError("credentials", path, "the file that `flwr login` writes", which="is no mapping in YAML")
-    more = json.loads(credentials(address, read_control_secret(secret)))
+    new_entries = json.loads(credentials(address, read_control_secret(secret)))
     home.mkdir(0o700, parents=True, exist_ok=True)
-    write_secret(path, json.dumps(known | more).encode())
+    write_secret(path, json.dumps(entries | new_entries).encode())
     return path
 
 

@@ -38,7 +38,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
     """
     command = [processes.tool("flwr"), *arguments, "--format", "json"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=processes.direct_on_loopback(link.environment),
             capture_output=True,
@@ -49,14 +49,14 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
-    start = done.stdout.find("{")
+    start = process.stdout.find("{")
     try:
-        answer: dict[str, object] = json.loads(done.stdout[start:]) if start >= 0 else {}
+        answer: dict[str, object] = json.loads(process.stdout[start:]) if start >= 0 else {}
     except json.JSONDecodeError:
         answer = {}
-    if done.returncode != 0 or not answer.get("success", False):
-        said = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
-        raise LaunchError(f"flwr {arguments[0]}: {said[-1].strip() if said else 'no answer'}")
+    if process.returncode != 0 or not answer.get("success", False):
+        lines = str(answer.get("error-message") or process.stderr or process.stdout).strip().splitlines()
+        raise LaunchError(f"flwr {arguments[0]}: {lines[-1].strip() if lines else 'no answer'}")
     return answer
 
 
@@ -85,11 +85,11 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
     Flower says.
     """
     record = RecordedEnd(folder / "run.json")
-    asked, unanswered = time.monotonic(), 0
+    asked_at, unanswered = time.monotonic(), 0
     while True:
         on_tick()
         record.read()
-        if time.monotonic() - asked > (_STATUS_SECONDS if record.is_over else _UNASKED_SECONDS):
+        if time.monotonic() - asked_at > (_STATUS_SECONDS if record.is_over else _UNASKED_SECONDS):
             try:
                 current, unanswered = str(_run_row(link, run_id)["status"]), 0
             except LaunchError:
@@ -99,7 +99,7 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
                 current = "unknown"
             if current.startswith("finished"):
                 return current
-            asked = time.monotonic()
+            asked_at = time.monotonic()
         if record.has_lingered:
             return "finished:completed" if record.is_completed else "finished:failed"
         time.sleep(0.1)

@@ -106,19 +106,23 @@ class Deployment:
         """Return the path of the log of the program ``name``."""
         return self.folder / name / "log.txt"
 
-    def _secret(self, whose: str) -> Path:
+    def _secret(self, name: str) -> Path:
         """Return the path of a file with a secret of this deployment, and make the file if it is missing."""
-        path = self.folder / f"{whose}.secret"
+        path = self.folder / f"{name}.secret"
         if not path.exists():
             write_secret(path, secrets.token_hex(32).encode())
         return path
 
     def _spawn(
-        self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None
+        self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        environment = {**processes.flower_environment(home), LAUNCHER_VARIABLE: launcher_identity(), **(more or {})}
+        environment = {
+            **processes.flower_environment(home),
+            LAUNCHER_VARIABLE: launcher_identity(),
+            **(variables or {}),
+        }
         self.processes[name] = processes.spawn(command, environment, self.log_file(name))
         return self.processes[name]
 
@@ -171,8 +175,8 @@ class Deployment:
 
     def _nodes(self) -> list[dict[str, object]]:
         """Return the SuperLink's list of nodes."""
-        listed = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
-        return listed if isinstance(listed, list) else []
+        nodes = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
+        return nodes if isinstance(nodes, list) else []
 
     def _wait_until_missed(self, name: str) -> None:
         log = self.log_file(name)
@@ -241,9 +245,9 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
-    for each in (certificates.certificate, certificates.ca):
+    for path in (certificates.certificate, certificates.ca):
         try:
-            valid_until(each)
+            valid_until(path)
         except ConfigError as error:
             error.hint = f"remove {str(certificates.ca)!r}, and new ones are made"
             raise

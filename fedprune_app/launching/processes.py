@@ -49,12 +49,12 @@ def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which programs reach this machine itself without a proxy; its other exceptions stay."""
     upper, lower = environment.get("NO_PROXY"), environment.get("no_proxy")
     # some programs read one of the two, and some read the other
-    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}
-    for name, value in both.items():
+    variables = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}
+    for name, value in variables.items():
         if value != "*":
-            known = [host.strip() for host in value.split(",") if host.strip()]
-            both[name] = ",".join(known + [host for host in _LOOPBACK if host not in known])
-    return {**environment, **both}
+            hosts = [host.strip() for host in value.split(",") if host.strip()]
+            variables[name] = ",".join(hosts + [host for host in _LOOPBACK if host not in hosts])
+    return {**environment, **variables}
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
@@ -90,22 +90,22 @@ def tool(name: str) -> str:
     Raises :class:`LaunchError` if the program is not installed.
     """
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise LaunchError(f"command {name!r} is not installed beside {sys.executable}")
-    return found
+    return path
 
 
 def free_ports(count: int) -> list[int]:
     """Return ``count`` different ports of 127.0.0.1 that no program uses now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for sock in sockets:
+            sock.close()
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path | None = None) -> None:

@@ -18,10 +18,10 @@ def read_policy(node_config: Mapping[str, object]) -> Policy:
     missing or damaged, an unknown key, a value that cannot be, and a key that stands in both places. A node without a
     readable policy thus answers no message.
     """
-    here = {key: value for key, value in node_config.items() if key in POLICY_KEYS}
-    policy = Policy.parse(here, "node-config")
+    node_values = {key: value for key, value in node_config.items() if key in POLICY_KEYS}
+    policy = Policy.parse(node_values, "node-config")
     if POLICY_FILE in node_config:
-        policy = _in_file(node_config[POLICY_FILE], here)
+        policy = _policy_in_file(node_config[POLICY_FILE], node_values)
     for name in policy.systems:
         if name not in SYSTEMS and name not in plugins.installed()["system"] and not policy.plugins:
             raise ConfigError("allowed-systems", name, ", ".join(SYSTEMS), condition="on the node")
@@ -35,17 +35,17 @@ def check_allowed(policy: Policy, code: Code) -> None:
         raise declined(code.key, code.target, "allowed-plugins", allowed)
 
 
-def _in_file(name: object, here: Mapping[str, object]) -> Policy:
+def _policy_in_file(name: object, node_values: Mapping[str, object]) -> Policy:
     if not (isinstance(name, str) and Path(name).is_absolute()):
         raise ConfigError(POLICY_FILE, name, "an absolute path", where="node-config")
     with told_of(POLICY_FILE):
-        there = read_toml(Path(name))
-    for key in here:
-        if key in there:
+        file_values = read_toml(Path(name))
+    for key in node_values:
+        if key in file_values:
             raise ConfigError(
-                key, here[key], "one of them", which=f"is in {POLICY_FILE} {name!r} too", where="node-config"
+                key, node_values[key], "one of them", which=f"is in {POLICY_FILE} {name!r} too", where="node-config"
             )
-    return Policy.parse({**there, **here}, f"{POLICY_FILE} {name!r}")
+    return Policy.parse({**file_values, **node_values}, f"{POLICY_FILE} {name!r}")
 
 
 def ledger_folder(policy: Policy, node_config: Mapping[str, object]) -> str:

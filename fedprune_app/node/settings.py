@@ -33,25 +33,25 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     for key in node_config:
         if key not in NODE_KEYS:
             raise ConfigError(key, node_config[key], ", ".join(NODE_KEYS), which="is no key", where="node-config")
-    own = {key: node_config[key] for key in ("data-dir", "state-dir") if key in node_config}
-    for key, value in own.items():
+    own_settings = {key: node_config[key] for key in ("data-dir", "state-dir") if key in node_config}
+    for key, value in own_settings.items():
         if not (isinstance(value, str) and Path(value).is_absolute()):
             raise ConfigError(key, value, "an absolute path", where="node-config")
     if not is_simulated():
-        if "data-dir" not in own and (named := run_config.get("data-dir")):
-            raise ConfigError("data-dir", named, "data-dir in its node-config", condition="on a node")
-        own.setdefault("state-dir", str(Path.home() / "fedprune-state"))
+        if "data-dir" not in own_settings and (run_data_dir := run_config.get("data-dir")):
+            raise ConfigError("data-dir", run_data_dir, "data-dir in its node-config", condition="on a node")
+        own_settings.setdefault("state-dir", str(Path.home() / "fedprune-state"))
     policy = read_policy(node_config)
     if folder := ledger_folder(policy, node_config):
-        own["dp.ledger-dir"] = folder
+        own_settings["dp.ledger-dir"] = folder
         policy = replace(policy, ledger_dir=folder)
     if not policy.secure_rng:
-        own["dp.secure-rng"] = False
+        own_settings["dp.secure-rng"] = False
     elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
-        own["dp.secure-rng"] = True
+        own_settings["dp.secure-rng"] = True
     if not is_simulated():
         plugins.load(run_config, allows=partial(check_allowed, policy))
-    config = policy.over(prepare(Given({**run_config, **own})).config)
+    config = policy.over(prepare(Given({**run_config, **own_settings})).config)
     policy.check(config)
     if "partition-id" not in node_config:
         policy.check_own_labels(config)

@@ -81,7 +81,7 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
     for code in code_in(values):
         if allows is not None:
             allows(code)
-        module = _imported(code)
+        module = _module_of(code)
         if code.function:
             _register_function(code, module)
     for key, group in GROUPS.items():
@@ -90,13 +90,13 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
             _load_entry_point(key, group, name)
 
 
-def check_named(values: Mapping[str, object], named: Mapping[str, object]) -> None:
-    """Raise :class:`ConfigError` if ``values``, which a run folder holds, name code that ``named`` does not name.
+def check_named(values: Mapping[str, object], trusted: Mapping[str, object]) -> None:
+    """Raise :class:`ConfigError` if ``values``, which a run folder holds, name code that ``trusted`` does not name.
 
-    The settings ``named`` come from the person at the command line, who trusts the code.
+    The settings ``trusted`` come from the person at the command line, who trusts the code.
     """
-    trusted = {code.target for code in code_in(named)}
-    if missing := list(dict.fromkeys(code.target for code in code_in(values) if code.target not in trusted)):
+    targets = {code.target for code in code_in(trusted)}
+    if missing := list(dict.fromkeys(code.target for code in code_in(values) if code.target not in targets)):
         raise ConfigError(
             "--plugin",
             ...,
@@ -139,7 +139,7 @@ def _identity(target: str) -> str:
     return f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()}" if file else "unknown"
 
 
-def _imported(code: Code) -> ModuleType:
+def _module_of(code: Code) -> ModuleType:
     try:
         return _from_file(code) if code.target.endswith(".py") else importlib.import_module(code.target)
     except ConfigError:
@@ -147,11 +147,11 @@ def _imported(code: Code) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and f"{code.target}.".startswith(f"{error.name}."):
             raise ConfigError(code.key, code.target, which="is not installed here") from None
-        raise _broken(code, error) from error
+        raise _load_error(code, error) from error
     except BaseException as error:  # whatever a user's module raises, SystemExit too
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise _broken(code, error) from error
+        raise _load_error(code, error) from error
 
 
 @contextmanager
@@ -189,14 +189,14 @@ def _place_in_plugin(error: BaseException) -> str:
     return place
 
 
-def _broken(code: Code, error: BaseException) -> ConfigError:
+def _load_error(code: Code, error: BaseException) -> ConfigError:
     line, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == code.target:
             line = f", line {trace.tb_lineno}"
         trace = trace.tb_next
-    said = " ".join(f"{type(error).__name__}: {error}".split())
-    return ConfigError(code.key, code.target, which=f"cannot be loaded{line}", hint=said)
+    error_text = " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(code.key, code.target, which=f"cannot be loaded{line}", hint=error_text)
 
 
 def _from_file(code: Code) -> ModuleType:
@@ -213,8 +213,8 @@ def _from_file(code: Code) -> ModuleType:
             which="cannot be read",
             hint="there is no such file here" if isinstance(error, FileNotFoundError) else str(error),
         ) from None
-    known = _files.get(code.target)
-    if known is None or known[0] != digest:
+    entry = _files.get(code.target)
+    if entry is None or entry[0] != digest:
         name = f"fedprune_plugin_{path.stem}_{hashlib.sha256(code.target.encode()).hexdigest()[:8]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
@@ -234,8 +234,10 @@ def _register_function(code: Code, module: ModuleType) -> None:
     """Register a function under the text that names it."""
     function = getattr(module, code.function, None)
     if not callable(function):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        names = ", ".join([name for name in own if not name.startswith("_")][:10]) or "which has none"
+        own_names = [
+            name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
+        ]
+        names = ", ".join([name for name in own_names if not name.startswith("_")][:10]) or "which has none"
         raise ConfigError(code.key, str(code), f"a function of {code.target}: {names}")
     name, summary = str(code), f"{code.function} of {code.target}"
     tables: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
@@ -257,23 +259,23 @@ def function(key: str, name: str) -> Callable[..., Any]:
     """
     target, _, attribute = name.rpartition(":")
     code = Code(key, target, attribute)
-    value = getattr(_imported(code), attribute, None) if target else None
+    value = getattr(_module_of(code), attribute, None) if target else None
     if not callable(value):
         raise ConfigError(key, name, "file.py:function or module:function")
-    made: Callable[..., Any] = value
-    return made
+    result: Callable[..., Any] = value
+    return result
 
 
 def _load_entry_point(key: str, group: str, name: str) -> None:
     """Load the installed plug-in that declares a name, if there is one."""
-    for module in _declaring(group, name):
-        _imported(Code(key, module))
+    for module in _declaring_modules(group, name):
+        _module_of(Code(key, module))
         if name not in NAMES[key]:
             raise ConfigError(key, name, which=f"{module} declares and does not register")
 
 
 @lru_cache(maxsize=64)  # a search reads files of all installed packages, and every message to a client asks
-def _declaring(group: str, name: str) -> tuple[str, ...]:
+def _declaring_modules(group: str, name: str) -> tuple[str, ...]:
     """Return the modules of the installed plug-ins that declare a name."""
     return tuple(entry.module for entry in importlib.metadata.entry_points(group=group, name=name))
 

@@ -48,16 +48,16 @@ def register_system(
     from clients.reply_fields import declared
     from strategies.base import FederatedStrategy
 
-    for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
+    for role, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
-            raise ConfigError(what, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
-    own = own_measures.checked(name, measures)
-    declares = declared(client)
-    for each in own:
-        if each.name in declares.introduction | declares.training | declares.evaluation:
+            raise ConfigError(role, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
+    checked_measures = own_measures.checked(name, measures)
+    declared_fields = declared(client)
+    for measure in checked_measures:
+        if measure.name in declared_fields.introduction | declared_fields.training | declared_fields.evaluation:
             raise ConfigError(
                 "measure",
-                each.name,
+                measure.name,
                 "another name, or the measure alone",
                 which=f"is a field that {client.__name__} declares",
                 where=f"system {name!r}",
@@ -66,7 +66,7 @@ def register_system(
     if options is not None:
         register_table(name, options)
     uses_of[name] = check_uses(name, uses)
-    own_measures.declare(name, own)
+    own_measures.declare(name, checked_measures)
     SYSTEMS[name] = System(strategy, client, summary)
 
 
@@ -102,15 +102,15 @@ def _claim(key: str, name: str) -> None:
     """Let the module that calls register a name, anew if it registered the name before."""
     origin = sys._getframe(2).f_globals["__name__"]
     where = f"plug-in {origin}"
-    before = origins.get((key, name))
-    if name in NAMES[key] and before is None:
+    earlier_origin = origins.get((key, name))
+    if name in NAMES[key] and earlier_origin is None:
         raise ConfigError(key, name, "another name", which="is one of fedprune's own", where=where)
-    if before not in (None, origin):
-        raise ConfigError(key, name, "another name", which=f"is one of plug-in {before} too", where=where)
+    if earlier_origin not in (None, origin):
+        raise ConfigError(key, name, "another name", which=f"is one of plug-in {earlier_origin} too", where=where)
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise ConfigError(key, name, "a name of letters, digits, '-', '_' and '.'", where=where)
     origins[key, name] = origin
-    if before is not None:
+    if earlier_origin is not None:
         forget()
 
 

@@ -68,7 +68,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
             check_texts(config, num_clients)
             return []
         with scratch_folder() as folder:
-            return _make_both(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
+            return _make_halves(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:
@@ -88,21 +88,21 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
 
     ``sizes`` has each client's number of training examples, on which the cost depends.
     """
-    system, of_size = SYSTEMS[config.system], {size: k for k, size in reversed([*enumerate(sizes)])}
+    system, client_by_size = SYSTEMS[config.system], {size: k for k, size in reversed([*enumerate(sizes)])}
     costs = []
-    for k in sorted(of_size.values()):
+    for k in sorted(client_by_size.values()):
         client = system.client(config, Place(k, len(sizes), folder / "clients"))
         assert isinstance(client, ImageClient)
         if client.privacy is None or client.privacy.affords_a_round:
             return
         costs.append((client.privacy.round_epsilon(), k))
-    needed, cheapest = min(costs)
+    least_epsilon, cheapest_client = min(costs)
     key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
     limit = config.dp.epsilon_budget or config.dp.target_epsilon
     raise ConfigError(
         key,
         limit,
-        f"at least {least_said(needed)}, which one round of client {cheapest} spends",
+        f"at least {least_said(least_epsilon)}, which one round of client {cheapest_client} spends",
         condition="with these settings",
     )
 
@@ -114,8 +114,8 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
     :class:`ConfigError` where the network fails.
     """
     config, private = client.config, None
-    some = torch.arange(2) % client.num_examples
-    images, labels = client.data.train_images[some], client.data.train_labels[some]
+    indices = torch.arange(2) % client.num_examples
+    images, labels = client.data.train_images[indices], client.data.train_labels[indices]
     if client.privacy is not None:
         from fedprune_app.privacy.dpsgd import DPSGD
         from fedprune_app.privacy.suitable import check_model
@@ -126,14 +126,16 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
         model, schema = copied(client.model), client.message_schema()
         arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
         vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
-        how: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
+        options: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
         client.costs.training()
-        train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **how, **client.trial())
+        train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **options, **client.trial())
         evaluate(model, images, labels, device=client.device, precision=config.precision)
     except Exception as error:  # a user's network raises what it likes
-        said = " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
-        what = "private training" if private else "training"
-        raise ConfigError("model", name, which=f"cannot be used for {what} with {config.system}", hint=said) from error
+        error_text = " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
+        purpose = "private training" if private else "training"
+        raise ConfigError(
+            "model", name, which=f"cannot be used for {purpose} with {config.system}", hint=error_text
+        ) from error
     try:
         grouped_form(client.model, client.dataset.image_shape)
     except NoGroupedForm as error:
@@ -142,7 +144,7 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
     return []
 
 
-def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
+def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     """Make client 0, and a server that takes all others to be like this client; return what the server doubts."""
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
@@ -150,12 +152,12 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     check_repeatable(client.images.data_config, num_clients)
     lines = _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
-    if config.dp.enabled:  # what is promised depends on how many examples each has
+    if config.dp.enabled:  # the promise depends on how many examples each client has
         sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
-    first = ImageClientInfo.read(0, client.get_properties({}))
-    roster: Roster = {k: replace(first, id=k, node_id=k, num_examples=size) for k, size in enumerate(sizes)}
+    first_client = ImageClientInfo.read(0, client.get_properties({}))
+    roster: Roster = {k: replace(first_client, id=k, node_id=k, num_examples=size) for k, size in enumerate(sizes)}
     if config.tracking != "none":
         check_tracker(config.tracking)
     recorder = Recorder(folder / "run")

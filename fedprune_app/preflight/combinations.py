@@ -73,14 +73,14 @@ def why_not_private(config: Config) -> str:
     says is of the base class alone.
     """
     kind = SYSTEMS[config.system].client
-    for each in kind.__mro__:
-        if {"why_not_private", "not_private"} & vars(each).keys():
+    for cls in kind.__mro__:
+        if {"why_not_private", "not_private"} & vars(cls).keys():
             break
-        changed = [name for name, value in vars(each).items() if _is_method(name, value)]
-        if changed and not each.__module__.startswith(("clients.", "fedprune_app.")):
+        changed_methods = [name for name, value in vars(cls).items() if _is_method(name, value)]
+        if changed_methods and not cls.__module__.startswith(("clients.", "fedprune_app.")):
             return (
-                f"dp.enabled is true, allowed with system {config.system!r}: false; {each.__name__} changes "
-                f"{', '.join(sorted(changed))} and does not say by why_not_private that this is private"
+                f"dp.enabled is true, allowed with system {config.system!r}: false; {cls.__name__} changes "
+                f"{', '.join(sorted(changed_methods))} and does not say by why_not_private that this is private"
             )
     return kind.why_not_private(config)
 
@@ -113,7 +113,7 @@ def _check_private(config: Config) -> None:
     from fedprune_app.models.vision import architecture
 
     name = chosen_name(config.model, config.dataset)
-    if name in BUILDERS:  # it may take images of one shape alone: each client looks at it
+    if name in BUILDERS:  # the network may take images of one shape alone: each client checks it
         return
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):

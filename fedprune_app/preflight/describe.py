@@ -37,8 +37,8 @@ def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
     device = device_of(config)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     yield "device", f"{name}, {config.num_threads} thread(s) for each process"
-    sampled = f"{config.fraction_train:.0%} of {num_clients} clients in each of {config.num_server_rounds} rounds"
-    yield "rounds", sampled
+    sampling = f"{config.fraction_train:.0%} of {num_clients} clients in each of {config.num_server_rounds} rounds"
+    yield "rounds", sampling
     if config.dp.enabled:
         yield "privacy", _privacy(config)
 
@@ -49,13 +49,13 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     Raises ``ValueError`` where the data cannot be read.
     """
     if SYSTEMS[config.system].data == "text":
-        return _texts_found(config)
-    given = data_config(config)
-    dataset = dataset_of(given)
-    rows = [_about(config, dataset), ("classes", shortened(dataset.classes))]
+        return _text_data(config)
+    data = data_config(config)
+    dataset = dataset_of(data)
+    rows = [_dataset_row(config, dataset), ("classes", shortened(dataset.classes))]
     if dataset.features:
         rows.append(("features", shortened(dataset.features)))
-    doubts = unread(given)
+    doubts = unread(data)
     if dataset.num_classes < 2:
         doubts.append("there is one class, and a run needs at least two")
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
@@ -69,27 +69,27 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         doubts.append("all training examples are the same")
     if dataset.image_shape[0] == 3 and dataset.train_images.dtype == np.uint8:
         for part, images in (("training", dataset.train_images), ("test", dataset.test_images)):
-            coloured = sum(map(_coloured, np.array_split(images, len(images) // 1000 + 1)))
-            if 0 < coloured < len(images) / 2:
-                doubts.append(f"{coloured:,} of {len(images):,} {part} images are coloured, and the others are grey")
+            num_colour = sum(map(_num_coloured, np.array_split(images, len(images) // 1000 + 1)))
+            if 0 < num_colour < len(images) / 2:
+                doubts.append(f"{num_colour:,} of {len(images):,} {part} images are coloured, and the others are grey")
     if dataset.owners is not None:
         owners = np.bincount(dataset.owners[dataset.owners >= 0])
-        each = f", with {_spread(owners.tolist())} training examples each" if len(owners) else ""
-        rows.append(("owners", f"{len(owners):,}{each}"))
-    train, test = digests(given)
-    if again := sum(each in set(train) for each in test):
-        doubts.append(f"{again:,} test examples are training examples too")
-    if twice := len(train) - len(set(train)):
-        doubts.append(f"{twice:,} training examples are there more than once")
+        share_text = f", with {_spread(owners.tolist())} training examples each" if len(owners) else ""
+        rows.append(("owners", f"{len(owners):,}{share_text}"))
+    train, test = digests(data)
+    if num_shared := sum(digest in set(train) for digest in test):
+        doubts.append(f"{num_shared:,} test examples are training examples too")
+    if num_duplicates := len(train) - len(set(train)):
+        doubts.append(f"{num_duplicates:,} training examples are there more than once")
     return rows, doubts
 
 
-def _coloured(images: Images) -> int:
+def _num_coloured(images: Images) -> int:
     """Return how many images (N, 3, H, W) are not grey."""
     return int((images[:, :1] != images[:, 1:]).any(axis=(1, 2, 3)).sum())
 
 
-def _texts_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
+def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     """Return subject and words on a run's text, and what may be wrong with it. Nothing is dealt to clients.
 
     The text is cut by the run's model. Raises ``ValueError`` where the text or the model cannot be read.
@@ -99,31 +99,32 @@ def _texts_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         documents = own_documents(config.data_dir, config.test_fraction, config.seed)[0]
     else:
         documents = list(calibration_documents(config.dataset, config.data_dir))
-    with with_a_model(config) as here:
-        model = language_model(here)
+    with with_a_model(config) as local_config:
+        model = language_model(local_config)
         length = model.sequence_length(options.segment_length)
-        sizes = [len(model.encode(each.text)) for each in documents]
-        whole, _ = evaluation_windows(here, model)
+        sizes = [len(model.encode(document.text)) for document in documents]
+        windows_by_name, _ = evaluation_windows(local_config, model)
     rows = [
         ("documents", f"{config.dataset}: {len(documents):,}, of {_spread(sizes)} tokens"),
         ("segments", f"{sum(size // length for size in sizes):,} of {length:,} tokens"),
     ]
     rows += [
-        (f"test text '{name}'", f"{len(each):,} windows of {each.shape[1]:,} tokens") for name, each in whole.items()
+        (f"test text '{name}'", f"{len(windows):,} windows of {windows.shape[1]:,} tokens")
+        for name, windows in windows_by_name.items()
     ]
     doubts = []
-    if short := [each.name for each, size in zip(documents, sizes, strict=True) if size < length]:
-        named = shortened([repr(name) for name in short], 3)
-        doubts.append(f"{len(short):,} documents are shorter than a segment and give none: {named}")
-    times = Counter(each.text for each in documents)
-    if twice := len(documents) - len(times):
-        doubts.append(f"{twice:,} documents are there more than once")
-    known = [name for name, (text, _) in evaluation_texts(config).items() if text in times]
-    doubts += [f"test text '{name}' is a document of the clients too" for name in known]
+    if short_documents := [document.name for document, size in zip(documents, sizes, strict=True) if size < length]:
+        examples = shortened([repr(name) for name in short_documents], 3)
+        doubts.append(f"{len(short_documents):,} documents are shorter than a segment and give none: {examples}")
+    counts = Counter(document.text for document in documents)
+    if num_duplicates := len(documents) - len(counts):
+        doubts.append(f"{num_duplicates:,} documents are there more than once")
+    shared_names = [name for name, (text, _) in evaluation_texts(config).items() if text in counts]
+    doubts += [f"test text '{name}' is a document of the clients too" for name in shared_names]
     return rows, doubts
 
 
-def _about(config: Config, dataset: Dataset) -> tuple[str, str]:
+def _dataset_row(config: Config, dataset: Dataset) -> tuple[str, str]:
     counts = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test {_kind(dataset)}s"
     channels, height, width = dataset.image_shape
     size = f"{channels}x{height}x{width}" if _kind(dataset) == "image" else f"{channels:,} numbers"
@@ -136,15 +137,15 @@ def _kind(dataset: Dataset) -> str:
 
 
 def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
-    given = data_config(config)
-    dataset = dataset_of(given)
-    yield _about(config, dataset)
+    data = data_config(config)
+    dataset = dataset_of(data)
+    yield _dataset_row(config, dataset)
     yield "classes", shortened(dataset.classes)
-    counts = [label_counts(given, client, num_clients) for client in range(num_clients)]
+    counts = [label_counts(data, client, num_clients) for client in range(num_clients)]
     for part in ("train", "validation", "test"):
-        yield f"{part} {_kind(dataset)}s of a client", _spread([sum(each[part]) for each in counts])
-    held = [sum(count > 0 for count in each["train"]) for each in counts]
-    yield "classes of a client", f"{_spread(held)}, dealt by partition {config.partition!r}"
+        yield f"{part} {_kind(dataset)}s of a client", _spread([sum(row[part]) for row in counts])
+    class_counts = [sum(count > 0 for count in row["train"]) for row in counts]
+    yield "classes of a client", f"{_spread(class_counts)}, dealt by partition {config.partition!r}"
     model = initial_model(
         config.model, config.dataset, dataset.image_shape, dataset.num_classes, init=config.init, seed=config.seed
     )
@@ -166,5 +167,5 @@ def _privacy(config: Config) -> str:
     dp = config.dp
     noise = f"noise multiplier {dp.noise_multiplier:g}" if dp.noise_multiplier else f"ε {dp.target_epsilon:g} at most"
     budget = f", budget ε {dp.epsilon_budget:g}" if dp.epsilon_budget else ""
-    how = "noised second moments" if SYSTEMS[config.system].data == "text" else "DP-SGD"
-    return f"{how} with {noise}, clip norm {dp.clip_norm:g}, δ {dp.delta:g}{budget}"
+    mechanism = "noised second moments" if SYSTEMS[config.system].data == "text" else "DP-SGD"
+    return f"{mechanism} with {noise}, clip norm {dp.clip_norm:g}, δ {dp.delta:g}{budget}"

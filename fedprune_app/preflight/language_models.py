@@ -19,8 +19,8 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
     This happens before Flower starts, since the clients have only startup-seconds to introduce themselves. Raises
     ``ValueError`` for a model that cannot be had.
     """
-    asked = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
-    for model, download in asked:  # in the order of the runs
+    models = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
+    for model, download in models:  # in the order of the runs
         if model == "auto":
             embedded_model(console)
             continue
@@ -46,8 +46,8 @@ def embedded_model(console: Console) -> Path:
     if not console.is_terminal:  # a bar is shown there alone
         console.print("training the embedded language model, once; this takes minutes")
     columns = (TextColumn("{task.description}", style="bold"), BarColumn(bar_width=24), MofNCompleteColumn())
-    said = TextColumn("{task.fields[said]}")
-    with Progress(*columns, said, TimeRemainingColumn(), console=console) as bar:
+    loss_column = TextColumn("{task.fields[said]}")
+    with Progress(*columns, loss_column, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("training the embedded language model, once", total=None, said="")
 
         def show(step: int, steps: int, loss: float) -> None:

@@ -66,17 +66,17 @@ class Placement:
     def clients(self) -> int:
         return 20 if self.num_clients is None else int(self.num_clients)  # it may be a number of NumPy
 
-    def resumed(self, before: Mapping[str, Any]) -> Placement:
-        """Return the placement of a run whose run.json is ``before``, or of a new one where that is empty.
+    def resumed(self, info: Mapping[str, Any]) -> Placement:
+        """Return the placement of a run whose run.json is ``info``, or of a new one where that is empty.
 
         Raises :class:`ConfigError` for another number of clients than before, and where a recorded run does not say
         its number.
         """
-        if not (before and self.is_simulation):
+        if not (info and self.is_simulation):
             return self
-        known = clients_of(before)
-        count = self.num_clients or known
-        if not count:
+        num_recorded = clients_of(info)
+        num_clients = self.num_clients or num_recorded
+        if not num_clients:
             raise ConfigError(
                 "--clients",
                 ...,
@@ -84,9 +84,9 @@ class Placement:
                 condition="when resuming a run that does not say its number",
                 which="is not given",
             )
-        if known not in (0, count):
-            raise ConfigError("--clients", count, f"{known}, as the run began", condition="when resuming")
-        return replace(self, num_clients=count)
+        if num_recorded not in (0, num_clients):
+            raise ConfigError("--clients", num_clients, f"{num_recorded}, as the run began", condition="when resuming")
+        return replace(self, num_clients=num_clients)
 
     def with_nodes_for(self, config: Config) -> Placement:
         """Return the placement whose nodes have what their operators would give them for a run with ``config``."""
@@ -99,8 +99,8 @@ def _node_for(config: Config, node: Mapping[str, Scalar], number: int, count: in
     policy: dict[str, Scalar] = {}
     place: dict[str, Scalar] = {"data-dir": config.data_dir} if config.data_dir else {}
     place |= {"partition-id": number, "num-partitions": count}
-    if code := ",".join(dict.fromkeys(each.target for each in plugins.code_in(config.to_dict()))):
-        policy["allowed-plugins"] = code  # the nodes are the user's own
+    if targets := ",".join(dict.fromkeys(code.target for code in plugins.code_in(config.to_dict()))):
+        policy["allowed-plugins"] = targets  # the nodes are the user's own
     if config.dp.enabled and _has_own_data(node):
         policy["allowed-label-columns"] = config.label_column
     elif config.dp.enabled:  # the hash is that of the same run in this process
@@ -112,9 +112,9 @@ def _has_own_data(node: Mapping[str, Scalar]) -> bool:
     return "data-dir" in node and "partition-id" not in node
 
 
-def clients_of(before: Mapping[str, Any]) -> int:
+def clients_of(info: Mapping[str, Any]) -> int:
     """Return how many clients a recorded run began with, those that were left out included; 0 if that is unknown."""
-    return before.get("num_partitions") or len(before.get("partition") or [])
+    return info.get("num_partitions") or len(info.get("partition") or [])
 
 
 def recorded_clients(folders: Iterable[Path]) -> int:

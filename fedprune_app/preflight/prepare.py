@@ -52,18 +52,18 @@ def prepare(given: Given, placement: Placement | None = None) -> Prepared:
     return prepare_all([given], placement)[0]
 
 
-def prepare_all(several: Sequence[Given], placement: Placement | None = None) -> list[Prepared]:
+def prepare_all(givens: Sequence[Given], placement: Placement | None = None) -> list[Prepared]:
     """Return the runs that are given together: a setting needs to have an effect in one of the runs that have it."""
     runs = []
-    for given in several:
+    for given in givens:
         with told_of(given.where):
-            runs.append(_settled(given, placement))
-    idle = _idle(several, [run.config for run in runs])
+            runs.append(_prepared_run(given, placement))
+    idle_keys = _idle_keys(givens, [run.config for run in runs])
     prepared = []
-    for given, run in zip(several, runs, strict=True):
-        notes = [*_notes(given, run.config, idle)]
+    for given, run in zip(givens, runs, strict=True):
+        notes = [*_notes(given, run.config, idle_keys)]
         if placement is not None and not run.is_complete:
-            from fedprune_app.preflight.can_start import doubts  # which imports torch
+            from fedprune_app.preflight.can_start import doubts  # the module imports torch
 
             with told_of(given.where):
                 notes += doubts(run.config, run.placement)
@@ -71,9 +71,9 @@ def prepare_all(several: Sequence[Given], placement: Placement | None = None) ->
     return prepared
 
 
-def _settled(given: Given, placement: Placement | None) -> Prepared:
+def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
     """Return a run that can be, as far as its settings and its folder tell."""
-    before = _recorded(given, placement) if given.resume else {}
+    info = _recorded_info(given, placement) if given.resume else {}
     if placement is not None and given.out is not None:
         _check_folder(given, placement)
     values = {**given.base, **given.chosen}
@@ -81,22 +81,22 @@ def _settled(given: Given, placement: Placement | None) -> Prepared:
         values["out-dir"] = str(given.folder)
     if given.resume:
         if not given.is_whole:
-            plugins.check_named(before.get("config", {}), given.chosen)
-            values = {**before.get("config", {}), **values}
+            plugins.check_named(info.get("config", {}), given.chosen)
+            values = {**info.get("config", {}), **values}
         values["resume-from"] = str(given.folder)
     if given.accept_loss:
         values["accept-loss"] = True
     plugins.load(values)
     check_chosen(given.chosen)
     config = check_system(parse_config(values))
-    if before:
-        check_resumable(before["config"], config)
-    is_complete = before.get("status") == "completed" and before["rounds_completed"] >= config.num_server_rounds
-    place = (placement or Placement("inprocess")).resumed(before).with_nodes_for(config)
+    if info:
+        check_resumable(info["config"], config)
+    is_complete = info.get("status") == "completed" and info["rounds_completed"] >= config.num_server_rounds
+    place = (placement or Placement("inprocess")).resumed(info).with_nodes_for(config)
     return Prepared(config, place, SYSTEMS[config.system], (), is_complete)
 
 
-def _recorded(given: Given, placement: Placement | None) -> Mapping[str, Any]:
+def _recorded_info(given: Given, placement: Placement | None) -> Mapping[str, Any]:
     """Return the run.json of the run that is to continue.
 
     It is empty if run.json is on the server alone. Its ServerApp then compares the settings.
@@ -138,27 +138,27 @@ def check_out(folder: Path) -> None:
         raise ConfigError("--out", folder, "a new folder", which="is in use by another process")
 
 
-def _idle(several: Sequence[Given], configs: Sequence[Config]) -> set[str]:
+def _idle_keys(givens: Sequence[Given], configs: Sequence[Config]) -> set[str]:
     """Return the keys that have an effect in none of the runs to which they are given, but with their file alone.
 
     A file may be meant for another system than the command line asks for. Raises :class:`ConfigError` for a key without
     any effect.
     """
-    idle = set()
-    for key in dict.fromkeys(key for given in several for key in given.chosen):
-        asked = [(given, config) for given, config in zip(several, configs, strict=True) if key in given.chosen]
-        if not any(has_effect(key, config) for _, config in asked):
-            idle.add(key)
-            given, config = asked[0]
+    idle_keys = set()
+    for key in dict.fromkeys(key for given in givens for key in given.chosen):
+        pairs = [(given, config) for given, config in zip(givens, configs, strict=True) if key in given.chosen]
+        if not any(has_effect(key, config) for _, config in pairs):
+            idle_keys.add(key)
+            given, config = pairs[0]
             if key in given.on_command_line:
                 check_effects([key], config)
             for file in given.files:
                 if key in file:
-                    alone = paths_from_here(file)
-                    plugins.load(alone)
+                    file_settings = paths_from_here(file)
+                    plugins.load(file_settings)
                     with told_of(given.where):
-                        check_effects([key], parse_config(alone))
-    return idle
+                        check_effects([key], parse_config(file_settings))
+    return idle_keys
 
 
 def _notes(given: Given, config: Config, idle: Collection[str]) -> Iterator[str]:

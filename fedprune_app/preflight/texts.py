@@ -30,16 +30,16 @@ def check_texts(config: Config, num_clients: int) -> None:
     check_min_replies(config, num_clients, num_clients)
     evaluation_texts(config)
     check_tasks(config.fedspallm.tasks())
-    with scratch_folder() as folder, with_a_model(config) as here:
-        private = written_below(folder, here)  # no client's ledger is touched
+    with scratch_folder() as folder, with_a_model(config) as local_config:
+        client_config = written_below(folder, local_config)  # no client's ledger is touched
         for number in range(num_clients):
-            client = FedSpaLLMClient(private, Place(number, num_clients, folder / "clients"))
+            client = FedSpaLLMClient(client_config, Place(number, num_clients, folder / "clients"))
             client.read_text()
-        evaluation_windows(here, client.model)
+        evaluation_windows(local_config, client.model)
         check_layers(client.model)
         if config.fedspallm.merge == "hessians":
             same_inputs(client.model)
-        check_pattern(here, client.model)
+        check_pattern(local_config, client.model)
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def with_a_model(config: Config) -> Iterator[Config]:
 
     A random one stands for the embedded model where that is not trained yet. It has the same shapes and tokenizer.
     """
-    here = replace(config, device="cpu")
-    if config.model != "auto" or embedded_folder([each.text for each in stdlib_training_text()]).is_dir():
-        yield here
+    local_config = replace(config, device="cpu")
+    if config.model != "auto" or embedded_folder([document.text for document in stdlib_training_text()]).is_dir():
+        yield local_config
         return
     with scratch_folder() as folder:
         write_untrained(folder / "model")
-        yield replace(here, model=str(folder / "model"))
+        yield replace(local_config, model=str(folder / "model"))

@@ -43,8 +43,8 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
     The systems of the ``groups`` may have declared numbers of their own.
     """
     standalone, own = own_models(1), own_models(2)
-    of_some = partial(_last_remark, column=MEASURES.columns["perplexity_personal_mean"])
-    made = (
+    perplexity_remark = partial(_last_remark, column=MEASURES.columns["perplexity_personal_mean"])
+    compound_columns = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
         Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
         Column(
@@ -54,34 +54,34 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
             1,
             2,
             60,
-            of_some,
+            perplexity_remark,
         ),
-        Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, of_some),
+        Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, perplexity_remark),
     )
-    return _in_order(*_declared(is_cost=False), *_own(groups), *made)
+    return _in_order(*_declared_columns(is_cost=False), *_own_columns(groups), *compound_columns)
 
 
 def cost() -> tuple[Column, ...]:
     """Return the columns of the table of what a run cost."""
-    made = (
+    compound_columns = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
         Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
-    return _in_order(*_declared(is_cost=True), *made)
+    return _in_order(*_declared_columns(is_cost=True), *compound_columns)
 
 
 def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
     return (*outcome(groups), *cost())
 
 
-def _declared(is_cost: bool) -> Iterator[Column]:
+def _declared_columns(is_cost: bool) -> Iterator[Column]:
     for name, column in MEASURES.columns.items():
-        if (shown := column.table) and shown.is_cost == is_cost:
-            value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
+        if (in_table := column.table) and in_table.is_cost == is_cost:
+            value = partial(_OF_ROUNDS[in_table.of_rounds], field=name)
             remark = partial(_last_remark, column=column)
-            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark)
+            yield Column(in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, remark)
 
 
 def own_measures_of(groups: Sequence[Group]) -> dict[str, OwnMeasure]:
@@ -89,42 +89,44 @@ def own_measures_of(groups: Sequence[Group]) -> dict[str, OwnMeasure]:
 
     Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
     """
-    found = dict.fromkeys(each for group in groups for run in group.runs for each in run.own_measures)
+    own_measures = dict.fromkeys(measure for group in groups for run in group.runs for measure in run.own_measures)
     keys: dict[str, OwnMeasure] = {}
-    for each in found:
-        others = (f"{each.name}_{number}" for number in itertools.count(2))
-        keys[next(key for key in itertools.chain([each.name], others) if key not in keys)] = each
+    for measure in own_measures:
+        numbered_names = (f"{measure.name}_{number}" for number in itertools.count(2))
+        keys[next(key for key in itertools.chain([measure.name], numbered_names) if key not in keys)] = measure
     return keys
 
 
-def _own(groups: Sequence[Group]) -> Iterator[Column]:
-    for key, own in own_measures_of(groups).items():
-        if shown := own.shown.table:
-            value = partial(_own_value, own=own)
-            yield Column(key, shown.title, value, shown.scale, shown.decimals, shown.place)
+def _own_columns(groups: Sequence[Group]) -> Iterator[Column]:
+    for key, measure in own_measures_of(groups).items():
+        if in_table := measure.shown.table:
+            value = partial(_own_value, measure=measure)
+            yield Column(key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place)
 
 
-def _own_value(run: Run, own: OwnMeasure) -> float | None:
+def _own_value(run: Run, measure: OwnMeasure) -> float | None:
     """Return the number of a run whose system declared it so; another system may give the name another meaning."""
-    return _OF_ROUNDS[own.over_rounds](run, own.column) if own in run.own_measures else None
+    return _OF_ROUNDS[measure.over_rounds](run, measure.column) if measure in run.own_measures else None
 
 
 def _last_remark(runs: Sequence[Run], column: measures.Column) -> str:
     """Return the remark on the last number that each run has in this column."""
-    last = [[row for row in run.rounds if row.get(column.name) is not None][-1:] for run in runs]
-    remark = column.remarked(*itertools.chain.from_iterable(last))
+    last_rows = [[row for row in run.rounds if row.get(column.name) is not None][-1:] for run in runs]
+    remark = column.remarked(*itertools.chain.from_iterable(last_rows))
     if not column.name.startswith("accuracy"):
         return remark
     # a privacy budget may bear one accuracy of a client and no other
-    judged = [max((round for round, _ in run.series(run.headline)), default=0) for run in runs]
-    earlier = {row["round"] for rows, end in zip(last, judged, strict=True) for row in rows if row["round"] < end}
-    return _together(remark, *(f"of round {round}" for round in sorted(earlier)))
+    ends = [max((round for round, _ in run.series(run.headline)), default=0) for run in runs]
+    earlier_rounds = {
+        row["round"] for rows, end in zip(last_rows, ends, strict=True) for row in rows if row["round"] < end
+    }
+    return _together(remark, *(f"of round {round}" for round in sorted(earlier_rounds)))
 
 
 def _together(remark: str, *more: str) -> str:
     """Return a remark in brackets with more of them, or an empty text."""
-    said = [*filter(None, [remark[2:-1]]), *more]
-    return f" ({', '.join(said)})" if said else ""
+    remarks = [*filter(None, [remark[2:-1]]), *more]
+    return f" ({', '.join(remarks)})" if remarks else ""
 
 
 def _headline_remark(runs: Sequence[Run]) -> str:
@@ -135,7 +137,7 @@ def _headline_remark(runs: Sequence[Run]) -> str:
 
 def epsilon_remark(groups: Sequence[Group]) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    (column,) = (column for column in _declared(is_cost=False) if column.key == "epsilon")
+    (column,) = (column for column in _declared_columns(is_cost=False) if column.key == "epsilon")
     return column.remark([run for group in groups for run in group.runs])
 
 
@@ -153,8 +155,8 @@ def accuracy(run: Run) -> float | None:
 
 def own_perplexity(run: Run, name: str) -> float | None:
     """Return the mean perplexity of the clients' own models, if these had this ``name`` when last measured."""
-    measured = run.series("perplexity_personal_mean")
-    return measured[-1][1] if measured and own_models(measured[-1][0]) == name else None
+    series = run.series("perplexity_personal_mean")
+    return series[-1][1] if series and own_models(series[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:
@@ -174,31 +176,31 @@ def _best_round(run: Run) -> tuple[Row | None, str]:
     Beside it is what a reader must know of the choice, or an empty text.
     """
     names = ("accuracy_validation_mean", run.headline)
-    measured = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
-    most = max((_telling(row, names) for row in measured), default=(0, 0))
-    rows = [row for row in measured if _telling(row, names) == most]
-    if run.config.get("evaluate-clients") and most[0] < len(run.info.get("partition") or ()):
+    evaluations = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
+    largest_counts = max((_client_counts(row, names) for row in evaluations), default=(0, 0))
+    rows = [row for row in evaluations if _client_counts(row, names) == largest_counts]
+    if run.config.get("evaluate-clients") and largest_counts[0] < len(run.info.get("partition") or ()):
         return None, ""  # each evaluation asked clients of its own
-    said = [f"best of {len(rows)} of {len(measured)} evaluations"] if len(rows) < len(measured) else []
+    remarks = [f"best of {len(rows)} of {len(evaluations)} evaluations"] if len(rows) < len(evaluations) else []
     if any(row.get("accuracy_noise") is not None for row in rows):
-        said.append("chosen by noised accuracies")
-    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None), ", ".join(said)
+        remarks.append("chosen by noised accuracies")
+    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None), ", ".join(remarks)
 
 
-def _telling(row: Row, names: Sequence[str]) -> tuple[int, int]:
+def _client_counts(row: Row, names: Sequence[str]) -> tuple[int, int]:
     """Return how many clients were evaluated, and how many of them told all of these means."""
     evaluated = int(row.get("evaluated") or 0)
-    fewer = row.get("clients_by_column") or {}
-    return evaluated, min(int(fewer.get(name, evaluated)) for name in names)
+    clients_by_column = row.get("clients_by_column") or {}
+    return evaluated, min(int(clients_by_column.get(name, evaluated)) for name in names)
 
 
 def _best_remark(runs: Sequence[Run]) -> str:
     """Return the remarks on the headlines of the best rounds, and on how these rounds were chosen."""
     column = MEASURES.columns.get(runs[0].headline)
-    found = [_best_round(run) for run in runs]
-    best = [row for row, _ in found if row is not None]
-    said = sorted({text for row, text in found if row is not None and text})
-    return _together("" if column is None else column.remarked(*best), *said)
+    best_rounds = [_best_round(run) for run in runs]
+    best_rows = [row for row, _ in best_rounds if row is not None]
+    choice_remarks = sorted({text for row, text in best_rounds if row is not None and text})
+    return _together("" if column is None else column.remarked(*best_rows), *choice_remarks)
 
 
 def paper_bytes(run: Run) -> float | None:
@@ -209,8 +211,8 @@ def paper_bytes(run: Run) -> float | None:
     if run.total("peer_bytes") is not None:
         return run.total("paper_bytes_up")
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
-    counted = [value for value in directions if value is not None]
-    return sum(counted) if counted else None
+    known_bytes = [value for value in directions if value is not None]
+    return sum(known_bytes) if known_bytes else None
 
 
 def traffic_of(run: Run) -> float | None:
@@ -227,8 +229,8 @@ def flops_per_client(run: Run) -> float | None:
     Each of these rounds counts with the mean over its clients. The result is None if a round's FLOPs or the number of
     its clients were not measured.
     """
-    counted = [(row.get("flops"), row.get("replies")) for row in run.rounds]
-    if any(flops is None or replies is None for flops, replies in counted):
+    flops_and_replies = [(row.get("flops"), row.get("replies")) for row in run.rounds]
+    if any(flops is None or replies is None for flops, replies in flops_and_replies):
         return None
-    means = [flops / replies for flops, replies in counted if replies]
+    means = [flops / replies for flops, replies in flops_and_replies if replies]
     return statistics.fmean(means) if means else None

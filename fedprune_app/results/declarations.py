@@ -97,13 +97,13 @@ MEASURES = Measures(
         Column("bytes_down", table=_megabytes("megabytes_down", "MB down", "total", 20)),
         Column("evaluation_bytes_up"),
         Column("evaluation_bytes_down"),
-        # what all clients sent one another; null in a star
+        # bytes that all clients sent one another; null in a star
         Column("peer_bytes", table=_megabytes("peer_megabytes", "MB, peer to peer", "total", 40)),
         # heavier direction of the busiest node: a star's server, else a client
         Column("busiest_node_bytes", table=_megabytes("busiest_megabytes", "Busiest node, MB/round", "mean", 50)),
         # heavier direction of a client, mean over those that took part
         Column("node_bytes_mean", table=_megabytes("node_megabytes", "Per node, MB/round", "mean", 70)),
-        # what the paper's own formula charges for the round, and for its busiest node in one direction
+        # bytes that the paper's own formula charges for the round, and for its busiest node in one direction
         Column("paper_bytes_up"),
         Column("paper_bytes_down"),
         Column(
@@ -139,7 +139,7 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        # of clients that were held out, after they joined
+        # accuracy of clients that were held out, after they joined
         Measure(
             "accuracy_newcomer",
             least=0,
@@ -169,7 +169,7 @@ MEASURES = Measures(
                     mean,
                     table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
                     view=Title("Received", 30),
-                    remark=both(accuracy_remark, partial(fewer_remark, counted="accuracy_received_clients")),
+                    remark=both(accuracy_remark, partial(fewer_remark, count_column="accuracy_received_clients")),
                     is_noised_mean=True,
                 ),
                 # where models go from peer to peer, clients receive one in the rounds alone in which they train
@@ -220,10 +220,10 @@ MEASURES = Measures(
             recorded=_WHERE_MEASURED,
             columns=(Column("accuracy_noise", noise_of_mean, recorded=_WHERE_MEASURED),),
         ),
-        # by column, where a number is of fewer clients than were evaluated: of how many, and the noise in their mean
+        # by column, where a number is of fewer clients than were evaluated: their count, and the noise in their mean
         Column("clients_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
         Column("noise_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
-        # of the personal model, on the client's test examples of each class, by the class's number
+        # accuracy of the personal model on the client's test examples of each class, by the class's number
         Measure(
             "accuracy_by_class",
             "accuracy-of-class",
@@ -243,12 +243,12 @@ MEASURES = Measures(
                 Column(
                     "perplexity_personal_mean",
                     line=InLine("personal perplexity", own_models, on_a_text=True),
-                    remark=partial(fewer_remark, counted="personal_models"),
+                    remark=partial(fewer_remark, count_column="personal_models"),
                 ),
                 Column("perplexity_personal_std"),
             ),
         ),
-        # over how many clients these are: those whose own model has every layer pruned
+        # number of clients in these means: those whose own model has every layer pruned
         Column("personal_models"),
         Column(
             "perplexity_global",
@@ -320,7 +320,7 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        # of the global model's prunable weights, where it is pruned, and before the server expanded its masks
+        # density of the global model's prunable weights, where it is pruned, and before the server expanded its masks
         Column("density_global", table=InTable("global_density", "Density, pruned matrices", 3, place=100)),
         Column(
             "density_before_expansion",
@@ -340,7 +340,7 @@ MEASURES = Measures(
         Measure("flops", required=_TRAINING, least=0, recorded=_WHERE_MEASURED, columns=(Column("flops", sum),)),
         Measure("bytes_up"),
         Measure("bytes_down"),
-        # what each client has spent of its privacy so far; null without dp.enabled
+        # ε that each client has spent so far; null without dp.enabled
         _epsilon("epsilon", InTable("epsilon", "ε", place=120), InLine("epsilon", "ε", format=".3g")),
         # the same by each accountant: privacy loss distributions and Rényi divergences
         _epsilon("epsilon_pld", InTable("pld_epsilon", "ε by PLD", place=122)),
@@ -359,7 +359,7 @@ MEASURES = Measures(
             recorded=_WHERE_MEASURED,
             columns=(Column("epsilon_simulated", mean, recorded=_WHERE_MEASURED),),
         ),
-        # of a client's work; how long the work takes may depend on the data
+        # seconds of a client's work; how long the work takes may depend on the data
         Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
         # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
         Column("validation_score"),
@@ -367,7 +367,7 @@ MEASURES = Measures(
         # within bytes_up and bytes_down
         Column("validation_bytes_up"),
         Column("validation_bytes_down"),
-        # by validation_score, so far: the round whose model is evaluated, and final
+        # the best round so far by validation_score: its model is evaluated, and is the final one
         Column("best_round"),
         # clients that take part no more, because their privacy budget would not bear it
         Column("budgets_spent"),
@@ -393,7 +393,7 @@ MEASURES = Measures(
             columns=(Column("recovery_loss", mean, recorded=_WHERE_MEASURED),),
         ),
         Measure("perplexity", least=0, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
-        # of a client's own text
+        # windows of a client's own text
         Measure("windows", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
         Measure("windows_in_text", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
     )

@@ -62,17 +62,17 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
     keys = sorted(first.keys() & second.keys())
     if len(keys) < 2:
         return None
-    apart: NDArray[np.float64] = np.array([first[key] - second[key] for key in keys])
+    differences: NDArray[np.float64] = np.array([first[key] - second[key] for key in keys])
     seeds = np.array([seed for seed, _ in keys])
-    by_seed = tuple(float(apart[seeds == seed].mean()) for seed in dict.fromkeys(seeds))
-    ahead, pairs = float((apart > 0).mean()), len(apart)
+    by_seed = tuple(float(differences[seeds == seed].mean()) for seed in dict.fromkeys(seeds))
+    ahead, pairs = float((differences > 0).mean()), len(differences)
     if of_other_seeds and len(by_seed) > 1:
         mean = float(np.mean(by_seed))
         # a bootstrap over two or three seeds holds the truth far less often than it says
         half = float(stdtrit(len(by_seed) - 1, (1 + _LEVEL) / 2) * np.std(by_seed, ddof=1) / np.sqrt(len(by_seed)))
         return Difference(mean, mean - half, mean + half, ahead, pairs, by_seed)
-    low, high = np.quantile(_resampled_means(apart), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return Difference(float(apart.mean()), float(low), float(high), ahead, pairs, by_seed)
+    low, high = np.quantile(_resampled_means(differences), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+    return Difference(float(differences.mean()), float(low), float(high), ahead, pairs, by_seed)
 
 
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -99,40 +99,40 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
 
     The groups have the same data. The best one is that over the clients which all of them evaluated.
     """
-    found = {group.label: personal_accuracies(group) for group in groups}
-    able = [group for group in groups if len(found[group.label]) > 1]
-    if len(able) < 2:
+    accuracies = {group.label: personal_accuracies(group) for group in groups}
+    candidates = [group for group in groups if len(accuracies[group.label]) > 1]
+    if len(candidates) < 2:
         return "", []
-    common = set.intersection(*(set(found[group.label]) for group in able))
+    common_pairs = set.intersection(*(set(accuracies[group.label]) for group in candidates))
 
     def mean(group: Group) -> float:
-        own = found[group.label]
-        return float(np.mean([own[key] for key in common or own]))
+        values = accuracies[group.label]
+        return float(np.mean([values[key] for key in common_pairs or values]))
 
-    best = max(able, key=mean)
-    data, others = _data(best), []
-    for group in able:
-        alike = {seed for seed, known in _data(group).items() if data.get(seed) == known}
+    best = max(candidates, key=mean)
+    data, distances = _data(best), []
+    for group in candidates:
+        seeds = {seed for seed, text in _data(group).items() if data.get(seed) == text}
         first, second = (
-            {key: value for key, value in found[each.label].items() if key[0] in alike} for each in (best, group)
+            {key: value for key, value in accuracies[side.label].items() if key[0] in seeds} for side in (best, group)
         )
-        apart = difference(first, second, of_other_seeds=True)
-        if group is not best and apart is not None:
-            others.append((group, apart))
-    return best.label, others
+        distance = difference(first, second, of_other_seeds=True)
+        if group is not best and distance is not None:
+            distances.append((group, distance))
+    return best.label, distances
 
 
 def of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
     """Return the groups together that can be compared: in some seed their clients have the same data."""
-    together: list[list[Group]] = []
+    families: list[list[Group]] = []
     for group in groups:
         data = _data(group).items()
-        alike = next((others for others in together if data & _data(others[0]).items()), None)
-        if alike is None:
-            together.append([group])
+        family = next((family for family in families if data & _data(family[0]).items()), None)
+        if family is None:
+            families.append([group])
         else:
-            alike.append(group)
-    return together
+            family.append(group)
+    return families
 
 
 def _data(group: Group) -> Mapping[int, str]:
@@ -141,10 +141,10 @@ def _data(group: Group) -> Mapping[int, str]:
     That is how many examples of each label they have. Where a private run withholds these counts, all settings that
     decide who has which data take the place of the counts.
     """
-    return {run.seed: json.dumps([place_of_data(run), _dealt(run)]) for run in group.runs}
+    return {run.seed: json.dumps([place_of_data(run), _partition_of(run)]) for run in group.runs}
 
 
-def _dealt(run: Run) -> list[Any]:
+def _partition_of(run: Run) -> list[Any]:
     counts = run.info.get("partition")
     if any(value for client in counts or () for key, value in client.items() if key != "partition"):
         return [counts, [run.config.get(key) for key in ("dataset", "partition", "test-split")]]
@@ -161,15 +161,15 @@ def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]
     lost states, are left out.
     """
     tables = []
-    for alike in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
-        best, others = from_best(alike)
+    for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
+        best, distances = from_best(family)
         rows = []
-        for group, apart in others:
-            interval = f"{-100 * apart.high:+.2f} to {-100 * apart.low:+.2f}"
-            ahead = f"{1 - apart.ahead:.0%} of {apart.pairs:,}"
-            clear = "yes" if len(apart.by_seed) > 1 else "yes, for this seed"
-            verdict = f"no: {apart.doubt}" if apart.doubt else clear
-            rows.append([group.label, f"{-100 * apart.mean:+.2f}", interval, ahead, verdict])
+        for group, distance in distances:
+            interval = f"{-100 * distance.high:+.2f} to {-100 * distance.low:+.2f}"
+            ahead = f"{1 - distance.ahead:.0%} of {distance.pairs:,}"
+            clear = "yes" if len(distance.by_seed) > 1 else "yes, for this seed"
+            verdict = f"no: {distance.doubt}" if distance.doubt else clear
+            rows.append([group.label, f"{-100 * distance.mean:+.2f}", interval, ahead, verdict])
         if rows:
             tables.append((best, rows))
     return tables

@@ -38,11 +38,11 @@ class Statistic:
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
         """Return the statistic over all seeds, or None if a seed lacks the number: a mean of fewer would mislead."""
-        listed = list(values)
-        known = [value for value in listed if value is not None]
-        if not known or len(known) < len(listed):
+        measurements = list(values)
+        numbers = [value for value in measurements if value is not None]
+        if not numbers or len(numbers) < len(measurements):
             return None
-        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     seeds = Counter((_identity(run), run.seed) for run in runs)
     members: dict[object, list[Run]] = defaultdict(list)
     for run in runs:
-        alone = run.flaw or seeds[_identity(run), run.seed] > 1
-        members[(_identity(run), str(run.folder) if alone else None)].append(run)
-    groups = [tuple(alike) for alike in members.values()]
-    settings = [_settings(group[0], [other[0] for other in groups]) for group in groups]
+        is_alone = run.flaw or seeds[_identity(run), run.seed] > 1
+        members[(_identity(run), str(run.folder) if is_alone else None)].append(run)
+    groups = [tuple(group) for group in members.values()]
+    settings = [_settings(group[0], [peer[0] for peer in groups]) for group in groups]
     labels = [_label(group[0], values) for group, values in zip(groups, settings, strict=True)]
     for distinctions in (
-        [f"seed {alike[0].seed}" for alike in groups],
-        [str(alike[0].folder) for alike in groups],
+        [f"seed {group[0].seed}" for group in groups],
+        [str(group[0].folder) for group in groups],
     ):
         count = Counter(labels)
         pairs = zip(labels, distinctions, strict=True)
@@ -94,9 +94,9 @@ def compared_settings(run: Run) -> dict[str, Any]:
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
     plugins = [*(run.info.get("plugins") or {}).values()]
-    for since in run.info.get("plugins_since") or ():  # the run went on with other code
-        plugins += [str(found) for name, found in dict(since).items() if name != "round"]
-    code = sorted(told[:15] if told.startswith("sha256 ") else told for told in plugins)  # a version is told whole
+    for change in run.info.get("plugins_since") or ():  # the run went on with other code
+        plugins += [str(version) for name, version in dict(change).items() if name != "round"]
+    code = sorted(text[:15] if text.startswith("sha256 ") else text for text in plugins)  # a version is told whole
     clients = len(run.info.get("partition") or ()) or None
     return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
 
@@ -120,24 +120,24 @@ def _identity(run: Run) -> str:
     return repr((run.system, sorted(compared_settings(run).items(), key=lambda item: item[0])))
 
 
-def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
+def _settings(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
     """Return this run's values of the few keys that are needed to tell runs of the same system apart.
 
     A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
     own keys.
     """
-    peers = [compared_settings(other) for other in others if other.system == run.system]
+    peers = [compared_settings(peer) for peer in runs if peer.system == run.system]
     keys = {key for peer in peers for key in peer}
-    chosen: list[str] = []
+    chosen_keys: list[str] = []
     classes = 1
     for key in sorted(keys, key=lambda key: (_DATA.index(key) if key in _DATA else len(_DATA), "." not in key, key)):
-        known = {repr(peer[key]) for peer in peers if peer.get(key) is not None}
-        split = len({tuple(repr(peer.get(each)) for each in (*chosen, key)) for peer in peers})
-        if len(known) > 1 and split > classes:
-            chosen.append(key)
+        values = {repr(peer[key]) for peer in peers if peer.get(key) is not None}
+        split = len({tuple(repr(peer.get(name)) for name in (*chosen_keys, key)) for peer in peers})
+        if len(values) > 1 and split > classes:
+            chosen_keys.append(key)
             classes = split
-    mine = compared_settings(run)
-    return {key: mine.get(key) for key in chosen}
+    settings = compared_settings(run)
+    return {key: settings.get(key) for key in chosen_keys}
 
 
 def _label(run: Run, settings: Mapping[str, Any]) -> str:

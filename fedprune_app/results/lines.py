@@ -9,20 +9,20 @@ from fedprune_app.results.measures import MEGABYTE, Measures, Row
 from fedprune_app.results.texts import tested_on
 
 
-def summary_line(row: Row, declared: Measures | None = None) -> str:
+def summary_line(row: Row, measures: Measures | None = None) -> str:
     """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
 
-    ``declared`` are all numbers that there are, by default fedprune's own.
+    ``measures`` are all numbers that there are, by default fedprune's own.
     """
 
     def words(of_training: bool) -> list[str]:
-        lines = (declared or MEASURES).lines
-        of_kind = [(column, line) for column, line, trained in lines if trained == of_training]
-        shown = [(column, line, row.get(column.name)) for column, line in of_kind]
+        lines = (measures or MEASURES).lines
+        of_kind = [(column, line) for column, line, is_trained in lines if is_trained == of_training]
+        entries = [(column, line, row.get(column.name)) for column, line in of_kind]
         return [
             f"{line.log} {line.number(value)}{column.remarked(row)}"
             + (f" ({tested_on(row)})" if line.on_a_text else "")
-            for column, line, value in shown
+            for column, line, value in entries
             if value is not None and not math.isnan(value)
         ]
 
@@ -33,9 +33,9 @@ def summary_line(row: Row, declared: Measures | None = None) -> str:
 
 def progress_line(row: Row) -> str:
     """Return the numbers of a row of rounds.jsonl that the progress bar shows; empty if it has none of them."""
-    shown = []
+    parts = []
     for column, line, _ in MEASURES.lines:
         if line.terminal and row.get(column.name) is not None:
             name = line.terminal if isinstance(line.terminal, str) else line.terminal(row["round"])
-            shown.append(f"{name} {line.number(row[column.name])}{column.remarked(row)}  ")
-    return "".join([*shown, f"({text})  " if (text := tested_on(row)) else ""])
+            parts.append(f"{name} {line.number(row[column.name])}{column.remarked(row)}  ")
+    return "".join([*parts, f"({text})  " if (text := tested_on(row)) else ""])

@@ -160,8 +160,8 @@ class Column:
 
     def remarked(self, *rows: Row) -> str:
         """Return the remark on those of the rows that have a number, ready to stand behind the number, or empty."""
-        told = [row for row in rows if row.get(self.name) is not None]
-        remark = self.remark(told, self.name) if self.remark else ""
+        measured_rows = [row for row in rows if row.get(self.name) is not None]
+        remark = self.remark(measured_rows, self.name) if self.remark else ""
         return f" ({remark})" if remark else ""
 
 
@@ -220,14 +220,14 @@ class Measure:
         value = bounded(fields.get(name), f"field '{name}'", least, most)
         return int(value) if self.is_count else value
 
-    def found(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
+    def value_in(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
         """Return what a reply of this kind tells: one number, or numbers by name, or None if it is optional there.
 
         ``names`` says which layers and classes there are.
         """
         if self.by:
-            told = (name for name in names.get(self.by, ()) if f"{self.wire_name}/{name}" in fields)
-            return {name: self.of(fields, about=name, private=private) for name in told} or None
+            names_in_reply = (name for name in names.get(self.by, ()) if f"{self.wire_name}/{name}" in fields)
+            return {name: self.of(fields, about=name, private=private) for name in names_in_reply} or None
         return self.of(fields, private=private) if reply in self.required or self.wire_name in fields else None
 
 
@@ -237,59 +237,63 @@ class Measures(tuple[Measure | Column, ...]):
     @cached_property
     def of_clients(self) -> dict[str, Measure]:
         """The numbers of a client are listed by name."""
-        return {each.name: each for each in self if isinstance(each, Measure)}
+        return {measure.name: measure for measure in self if isinstance(measure, Measure)}
 
     @cached_property
     def columns(self) -> dict[str, Column]:
         """The columns of rounds.jsonl are listed by name."""
-        found = (each.columns if isinstance(each, Measure) else (each,) for each in self)
-        return {column.name: column for columns in found for column in columns}
+        column_tuples = (entry.columns if isinstance(entry, Measure) else (entry,) for entry in self)
+        return {column.name: column for columns in column_tuples for column in columns}
 
     @cached_property
     def round_fields(self) -> tuple[str, ...]:
         """Every row of rounds.jsonl has these fields."""
-        return tuple(name for name, each in self.columns.items() if each.recorded is Recorded.ALWAYS)
+        return tuple(name for name, column in self.columns.items() if column.recorded is Recorded.ALWAYS)
 
     @cached_property
     def client_fields(self) -> tuple[str, ...]:
         """Every row of clients.jsonl has these fields."""
-        own = (name for name, each in self.of_clients.items() if each.recorded is Recorded.ALWAYS)
+        own = (name for name, measure in self.of_clients.items() if measure.recorded is Recorded.ALWAYS)
         return ("round", "partition", *own)
 
     @cached_property
     def of_the_round_alone(self) -> frozenset[str]:
         """These numbers of clients are not in clients.jsonl, but only in what the round makes of them."""
-        return frozenset(name for name, each in self.of_clients.items() if each.recorded is Recorded.NEVER)
+        return frozenset(name for name, measure in self.of_clients.items() if measure.recorded is Recorded.NEVER)
 
     @cached_property
     def headlines(self) -> tuple[str, ...]:
         """A run may be judged by one of these columns; the first is the usual one."""
-        return tuple(name for name, each in self.columns.items() if each.is_headline)
+        return tuple(name for name, column in self.columns.items() if column.is_headline)
 
     @cached_property
     def losses(self) -> dict[str, str]:
         """The columns that count lost replies have these titles, in their order."""
-        found = [(each.lost, name) for name, each in self.columns.items() if each.lost]
-        return {name: title.text for title, name in sorted(found, key=lambda each: each[0].place)}
+        titles = [(column.lost, name) for name, column in self.columns.items() if column.lost]
+        return {name: title.text for title, name in sorted(titles, key=lambda pair: pair[0].place)}
 
     @cached_property
     def kinds(self) -> dict[Kind, frozenset[str]]:
         """The fields of both files are grouped by what they hold."""
-        own = ((each.name, each.kind) for each in self.of_clients.values() if each.recorded is not Recorded.NEVER)
-        found = {("partition", Kind.NUMBER), *own, *((each.name, each.kind) for each in self.columns.values())}
-        return {kind: frozenset(name for name, its in found if its is kind) for kind in Kind}
+        own = (
+            (measure.name, measure.kind)
+            for measure in self.of_clients.values()
+            if measure.recorded is not Recorded.NEVER
+        )
+        pairs = {("partition", Kind.NUMBER), *own, *((column.name, column.kind) for column in self.columns.values())}
+        return {kind: frozenset(name for name, field_kind in pairs if field_kind is kind) for kind in Kind}
 
     @cached_property
     def lines(self) -> tuple[tuple[Column, InLine, bool], ...]:
         """These columns stand in the line that tells of a round, each with whether training tells the number."""
         trained = {
             column.name
-            for each in self.of_clients.values()
-            if each.replies and not each.is_evaluated
-            for column in each.columns
+            for measure in self.of_clients.values()
+            if measure.replies and not measure.is_evaluated
+            for column in measure.columns
         }
-        return tuple((each, each.line, each.name in trained) for each in self.columns.values() if each.line)
+        return tuple((column, column.line, column.name in trained) for column in self.columns.values() if column.line)
 
     def told_in(self, reply: Reply) -> list[Measure]:
         """Return the numbers that a reply of this kind may tell."""
-        return [each for each in self.of_clients.values() if reply in each.replies]
+        return [measure for measure in self.of_clients.values() if reply in measure.replies]

@@ -59,7 +59,7 @@ class OwnMeasure:
         where, allowed = f"measure {self.name!r}", "at most 60 lower-case letters, digits and single '_'"
         if not (isinstance(self.name, str) and len(self.name) <= 60 and _NAME.fullmatch(self.name)):
             raise ConfigError("name", self.name, allowed, where=where)
-        if {self.name, self.column} & _taken():
+        if {self.name, self.column} & _taken_names():
             raise ConfigError("name", self.name, "another name", which="is one of fedprune's own numbers", where=where)
         for key, value, values in (
             ("told", self.told, get_args(Told)),
@@ -88,13 +88,13 @@ class OwnMeasure:
         """How tables, figures and the log show the number."""
         scale, unit = (100.0, " %") if self.percent else (1.0, "")
         title = f"{self.title} (%)" if self.percent else self.title
-        whose = "" if self.told == "server" else "Mean over the clients that told it."
+        caption = "" if self.told == "server" else "Mean over the clients that told it."
         return Column(
             self.column,
             None if self.told == "server" else mean,
             Recorded.WHERE_MEASURED,
             table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=_PLACE),
-            curve=Curve(self.name, f"{self.title} by round", whose, self.title, self.percent),
+            curve=Curve(self.name, f"{self.title} by round", caption, self.title, self.percent),
             line=InLine(self.title, format=f".{self.decimals}f", scale=scale, unit=unit),
         )
 
@@ -123,12 +123,12 @@ class OwnMeasure:
         return float(bounded(item, f"{who} {self.name!r}", self.least, self.most))
 
 
-def _taken() -> set[str]:
+def _taken_names() -> set[str]:
     """Return the names that files and tables have for fedprune's own numbers."""
-    declared = MEASURES
-    fields = {each.wire_name for each in declared.of_clients.values()}
-    titles = {column.table.key for column in declared.columns.values() if column.table}
-    return {*declared.of_clients, *declared.columns, *fields, *titles, *_OTHER_NAMES}
+    measures = MEASURES
+    fields = {measure.wire_name for measure in measures.of_clients.values()}
+    titles = {column.table.key for column in measures.columns.values() if column.table}
+    return {*measures.of_clients, *measures.columns, *fields, *titles, *_OTHER_NAMES}
 
 
 _OTHER_NAMES = frozenset(
@@ -143,18 +143,18 @@ _OTHER_NAMES = frozenset(
 _of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
 
 
-def checked(system: str, own: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
+def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
     """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
-    listed = tuple(own)
-    names = [name for measure in listed for name in {measure.name, measure.column}]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError("measures", twice[0], "each name once", where=f"system {system!r}")
-    return listed
+    all_measures = tuple(measures)
+    names = [name for measure in all_measures for name in {measure.name, measure.column}]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError("measures", duplicates[0], "each name once", where=f"system {system!r}")
+    return all_measures
 
 
-def declare(system: str, own: Iterable[OwnMeasure]) -> None:
+def declare(system: str, measures: Iterable[OwnMeasure]) -> None:
     """Declare the numbers that a plug-in's ``system`` reports. Raises :class:`ConfigError`."""
-    _of_systems[system] = checked(system, own)
+    _of_systems[system] = checked(system, measures)
 
 
 def of_system(system: str) -> tuple[OwnMeasure, ...]:
@@ -168,17 +168,17 @@ def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str
     Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
     """
     checked_fields = dict(fields)
-    for own in of_system(system):
-        value = checked_fields.pop(own.name, None)
-        if value is not None and (own.public or not is_private):
-            checked_fields[own.name] = own.number(value, who)
+    for measure in of_system(system):
+        value = checked_fields.pop(measure.name, None)
+        if value is not None and (measure.public or not is_private):
+            checked_fields[measure.name] = measure.number(value, who)
     return checked_fields
 
 
 def all_of(system: str) -> Measures:
     """Return all numbers that a run of the system may report."""
-    own = of_system(system)
-    return Measures((*MEASURES, *(each.declaration for each in own))) if own else MEASURES
+    measures = of_system(system)
+    return Measures((*MEASURES, *(measure.declaration for measure in measures))) if measures else MEASURES
 
 
 # --- in run.json --------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def all_of(system: str) -> Measures:
 
 def described(system: str) -> list[dict[str, Any]]:
     """Return the declarations of a system's own numbers for run.json."""
-    return [asdict(each) for each in of_system(system)]
+    return [asdict(measure) for measure in of_system(system)]
 
 
 def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
@@ -195,10 +195,11 @@ def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
     Raises a one-line ``ValueError`` that says ``where`` they are wrong.
     """
     declarations = info.get("measures") or []
-    known = {declared.name for declared in fields(OwnMeasure)}
+    field_names = {field.name for field in fields(OwnMeasure)}
     try:
         return tuple(
-            OwnMeasure(**{key: value for key, value in declared.items() if key in known}) for declared in declarations
+            OwnMeasure(**{key: value for key, value in declaration.items() if key in field_names})
+            for declaration in declarations
         )
     except (TypeError, ConfigError) as error:
         raise ValueError(f"{where}: 'measures': {error}") from None

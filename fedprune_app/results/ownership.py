@@ -38,17 +38,17 @@ def check_free(folder: Path) -> None:
 
     Names that begin with a dot do not count.
     """
-    there = sorted(path.name for path in folder.glob("[!.]*"))
-    if not there or any(is_marked(folder, command) for command in ("run", "sweep", "demo")):
+    names = sorted(path.name for path in folder.glob("[!.]*"))
+    if not names or any(is_marked(folder, command) for command in ("run", "sweep", "demo")):
         return
-    if "run.json" in there:
+    if "run.json" in names:
         with suppress(ValueError):
             read_info(folder)
             return
-    shown = ", ".join(map(repr, there[:5])) + (" and more" if len(there) > 5 else "")
-    damaged = ", or which is damaged" if "run.json" in there else ""
+    examples = ", ".join(map(repr, names[:5])) + (" and more" if len(names) > 5 else "")
+    damaged = ", or which is damaged" if "run.json" in names else ""
     raise ValueError(
-        f"folder {str(folder)!r} holds {shown}, which fedprune did not write{damaged}, allowed: a new folder"
+        f"folder {str(folder)!r} holds {examples}, which fedprune did not write{damaged}, allowed: a new folder"
     )
 
 
@@ -93,7 +93,7 @@ def check_report_file(path: Path) -> None:
         with path.open("rb") as file:
             if GENERATOR.encode() in file.read(_HEAD_BYTES):
                 return
-        raise _exists(path)
+        raise _exists_error(path)
 
 
 def check_json_file(path: Path, keys: Collection[str]) -> None:
@@ -101,11 +101,11 @@ def check_json_file(path: Path, keys: Collection[str]) -> None:
     _check_file(path)
     if os.path.lexists(path):
         try:
-            found = json.loads(path.read_bytes()) if path.stat().st_size < 1 << 20 else None
+            content = json.loads(path.read_bytes()) if path.stat().st_size < 1 << 20 else None
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict) or found.keys() != set(keys):
-            raise _exists(path)
+            content = None
+        if not isinstance(content, dict) or content.keys() != set(keys):
+            raise _exists_error(path)
 
 
 def _check_file(path: Path) -> None:
@@ -115,5 +115,5 @@ def _check_file(path: Path) -> None:
         raise ValueError(f"{str(path)!r} cannot be written, allowed: a file in a folder in which you may write")
 
 
-def _exists(path: Path) -> ValueError:
+def _exists_error(path: Path) -> ValueError:
     return ValueError(f"{str(path)!r} exists and fedprune did not write it, allowed: another file; force replaces it")

@@ -18,33 +18,33 @@ def model_name(key: str, group: Group) -> str:
     """Return the name in words of one of the :data:`MODELS`."""
     if key != "personal_mean":
         return {"dense": "dense model", "global": "global model"}[key]
-    measured = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
-    return own_models(max(measured, default=1))
+    rounds = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
+    return own_models(max(rounds, default=1))
 
 
 def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
     """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
-    found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
+    tables: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
-        each = [run.last_table("perplexity_by_text") for run in group.runs]
-        for text in (text for text in each[0] if all(text in other for other in each)):
-            title = windows_of_text(text, each[0][text])
-            found.setdefault(title, {})[group.label] = [other[text] for other in each]
-    return found
+        run_tables = [run.last_table("perplexity_by_text") for run in group.runs]
+        for text in (text for text in run_tables[0] if all(text in table for table in run_tables)):
+            title = windows_of_text(text, run_tables[0][text])
+            tables.setdefault(title, {})[group.label] = [table[text] for table in run_tables]
+    return tables
 
 
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table of perplexities; there are no rows where no perplexity was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
-    named = {group.label: group for group in groups}
+    groups_by_label = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
         by_model: dict[str, dict[str, str]] = {}
-        for key, (label, found) in itertools.product(MODELS, by_group.items()):
-            statistic = Statistic.of(row.get(key) for row in found)
-            name = model_name(key, named[label])
+        for key, (label, entries) in itertools.product(MODELS, by_group.items()):
+            statistic = Statistic.of(entry.get(key) for entry in entries)
+            name = model_name(key, groups_by_label[label])
             cell = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
             if key == "personal_mean" and statistic:
-                cell += _of_fewer(found)
+                cell += _fewer_remark(entries)
             by_model.setdefault(name, {})[label] = cell
         for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
@@ -54,22 +54,22 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
     return ["System", *(title for title, _ in columns)], rows
 
 
-def _of_fewer(found: Sequence[Mapping[str, float]]) -> str:
+def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
     """Return how many clients' models a mean is of, ready to stand behind it; empty where nobody asked is missing."""
-    counts = [(int(each["personal_models"]), int(each["asked"])) for each in found if each.get("asked")]
-    few, asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
-    return f" ({few} of {asked} clients)" if few < asked else ""
+    counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
+    num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
+    return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
 
 
 def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
     """Return the last zero-shot accuracies in percent, by task and model, and then by a group's label."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    columns: dict[tuple[str, str], dict[str, str]] = {}
     for group in groups:
-        each = [run.last_table("accuracy_by_task") for run in group.runs]
-        for task in (task for task in each[0] if all(task in other for other in each)):
+        run_tables = [run.last_table("accuracy_by_task") for run in group.runs]
+        for task in (task for task in run_tables[0] if all(task in table for table in run_tables)):
             for key in ("dense", "global"):
-                title = f"{task}: {each[0][task]['examples']} examples (%)"
-                statistic = Statistic.of(other[task].get(key) for other in each)
+                title = f"{task}: {run_tables[0][task]['examples']} examples (%)"
+                statistic = Statistic.of(table[task].get(key) for table in run_tables)
                 cell = formatted(statistic, Column(key, key, lambda run: None, 100, 1))
-                found.setdefault((title, model_name(key, group)), {})[group.label] = cell
-    return [(f"{title}, {name}", cells) for (title, name), cells in found.items()]
+                columns.setdefault((title, model_name(key, group)), {})[group.label] = cell
+    return [(f"{title}, {name}", cells) for (title, name), cells in columns.items()]

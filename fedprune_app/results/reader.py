@@ -152,12 +152,14 @@ class Run:
             raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
         import pandas
 
-        known = MEASURES
-        empty = {"rounds": known.round_fields, "clients": known.client_fields}[which]
+        measures = MEASURES
+        empty = {"rounds": measures.round_fields, "clients": measures.client_fields}[which]
         rows = [dict(row) for row in tables[which]]
         frame = pandas.DataFrame.from_records(rows, columns=None if rows else list(empty))
-        own = {name for each in self.own_measures for name in (each.name, each.column)}
-        numbers = [name for name in frame if name in known.kinds[Kind.NUMBER] | own and frame[name].dtype == object]
+        own_names = {name for measure in self.own_measures for name in (measure.name, measure.column)}
+        numbers = [
+            name for name in frame if name in measures.kinds[Kind.NUMBER] | own_names and frame[name].dtype == object
+        ]
         return frame.astype(dict.fromkeys(numbers, "float64"))  # else what no row measured would be None
 
     @property
@@ -186,8 +188,8 @@ class Run:
         values = [row.get(field) for row in self.rounds]
         if self.rounds and len(values) < self.rounds[-1]["round"]:
             return None
-        known = [value for value in values if value is not None]
-        return sum(known) if known and len(known) == len(values) else None
+        numbers = [value for value in values if value is not None]
+        return sum(numbers) if numbers and len(numbers) == len(values) else None
 
     def mean(self, field: str) -> float | None:
         """Return the mean over all rounds, or None unless every round has the number."""
@@ -222,8 +224,8 @@ def marks_of(records: object, where: str) -> dict[str, Mark]:
 def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     path, mark = folder / name, marks_of(info.get("records"), str(folder / "run.json")).get(name)
     yield from read_rows(path, mark)
-    if mark is not None and info["status"] == "completed" and (more := path.stat().st_size - mark.size):
-        raise ValueError(f"{path} is damaged: {more} bytes follow its last row")
+    if mark is not None and info["status"] == "completed" and (surplus := path.stat().st_size - mark.size):
+        raise ValueError(f"{path} is damaged: {surplus} bytes follow its last row")
 
 
 def check_records(folder: Path, marks: Mapping[str, Mark]) -> list[str]:
@@ -244,15 +246,15 @@ def check_models(folder: Path, info: Mapping[str, Any]) -> list[str]:
 
 
 def _bears_out(path: Path, mark: Mark) -> bool:
-    total, left = hashlib.sha256(), mark.size
+    total, bytes_left = hashlib.sha256(), mark.size
     try:
         with path.open("rb") as file:
-            while left and (piece := file.read(min(left, 1 << 20))):
+            while bytes_left and (piece := file.read(min(bytes_left, 1 << 20))):
                 total.update(piece)
-                left -= len(piece)
+                bytes_left -= len(piece)
     except OSError:
         return False
-    return not left and total.hexdigest() == mark.sha256
+    return not bytes_left and total.hexdigest() == mark.sha256
 
 
 def read_info(folder: Path) -> dict[str, Any]:

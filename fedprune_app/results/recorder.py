@@ -134,17 +134,17 @@ class Recorder:
         info = self._info
         for name in RECORDS:
             self._tallies[name] = _Tally()
-            kept = list(readable_lines(self.folder / name, rounds_completed, (marks or {}).get(name)))
-            for line in kept:
+            lines = list(readable_lines(self.folder / name, rounds_completed, (marks or {}).get(name)))
+            for line in lines:
                 self._tallies[name].add(line, 1)
-            replace_file(self.folder / name, b"".join(kept))
+            replace_file(self.folder / name, b"".join(lines))
         self._drop_masks_after(rounds_completed)
         resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
         info |= {"status": "running", "error": None, "final_sha256": None}
         info |= {"rounds_completed": rounds_completed, "resumed_after_rounds": resumed}
-        if changed := _changed(info):
-            since = [*info.get("versions_since", []), {"round": rounds_completed, **changed}]
-            info |= {"versions_since": since}
+        if new_versions := _changed_versions(info):
+            versions_since = [*info.get("versions_since", []), {"round": rounds_completed, **new_versions}]
+            info |= {"versions_since": versions_since}
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:
@@ -154,12 +154,12 @@ class Recorder:
 
     def note(self, lines: Iterable[str]) -> None:
         """Add to run.json's ``notes`` the lines that are not there yet, and log them."""
-        before = self._running().get("notes", [])
-        new = [line for line in lines if line not in before]
-        for line in new:
+        earlier_notes = self._running().get("notes", [])
+        new_lines = [line for line in lines if line not in earlier_notes]
+        for line in new_lines:
             log.warning("%s", line)
-        if new:
-            self.annotate(notes=[*before, *new])
+        if new_lines:
+            self.annotate(notes=[*earlier_notes, *new_lines])
 
     @property
     def marks(self) -> dict[str, dict[str, Any]]:
@@ -173,23 +173,23 @@ class Recorder:
 
     def round(self, row: Mapping[str, Any]) -> None:
         """Append the row of one round."""
-        full = _complete(row, MEASURES.round_fields)
+        full_row = _complete(row, MEASURES.round_fields)
         with self._writing:
             info = self._running()
-            self._append("rounds.jsonl", [full])
-            info["rounds_completed"] = full["round"]
+            self._append("rounds.jsonl", [full_row])
+            info["rounds_completed"] = full_row["round"]
             self._write_info()
         if self._tracker is not None:
-            self._last = dict(scalars(full))
-            self._tracker.log(self._last, full["round"])
+            self._last = dict(scalars(full_row))
+            self._tracker.log(self._last, full_row["round"])
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
         fields = MEASURES.client_fields
-        full = [_complete(recorded_of_client(row), fields) for row in rows]
+        full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
             self._running()
-            self._append("clients.jsonl", full)
+            self._append("clients.jsonl", full_rows)
 
     def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
         """Record how far the clients' masks are apart after the last recorded round.
@@ -223,9 +223,9 @@ class Recorder:
         if self._waits or self._writes:
             (self.folder / "progress.json").unlink(missing_ok=True)
 
-    def _tell(self, what: Mapping[str, Any]) -> None:
+    def _tell(self, content: Mapping[str, Any]) -> None:
         with suppress(OSError):
-            replace_file(self.folder / "progress.json", json.dumps(what).encode(), durable=False)
+            replace_file(self.folder / "progress.json", json.dumps(content).encode(), durable=False)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in the order of the clients."""
@@ -268,7 +268,7 @@ class Recorder:
     def _open_tracker(self) -> None:
         try:
             self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note_if_open)
-        except Exception as error:  # a library's, of files or of a network
+        except Exception as error:  # an error of the library, of files or of a network
             if "resumed_after_rounds" not in self._info:
                 raise
             self.note([why_tracking_stops(error)])
@@ -318,12 +318,12 @@ def holds_run(folder: Path) -> bool:
     return bool(info["rounds_completed"]) or info["status"] == "completed"
 
 
-def _changed(info: Mapping[str, Any]) -> dict[str, str | None]:
+def _changed_versions(info: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the versions that are other ones than those the run had so far."""
-    had = dict(info.get("versions", {}))
-    for each in info.get("versions_since", []):
-        had |= each
-    return {name: found for name, found in versions().items() if had.get(name) != found}
+    earlier_versions = dict(info.get("versions", {}))
+    for change in info.get("versions_since", []):
+        earlier_versions |= change
+    return {name: version for name, version in versions().items() if earlier_versions.get(name) != version}
 
 
 def versions() -> dict[str, str | None]:
@@ -333,7 +333,7 @@ def versions() -> dict[str, str | None]:
 
 @cache  # a process has the packages with which it began
 def _versions() -> Mapping[str, str | None]:
-    installed: dict[str, str | None] = {"python": platform.python_version()}
+    version_by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
         "flwr",
@@ -346,10 +346,10 @@ def _versions() -> Mapping[str, str | None]:
         "transformers",
     ):
         try:
-            installed[package] = importlib.metadata.version(package)
+            version_by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            installed[package] = None  # an app bundle is unpacked, not installed
-    return installed
+            version_by_package[package] = None  # an app bundle is unpacked, not installed
+    return version_by_package
 
 
 def git_hash() -> str | None:
@@ -359,12 +359,12 @@ def git_hash() -> str | None:
     """
     if GIT_VARIABLE in os.environ:
         return os.environ[GIT_VARIABLE] or None
-    here = Path(__file__)
+    path = Path(__file__)
     try:
         # An unpacked app or a site-packages folder may lie inside somebody else's checkout.
-        _git(here.parent, "ls-files", "--error-unmatch", here.name)
-        dirty = "-dirty" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else ""
-        return _git(here.parent, "rev-parse", "HEAD") + dirty
+        _git(path.parent, "ls-files", "--error-unmatch", path.name)
+        dirty = "-dirty" if _git(path.parent, "status", "--porcelain", "--untracked-files=no") else ""
+        return _git(path.parent, "rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -380,8 +380,8 @@ def loaded_hash() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
-    return done.stdout.strip()
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    return process.stdout.strip()
 
 
 def _complete(row: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:

@@ -16,34 +16,34 @@ def noise_of_mean(deviations: Sequence[float]) -> float | None:
 
 def noise_remark(rows: Sequence[Row], column: str) -> str:
     """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
-    said = {None: "noise unknown", 0: "", 1: "simulated"}
-    return _of_each(said.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
+    words = {None: "noise unknown", 0: "", 1: "simulated"}
+    return _remarks_with_counts(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 
 
 def accuracy_remark(rows: Sequence[Row], column: str) -> str:
     """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
-    found = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
-    noises = [noise for noise in found if noise is not None]
+    deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
+    noises = [noise for noise in deviations if noise is not None]
     noise = noise_of_mean(noises)
-    return "" if noise is None else _of_some(f"noise ± {100 * noise:.1f}", len(noises), len(rows))
+    return "" if noise is None else _remark_with_count(f"noise ± {100 * noise:.1f}", len(noises), len(rows))
 
 
 def noised_remark(rows: Sequence[Row], column: str) -> str:
     """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
-    return _of_each("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
+    return _remarks_with_counts("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
-def fewer_remark(rows: Sequence[Row], column: str, counted: str = "evaluated") -> str:
+def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
     """Say over how many clients a mean is, where they are fewer than the run has.
 
-    ``counted`` names the column of their number, where no column ``clients_by_column`` tells it.
+    ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
     """
 
-    def said(row: Row) -> str:
-        few, clients = (row.get("clients_by_column") or {}).get(column, row.get(counted)), row.get("clients")
-        return "" if few is None or clients is None or few >= clients else f"{few:.0f} of {clients:.0f} clients"
+    def remark(row: Row) -> str:
+        count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
+        return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
 
-    return _of_each(map(said, rows))
+    return _remarks_with_counts(map(remark, rows))
 
 
 def both(*remarks: Remark) -> Remark:
@@ -51,11 +51,11 @@ def both(*remarks: Remark) -> Remark:
     return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
 
 
-def _of_each(texts: Iterable[str]) -> str:
+def _remarks_with_counts(texts: Iterable[str]) -> str:
     """Where rows differ, each text stands with the number of runs that have it."""
-    found = Counter(texts)
-    return ", ".join(_of_some(text, count, found.total()) for text, count in sorted(found.items()) if text)
+    counts = Counter(texts)
+    return ", ".join(_remark_with_count(text, count, counts.total()) for text, count in sorted(counts.items()) if text)
 
 
-def _of_some(text: str, count: int, total: int) -> str:
+def _remark_with_count(text: str, count: int, total: int) -> str:
     return text if count == total else f"{text}: {count} of {total} runs"

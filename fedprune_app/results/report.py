@@ -57,10 +57,10 @@ def check_page_name(out: Path, option: str = "--output") -> None:
 
 def each_once(folders: Iterable[Path]) -> list[Path]:
     """Return each folder by its first name alone: ``runs/latest`` is a link to a run that has a number, too."""
-    found: dict[str, Path] = {}
+    folder_by_path: dict[str, Path] = {}
     for folder in folders:
-        found.setdefault(os.path.realpath(folder), folder)
-    return list(found.values())
+        folder_by_path.setdefault(os.path.realpath(folder), folder)
+    return list(folder_by_path.values())
 
 
 def run_folders(folder: Path) -> list[Path]:
@@ -70,10 +70,10 @@ def run_folders(folder: Path) -> list[Path]:
     """
     if (folder / "run.json").exists():
         return [folder]
-    below = sorted(path.parent for path in folder.glob("*/run.json"))
-    if not below:
+    folders = sorted(path.parent for path in folder.glob("*/run.json"))
+    if not folders:
         raise ConfigError("run folder", folder, which="is none, nor does it hold any (no run.json)")
-    return below
+    return folders
 
 
 def write_report(
@@ -126,7 +126,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
     """Return the page as HTML; the same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
-    drawn = figures(groups)
+    all_figures = figures(groups)
     return filled(
         __package__,
         "templates/report.html",
@@ -145,12 +145,12 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
             "What it cost": _table(groups, cost()),
         },
         differences=difference_tables(groups),
-        figures=drawn,
+        figures=all_figures,
         formulas=_formulas(runs),
         lost_titles=list(MEASURES.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
-        data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in drawn]},
+        data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in all_figures]},
         plotly=_packed_plotly(),
     )
 
@@ -182,17 +182,17 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
+def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
     """Return a part of the final table, without what the line under the title or the first part already tells."""
-    header, rows = final_rows(groups, shown)
-    of_all = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
-    told = of_all if is_first else {"Dataset", "Partition", "Seeds"}
-    kept = [i for i, title in enumerate(header) if title not in told]
+    header, rows = final_rows(groups, shown_columns)
+    common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
+    redundant_titles = common_titles if is_first else {"Dataset", "Partition", "Seeds"}
+    indices = [i for i, title in enumerate(header) if title not in redundant_titles]
     return {
-        "header": [header[i] for i in kept],
+        "header": [header[i] for i in indices],
         "spans": [],
-        "rows": [[row[i] for i in kept] for row in rows],
-        "texts": len({"System", "Dataset", "Partition"} - told),
+        "rows": [[row[i] for i in indices] for row in rows],
+        "texts": len({"System", "Dataset", "Partition"} - redundant_titles),
         "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
@@ -200,7 +200,7 @@ def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool =
 def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
     header, rows = perplexity_rows(groups)
     titles, names = zip(*(head.rpartition(", ")[::2] for head in header), strict=True)
-    spans = [(title, len(list(alike))) for title, alike in groupby(titles[1:])]
+    spans = [(title, len(list(same_titles))) for title, same_titles in groupby(titles[1:])]
     return {"header": names, "spans": spans, "rows": rows, "texts": 1, "measured": bool(rows)}
 
 
@@ -241,23 +241,23 @@ def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
 def _language_card(group: Group) -> dict[str, Any]:
     """Return the card of a language model: the text that the user named first, with the dense model beside it."""
     tables = [run.last_table("perplexity_by_text") for run in group.runs]
-    texts = [text for text, found in tables[0].items() if found.get("global") is not None]
-    more = str(group.runs[0].config.get("fedspallm.evaluation-texts", ""))
-    named = [each.partition("=")[0].strip() for each in more.split(",")]
-    text = min(texts, key=lambda text: named.index(text) if text in named else len(named), default="")
-    found = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
+    texts = [text for text, entry in tables[0].items() if entry.get("global") is not None]
+    setting = str(group.runs[0].config.get("fedspallm.evaluation-texts", ""))
+    named_texts = [part.partition("=")[0].strip() for part in setting.split(",")]
+    text = min(texts, key=lambda text: named_texts.index(text) if text in named_texts else len(named_texts), default="")
+    statistics = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
     facts = {
-        "Dense model": found["dense"],
-        "Clients' own, mean": found["personal_mean"],
+        "Dense model": statistics["dense"],
+        "Clients' own, mean": statistics["personal_mean"],
         "Density, pruned matrices": Statistic.of(run.last("density_global") for run in group.runs),
     }
-    shown = {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()}
+    fact_texts = {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()}
     main = "perplexity, global model" + (f"; {windows_of_text(text, tables[0][text])}" if text else "")
     return {
-        "number": formatted(found["global"], _HUNDREDTHS),
+        "number": formatted(statistics["global"], _HUNDREDTHS),
         "unit": "",
         "main": main,
-        "facts": shown | _traffic(group),
+        "facts": fact_texts | _traffic(group),
     }
 
 
@@ -268,8 +268,8 @@ def _short(statistic: Statistic | None, column: Column, unit: str = "") -> str:
 
 def _traffic(group: Group) -> dict[str, str]:
     total, is_of_peers = words.traffic(group), group.runs[0].total("peer_bytes") is not None
-    shown = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
-    return {"Traffic, peer to peer" if is_of_peers else "Traffic": shown}
+    text = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
+    return {"Traffic, peer to peer" if is_of_peers else "Traffic": text}
 
 
 def _card(group: Group, accuracy: str) -> dict[str, Any]:
@@ -295,9 +295,9 @@ def _formulas(runs: Sequence[Run]) -> dict[str, str]:
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the runs in which replies failed or came too late, or clients dropped out."""
-    sums = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
-    counted = zip(runs, sums, strict=True)
-    return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in counted if any(lost)]
+    counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
+    run_counts = zip(runs, counts, strict=True)
+    return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]
 
 
 def _details(run: Run) -> dict[str, Any]:

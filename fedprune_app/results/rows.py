@@ -36,19 +36,19 @@ def row_of(
     """
     names = {"layer": sorted(layers), "class": [str(number) for number in range(min(num_classes, MOST_CLASSES))]}
     return {
-        each.name: None if private and each.withheld else each.found(fields, reply, names, private)
-        for each in (declared or MEASURES).told_in(reply)
+        measure.name: None if private and measure.withheld else measure.value_in(fields, reply, names, private)
+        for measure in (declared or MEASURES).told_in(reply)
     }
 
 
 def from_training(row: Row, trained: Row) -> dict[str, Any]:
     """Return the numbers that the ``row`` of an evaluation lacks and the training of the round told."""
-    both = (name for name, each in MEASURES.of_clients.items() if _is_of_either(each))
-    return {name: trained.get(name) for name in both if row[name] is None}
+    names = (name for name, measure in MEASURES.of_clients.items() if _is_of_either(measure))
+    return {name: trained.get(name) for name in names if row[name] is None}
 
 
-def _is_of_either(each: Measure) -> bool:
-    return {Reply.TRAINING, Reply.EVALUATION} <= each.replies
+def _is_of_either(measure: Measure) -> bool:
+    return {Reply.TRAINING, Reply.EVALUATION} <= measure.replies
 
 
 def recorded_of_client(row: Row) -> dict[str, Any]:
@@ -71,23 +71,23 @@ def round_columns(
     are, by default fedprune's own.
     """
     rows = list(rows)
-    found: dict[str, Any] = {}
-    for each in (declared or MEASURES).told_in(reply):
-        if each.is_evaluated and not reply.is_evaluation:
+    columns: dict[str, Any] = {}
+    for measure in (declared or MEASURES).told_in(reply):
+        if measure.is_evaluated and not reply.is_evaluation:
             continue
-        values = [row[each.name] for row in _telling(each, rows, others)]
-        for column in each.columns:
+        values = [row[measure.name] for row in _rows_telling(measure, rows, others)]
+        for column in measure.columns:
             if column.take is not None:
-                found[column.name] = _by_name(values, column.take) if each.by else column.take(values)
-    return found | (_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
+                columns[column.name] = _by_name(values, column.take) if measure.by else column.take(values)
+    return columns | (_columns_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
 
 
-def _telling(each: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
-    asked = (*rows, *others) if _is_of_either(each) else rows
-    return [row for row in asked if row.get(each.name) is not None]
+def _rows_telling(measure: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    candidates = (*rows, *others) if _is_of_either(measure) else rows
+    return [row for row in candidates if row.get(measure.name) is not None]
 
 
-def _of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """Return two columns, with an entry for each column of accuracies that some of the clients did not tell.
 
     One says how many clients told the number. The other has the noise in their mean, where they told how much of it is
@@ -95,14 +95,16 @@ def _of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """
     clients: dict[str, float] = {}
     noises: dict[str, float | None] = {}
-    for each in (each for each in MEASURES.told_in(Reply.EVALUATION) if each.may_be_noised):
-        telling = _telling(each, rows, others)
-        if len(telling) not in (0, len(rows)):
-            clients |= {column.name: len(telling) for column in each.columns if column.remark}
-            if found := [row["accuracy_noise"] for row in telling if row.get("accuracy_noise") is not None]:
-                noises |= {column.name: noise_of_mean(found) for column in each.columns if column.is_noised_mean}
-    told = {"clients_by_column": clients, "noise_by_column": noises}
-    return {name: found for name, found in told.items() if found}
+    for measure in (measure for measure in MEASURES.told_in(Reply.EVALUATION) if measure.may_be_noised):
+        telling_rows = _rows_telling(measure, rows, others)
+        if len(telling_rows) not in (0, len(rows)):
+            clients |= {column.name: len(telling_rows) for column in measure.columns if column.remark}
+            if deviations := [row["accuracy_noise"] for row in telling_rows if row.get("accuracy_noise") is not None]:
+                noises |= {
+                    column.name: noise_of_mean(deviations) for column in measure.columns if column.is_noised_mean
+                }
+    columns = {"clients_by_column": clients, "noise_by_column": noises}
+    return {name: entries for name, entries in columns.items() if entries}
 
 
 def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float | None]:
@@ -110,4 +112,4 @@ def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float
     for row in rows:
         for name, value in row.items():
             values.setdefault(name, []).append(value)
-    return {name: take(of_name) for name, of_name in values.items()}
+    return {name: take(numbers) for name, numbers in values.items()}

@@ -37,17 +37,17 @@ def compare(run: Run) -> Comparison | None:
     counts = {row["partition"]: row["train"] for row in run.info.get("partition") or () if any(row.get("train") or ())}
     if run.masks is None:
         return None
-    kept = [i for i, client in enumerate(run.masks.clients) if client in counts]
-    if len(kept) < 2:
+    indices = [i for i, client in enumerate(run.masks.clients) if client in counts]
+    if len(indices) < 2:
         return None
-    cosine = label_cosine([counts[run.masks.clients[i]] for i in kept])
-    distance = run.masks.distance[np.ix_(kept, kept)]
-    pairs = np.triu_indices(len(kept), k=1)
+    cosine = label_cosine([counts[run.masks.clients[i]] for i in indices])
+    distance = run.masks.distance[np.ix_(indices, indices)]
+    pairs = np.triu_indices(len(indices), k=1)
     labels, masks = cosine[pairs], distance[pairs]
     order = chain(cosine)
     return Comparison(
         run.masks.round,
-        tuple(run.masks.clients[kept[i]] for i in order),
+        tuple(run.masks.clients[indices[i]] for i in order),
         cosine[np.ix_(order, order)],
         distance[np.ix_(order, order)],
         correlation(labels, masks),
@@ -58,8 +58,8 @@ def compare(run: Run) -> Comparison | None:
 def label_cosine(counts: list[list[int]]) -> Array:
     """Return the cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
     matrix = np.zeros((len(counts), max(map(len, counts))))
-    for row, own in zip(matrix, counts, strict=True):
-        row[: len(own)] = own
+    for row, label_counts in zip(matrix, counts, strict=True):
+        row[: len(label_counts)] = label_counts
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     cosine: Array = np.clip(unit @ unit.T, 0, 1)
     return cosine
@@ -89,11 +89,11 @@ def chain(similarity: Array) -> list[int]:
     equals by the earliest.
     """
     order = [0]
-    left = np.ones(len(similarity), dtype=bool)
-    left[0] = False
-    while left.any():
-        order.append(int(np.where(left, similarity[order[-1]], -1).argmax()))
-        left[order[-1]] = False
+    is_left = np.ones(len(similarity), dtype=bool)
+    is_left[0] = False
+    while is_left.any():
+        order.append(int(np.where(is_left, similarity[order[-1]], -1).argmax()))
+        is_left[order[-1]] = False
     return order
 
 

@@ -11,12 +11,15 @@ from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import tested_on
 
 
-def statistics_of(group: Group, shown: Iterable[Column] = ()) -> dict[str, Statistic | None]:
-    """Return a group's final numbers by the key of a column, of all columns or of those ``shown``.
+def statistics_of(group: Group, shown_columns: Iterable[Column] = ()) -> dict[str, Statistic | None]:
+    """Return a group's final numbers by the key of a column, of all columns or of the ``shown_columns``.
 
     A number that a run did not measure is None.
     """
-    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in shown or columns([group])}
+    return {
+        column.key: Statistic.of(column.value(run) for run in group.runs)
+        for column in shown_columns or columns([group])
+    }
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
@@ -29,27 +32,27 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
-def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the final table, of all columns or of those ``shown``, without empty columns."""
-    shown = shown or columns(groups)
-    numbers = [statistics_of(group, shown) for group in groups]
-    measured = [column for column in shown if any(row[column.key] for row in numbers)]
-    said = {
+def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the final table, of all columns or of the ``shown_columns``, without empty columns."""
+    shown_columns = shown_columns or columns(groups)
+    numbers = [statistics_of(group, shown_columns) for group in groups]
+    measured_columns = [column for column in shown_columns if any(row[column.key] for row in numbers)]
+    remarks = {
         c.key: {c.remark(group.runs) for group, row in zip(groups, numbers, strict=True) if row[c.key]}
-        for c in measured
+        for c in measured_columns
     }
-    of_all = {key: found.pop() if len(found) == 1 < len(groups) else "" for key, found in said.items()}  # remarks
-    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + of_all[c.key] for c in measured)]
+    common_remarks = {key: texts.pop() if len(texts) == 1 < len(groups) else "" for key, texts in remarks.items()}
+    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + common_remarks[c.key] for c in measured_columns)]
     judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        remark = "" if of_all[column.key] else column.remark(group.runs)
+        remark = "" if common_remarks[column.key] else column.remark(group.runs)
         return formatted(statistic, column) + (words + remark if statistic else "")
 
     rows = [
-        [group.label, *data_cells(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured)]
+        [group.label, *data_cells(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured_columns)]
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows

@@ -9,15 +9,15 @@ OWN_TEXT = "own"
 """In place of a test text's name: every client has measured its own model on its own text."""
 
 
-def windows_of_text(text: str, found: Mapping[str, Any]) -> str:
+def windows_of_text(text: str, entry: Mapping[str, Any]) -> str:
     """Return the name of a test text with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
 
-    ``found`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
+    ``entry`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
     ``ptb: first 64 of 900 × 128 tokens``. The windows of the clients' own texts are those of all clients together.
     """
-    windows, there_are = found.get("windows"), found.get("windows_in_text")
-    some = f"first {windows} of {there_are}" if windows and there_are and there_are > windows else windows
-    return f"{'own texts' if text == OWN_TEXT else text}: {some} × {found.get('window')} tokens"
+    windows, total = entry.get("windows"), entry.get("windows_in_text")
+    extent = f"first {windows} of {total}" if windows and total and total > windows else windows
+    return f"{'own texts' if text == OWN_TEXT else text}: {extent} × {entry.get('window')} tokens"
 
 
 def own_models(round: int) -> str:
@@ -34,4 +34,4 @@ def tested_on(row: Mapping[str, Any]) -> str:
 
     That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.
     """
-    return next((windows_of_text(text, found) for text, found in (row.get("perplexity_by_text") or {}).items()), "")
+    return next((windows_of_text(text, entry) for text, entry in (row.get("perplexity_by_text") or {}).items()), "")

@@ -73,7 +73,7 @@ class Guarded:
             return
         try:
             call(self._tracker)
-        except Exception as error:  # a library's, of files or of a network
+        except Exception as error:  # an error of the library, of files or of a network
             self._tracker = None
             self._say(why_tracking_stops(error))
 
@@ -123,9 +123,9 @@ class MLflow:
         # the run's key finds the run again when fedprune resumes it
         key = str(info.get("run_key") or folder.name)
         settings = {name: str(value)[:6000] for name, value in _settings(info).items()}
-        found = self._client.search_runs([number], f"tags.`fedprune.run_key` = '{key}'", max_results=1)
-        if found:
-            self._run = found[0].info.run_id
+        runs = self._client.search_runs([number], f"tags.`fedprune.run_key` = '{key}'", max_results=1)
+        if runs:
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
         tags = {"fedprune.run_key": key, "fedprune.folder": str(folder)}
@@ -161,8 +161,8 @@ def _check_server(address: str) -> None:
     try:
         httpx.head(url, timeout=_ANSWER_SECONDS, verify=False)
     except httpx.HTTPError as error:
-        told = f"no server answers within {_ANSWER_SECONDS:g} s ({error})"
-        raise OSError(f"MLFLOW_TRACKING_URI is {str(url)!r}: {told}") from None
+        problem = f"no server answers within {_ANSWER_SECONDS:g} s ({error})"
+        raise OSError(f"MLFLOW_TRACKING_URI is {str(url)!r}: {problem}") from None
 
 
 def _settings(info: Mapping[str, Any]) -> dict[str, Any]:

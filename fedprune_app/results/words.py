@@ -18,8 +18,8 @@ def comparison(groups: Sequence[Group]) -> list[str]:
 
     Groups whose clients have the same data are compared, and runs that did not complete are left out.
     """
-    whole = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
-    return [line for alike in of_the_same_data(whole) if len(alike) > 1 for line in _of_alike(alike)]
+    complete_groups = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
+    return [line for family in of_the_same_data(complete_groups) if len(family) > 1 for line in _sentences(family)]
 
 
 def own_accuracy(group: Group) -> Statistic | None:
@@ -32,20 +32,20 @@ def traffic(group: Group) -> Statistic | None:
     return Statistic.of(map(traffic_of, group.runs))
 
 
-def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
-    accuracy = {group.label: 100 * found.mean for group in groups if (found := own_accuracy(group))}
-    alone = [group for group in groups if group.system == "standalone"]
-    others = [group for group in groups if group not in alone]
-    for group in alone:
+def _sentences(groups: Sequence[Group]) -> Iterator[str]:
+    accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
+    standalone_groups = [group for group in groups if group.system == "standalone"]
+    federated_groups = [group for group in groups if group not in standalone_groups]
+    for group in standalone_groups:
         yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average."
-    best = max(others or alone, key=lambda group: accuracy[group.label])
-    reference = next((group for group in others if group.system == REFERENCE), best)
-    own = accuracy[reference.label]
-    if reference in others:
-        yield f"With {reference.label}, clients' own models have {own:.1f} %."
-    for group in others:
+    best = max(federated_groups or standalone_groups, key=lambda group: accuracy[group.label])
+    reference = next((group for group in federated_groups if group.system == REFERENCE), best)
+    reference_accuracy = accuracy[reference.label]
+    if reference in federated_groups:
+        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %."
+    for group in federated_groups:
         if group is not reference:
-            points = accuracy[group.label] - own
+            points = accuracy[group.label] - reference_accuracy
             beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
     count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"
@@ -53,11 +53,11 @@ def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
 
 
 def _cost(group: Group, reference: Group) -> str:
-    operations = [Statistic.of(run.total("flops") for run in each.runs) for each in (group, reference)]
+    operations = [Statistic.of(run.total("flops") for run in side.runs) for side in (group, reference)]
     pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
     shares = [
-        f"{_times(ours.mean / theirs.mean)} the {what}"
-        for what, ours, theirs in pairs
+        f"{_times(ours.mean / theirs.mean)} the {quantity}"
+        for quantity, ours, theirs in pairs
         if ours and theirs and theirs.mean
     ]
     return f", for {' and '.join(shares)}" if shares else ""

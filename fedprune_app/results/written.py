@@ -40,15 +40,15 @@ def comma_separated(groups: Sequence[Group]) -> str:
 
     ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
     """
-    shown = columns(groups)
-    keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
+    shown_columns = columns(groups)
+    keys = [f"{column.key}_{part}" for column in shown_columns for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
         cells += [group.status, len(group.runs)]
-        for column, statistic in zip(shown, statistics_of(group, shown).values(), strict=True):
+        for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]

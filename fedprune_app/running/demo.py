@@ -21,8 +21,8 @@ def demo_settings(system: str) -> dict[str, Scalar]:
     A client has 72 images of several classes, so it gains by a federation. Gossip at density 0.5 gains little there.
     """
     shared: dict[str, Scalar] = {"partition": "dirichlet-client", "num-server-rounds": 20, "fraction-train": 0.5}
-    own: dict[str, Scalar] = {"density": 0.8, "dispfl.growth": "random"} if system == "dispfl" else {}
-    return {"system": system, "evaluate-every": 2, **shared, **own}
+    system_settings: dict[str, Scalar] = {"density": 0.8, "dispfl.growth": "random"} if system == "dispfl" else {}
+    return {"system": system, "evaluate-every": 2, **shared, **system_settings}
 
 
 def llm_settings(density: float) -> dict[str, Scalar]:

@@ -19,8 +19,8 @@ def next_folder(parent: Path) -> Iterator[Path]:
     """
     parent.mkdir(parents=True, exist_ok=True)
     while True:
-        taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
-        folder = parent / str(max(taken, default=0) + 1)
+        numbers = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
+        folder = parent / str(max(numbers, default=0) + 1)
         with suppress(FileExistsError):  # another process was faster
             folder.mkdir()
             break

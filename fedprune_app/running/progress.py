@@ -27,10 +27,10 @@ from fedprune_app.results.lines import progress_line
 def read_json(path: Path) -> dict[str, Any]:
     """Return the table in a JSON file, which is empty where the file is not there or not whole."""
     try:
-        found = json.loads(path.read_text())
+        table = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 class RunProgress:
@@ -76,12 +76,12 @@ class RunProgress:
 
         Where the system tells the progress of the current round, that is shown too.
         """
-        now = read_json(self._folder / "progress.json")
-        if now and "done" not in now:
-            self.say(str(now.get("text")))
+        state = read_json(self._folder / "progress.json")
+        if state and "done" not in state:
+            self.say(str(state.get("text")))
         with suppress(KeyError):
             self._bar.update(
-                self._task, completed=now["done"], total=now["total"], said=f"{now['text']}  {self._accuracy}"
+                self._task, completed=state["done"], total=state["total"], said=f"{state['text']}  {self._accuracy}"
             )
             self._counts_rounds = False
         try:
@@ -101,16 +101,16 @@ class RunProgress:
 
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
-        if shown := progress_line(row):
-            self._accuracy = shown
+        if numbers := progress_line(row):
+            self._accuracy = numbers
         failed = f"{row['failures']} failed" if row.get("failures") else ""
-        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
+        text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
         if self._counts_rounds:
-            self._bar.update(self._task, completed=row["round"], said=said, failed=failed)
+            self._bar.update(self._task, completed=row["round"], said=text, failed=failed)
         else:
-            self._bar.update(self._task, said=said, failed=failed)
+            self._bar.update(self._task, said=text, failed=failed)
         if not self._is_live:
-            line = f"{self._system}: round {row['round']} of {self._rounds}  {said}  {failed}".rstrip()
+            line = f"{self._system}: round {row['round']} of {self._rounds}  {text}  {failed}".rstrip()
             self._console.print(line, soft_wrap=True)
 
     @contextmanager

@@ -46,7 +46,7 @@ class Session(ExitStack):
         self.console = console
         self._work: Path | None = None
         self._link: Link | None = None
-        self._told: set[str] = set()
+        self._printed_notes: set[str] = set()
 
     def _folder(self) -> Path:
         if self._work is None:
@@ -72,8 +72,8 @@ class Session(ExitStack):
     def tell(self, notes: Iterable[str]) -> None:
         """Print notes on a run, each of them once in a session."""
         for line in notes:
-            if line not in self._told:
-                self._told.add(line)
+            if line not in self._printed_notes:
+                self._printed_notes.add(line)
                 self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
 
     def run(self, prepared: Prepared, folder: Path, link: Path | None = None) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Session(ExitStack):
             mark(folder, "run")  # the deployment writes there before the run does
         if link is not None:
             point_to(link, folder)
-        before = read_json(folder / "run.json")
+        earlier_info = read_json(folder / "run.json")
         take_refusal(folder)  # remove what was left for a launcher that died before it read it
         with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console) as progress:
             try:
@@ -104,7 +104,7 @@ class Session(ExitStack):
                 self.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
                 # where run.json is unchanged, the run never began
-                if not isinstance(error, LeftGoing) and read_json(folder / "run.json") != before:
+                if not isinstance(error, LeftGoing) and read_json(folder / "run.json") != earlier_info:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
@@ -131,42 +131,42 @@ class Session(ExitStack):
     def _simulate(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting clients")
         config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
-        before = outcome.outcome_of(run_file)
+        earlier_outcome = outcome.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
         num_workers = place.num_workers or gpus or os.cpu_count() or 1
         with simulation.started(
             self.app, values, place.clients, num_workers, gpus, place.ray_address, place.engine
-        ) as started:
-            if not simulation.wait_for(started, run_file, progress.update):
-                raise _failure(folder, before, lambda: processes.last_line(started.log_file))
+        ) as simulated_run:
+            if not simulation.wait_for(simulated_run, run_file, progress.update):
+                raise _failure(folder, earlier_outcome, lambda: processes.last_line(simulated_run.log_file))
 
     def _run_on_nodes(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting Flower")
         place, run_file = prepared.placement, folder / "run.json"
         link = self._connect(place)
-        before = outcome.outcome_of(run_file)
-        submitted = _elsewhere if place.superlink else _ours
-        with submitted(link, lambda: flower_cli.submit(link, self.app, with_carrier(prepared.config))) as run_id:
+        earlier_outcome = outcome.outcome_of(run_file)
+        submission = _remote_submission if place.superlink else _own_submission
+        with submission(link, lambda: flower_cli.submit(link, self.app, with_carrier(prepared.config))) as run_id:
             progress.say("starting clients")
             status = flower_cli.follow(link, run_id, folder, progress.update)
         if status != "finished:completed":
-            raise _failure(folder, before, lambda: flower_cli.failure(link, run_id))
+            raise _failure(folder, earlier_outcome, lambda: flower_cli.failure(link, run_id))
 
 
-def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
+def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
     """Return the error of a run that failed.
 
     The error is a refused setting if there is one. Else it is what run.json says, if run.json has changed since
-    ``before``, and else what Flower says.
+    ``earlier_outcome``, and else what Flower says.
     """
     if refusal := take_refusal(folder):
         return ConfigError(refusal)
-    told = ask_flower()
-    if setting := refused(told):
+    message = ask_flower()
+    if setting := refused(message):
         return ConfigError(setting)
     run_file = folder / "run.json"
-    error = read_json(run_file).get("error") if outcome.outcome_of(run_file) != before else None
-    return LaunchError(str(error or told))
+    error = read_json(run_file).get("error") if outcome.outcome_of(run_file) != earlier_outcome else None
+    return LaunchError(str(error or message))
 
 
 def _num_gpus(config: Config, on_cluster: bool) -> int:
@@ -198,7 +198,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
 
 @contextmanager
-def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
+def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
     """Submit a run to a SuperLink of our own, and stop the run when we stop following it, for whatever reason."""
     run_id = submit()
     try:
@@ -210,26 +210,26 @@ def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 
 @contextmanager
-def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
+def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
     """Submit a run to machines that are not ours; Ctrl-C stops the run, and whatever else ends this process does not.
 
     Raises :class:`LeftGoing` where the run is left going. Signals wait while the run is being submitted: without its id
     the run could not be stopped.
     """
-    came: list[int] = []
+    numbers: list[int] = []
     with on_signals(ENDING, leave):
-        with on_signals((signal.SIGINT, *ENDING), lambda number, frame: came.append(number)):
+        with on_signals((signal.SIGINT, *ENDING), lambda number, frame: numbers.append(number)):
             run_id = submit()
-        see = f"`flwr ls {link.name} --run-id {run_id}` shows it, `flwr stop {run_id} {link.name}` stops it"
+        advice = f"`flwr ls {link.name} --run-id {run_id}` shows it, `flwr stop {run_id} {link.name}` stops it"
         try:
-            for number in came:
+            for number in numbers:
                 signal.raise_signal(number)
             yield run_id
         except KeyboardInterrupt:
             try:
                 flower_cli.stop_run(link, run_id)
             except (LaunchError, KeyboardInterrupt, Left) as error:
-                raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {see}") from None
+                raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {advice}") from None
             raise
         except (Left, Exception) as error:
-            raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {see}") from error
+            raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {advice}") from error

@@ -33,10 +33,10 @@ def on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
+    handled_numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier_handlers = {number: signal.signal(number, handler) for number in handled_numbers}
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in earlier_handlers.items():
             signal.signal(number, previous)

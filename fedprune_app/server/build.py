@@ -61,7 +61,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     return SYSTEMS[config.system].strategy(context, shared, prunable)
 
 
-def other_data(how: str) -> ConfigError:
+def other_data(difference: str) -> ConfigError:
     """Return the error of a resumed run whose clients do not have the data that it began with."""
     return ConfigError(
         "the clients' data",
@@ -69,7 +69,7 @@ def other_data(how: str) -> ConfigError:
         "the same clients and data",
         condition="when resuming",
         which="is not what it was when the run began",
-        hint=how,
+        hint=difference,
     )
 
 
@@ -80,16 +80,22 @@ def _normalisation(context: RunContext) -> dict[str, list[float]]:
     clients is taken, so that a client that says something else changes nothing. Raises :class:`ConfigError` where a
     run is resumed with other ones: its models would then have seen the images in two ways.
     """
-    told = [info for info in context.clients.values() if isinstance(info, ImageClientInfo) and info.mean]
-    if not told:
+    infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo) and info.mean]
+    if not infos:
         return {}
-    means, stds = zip(*(info.mean for info in told), strict=True), zip(*(info.std for info in told), strict=True)
-    found = {name: [median_low(each) for each in values] for name, values in (("mean", means), ("std", stds))}
-    before = (context.recorder.info.get("model") or {}).get("normalisation") or found
-    pairs = [pair for name in found for pair in zip_longest(before[name], found[name], fillvalue=math.inf)]
+    means, stds = zip(*(info.mean for info in infos), strict=True), zip(*(info.std for info in infos), strict=True)
+    normalisation = {
+        name: [median_low(numbers) for numbers in values] for name, values in (("mean", means), ("std", stds))
+    }
+    recorded_normalisation = (context.recorder.info.get("model") or {}).get("normalisation") or normalisation
+    pairs = [
+        pair
+        for name in normalisation
+        for pair in zip_longest(recorded_normalisation[name], normalisation[name], fillvalue=math.inf)
+    ]
     if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs):
         raise other_data("the mean and deviation of the images differ")
-    return found
+    return normalisation
 
 
 def _columns(context: RunContext) -> dict[str, Any]:
@@ -100,11 +106,11 @@ def _columns(context: RunContext) -> dict[str, Any]:
     """
     infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
     ((names, digest), _), *_ = Counter((info.features, info.features_digest) for info in infos).most_common(1)
-    found = {key: value for key, value in (("features", list(names)), ("features_digest", digest)) if value}
-    before = context.recorder.info.get("model") or {}
-    if any(before.get(key, value) != value for key, value in found.items()):
+    columns = {key: value for key, value in (("features", list(names)), ("features_digest", digest)) if value}
+    model = context.recorder.info.get("model") or {}
+    if any(model.get(key, value) != value for key, value in columns.items()):
         raise other_data("the columns of the tables differ, or their order")
-    return found
+    return columns
 
 
 def _digest_of_data(context: RunContext) -> str:
@@ -113,7 +119,7 @@ def _digest_of_data(context: RunContext) -> str:
     Raises :class:`ConfigError` where a run is resumed with other data, which may have the same labels.
     """
     infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
-    ((found, _),) = Counter(info.data_sha256 for info in infos).most_common(1)
+    ((digest, _),) = Counter(info.data_sha256 for info in infos).most_common(1)
     if is_simulated() and len({info.data_sha256 for info in infos}) > 1:
         raise ConfigError(
             "dataset",
@@ -121,10 +127,10 @@ def _digest_of_data(context: RunContext) -> str:
             "a dataset that is the same each time, such as a function that draws by a seed of its own",
             which="is other data for some clients",
         )
-    before = context.recorder.info.get("data_sha256") or found
-    if found and before != found:
+    recorded_digest = context.recorder.info.get("data_sha256") or digest
+    if digest and recorded_digest != digest:
         raise other_data("its digest differs")
-    return found
+    return digest
 
 
 def text_strategy(context: RunContext) -> FederatedStrategy:
@@ -137,12 +143,14 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
 
     tasks = config.fedspallm.tasks()
-    answered = partial(accuracies, model, tasks=tasks, batch_size=config.batch_size, download=config.download)
+    task_accuracies = partial(accuracies, model, tasks=tasks, batch_size=config.batch_size, download=config.download)
 
     def answer_tasks(layers: PrunedLayers) -> Mapping[str, Mapping[str, Any]]:
-        found = answered(lambda layer: layers(layer).tensors) if tasks else {}
+        results = task_accuracies(lambda layer: layers(layer).tensors) if tasks else {}
         dense = recorder.info.get("dense_accuracy", {})
-        return {n: {"dense": dense[n], "global": each.value, "examples": each.examples} for n, each in found.items()}
+        return {
+            n: {"dense": dense[n], "global": result.value, "examples": result.examples} for n, result in results.items()
+        }
 
     def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
         # a layer that nobody could afford to observe is whole
@@ -163,7 +171,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         },
     )
     if "dense_perplexity" not in recorder.info:
-        found = perplexities(config, model, None)
+        dense_perplexities = perplexities(config, model, None)
         recorder.annotate(
             dense_perplexity={
                 name: {
@@ -173,12 +181,12 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                     "windows_in_text": p.windows_in_text,
                     "tokens": p.tokens,
                 }
-                for name, p in found.items()
+                for name, p in dense_perplexities.items()
             }
         )
     if tasks and "dense_accuracy" not in recorder.info:  # before anything is pruned: a task may be refused
-        dense = answered(lambda layer: {})
-        recorder.annotate(dense_accuracy={name: each.value for name, each in dense.items()})
+        dense = task_accuracies(lambda layer: {})
+        recorder.annotate(dense_accuracy={name: result.value for name, result in dense.items()})
     texts = list(recorder.info["dense_perplexity"])
     noise = partial(segment_noise, config)
     inputs = partial(observed_inputs, config, model)

@@ -56,12 +56,12 @@ class Matrix:
         for key in given.on_command_line:
             if key in varied:
                 raise ConfigError(key, given.on_command_line[key], which="the matrix varies")
-        several = []
+        givens = []
         for name, settings in self.settings:
             folder, where = given.folder / name, f"{self.where}, run {name!r}" if name else self.where
             goes_on = given.resume and holds_run(folder)
-            several.append(replace(given, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
-        return prepare_all(several, placement)
+            givens.append(replace(given, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
+        return prepare_all(givens, placement)
 
 
 class _Loader(yaml.SafeLoader):
@@ -160,13 +160,15 @@ def _searches(
     where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: tuple[int, ...]
 ) -> Iterator[Search]:
     """Yield a search for each entry of ``systems``, or one for the system of ``common``."""
-    given = document["search"]
-    known = (*_OF_SEARCH, "space")
-    if not isinstance(given, dict) or not given.keys() <= {*known}:
-        raise ConfigError("search", given, f"a table with {', '.join(known)}", where=where)
+    table = document["search"]
+    keys = (*_OF_SEARCH, "space")
+    if not isinstance(table, dict) or not table.keys() <= {*keys}:
+        raise ConfigError("search", table, f"a table with {', '.join(keys)}", where=where)
     with told_of(where):
-        how: dict[str, Any] = {key: each.parse(key, given.get(key, each.default)) for key, each in _OF_SEARCH.items()}
-    shared = _space(where, given.get("space", {}))
+        options: dict[str, Any] = {
+            key: option.parse(key, table.get(key, option.default)) for key, option in _OF_SEARCH.items()
+        }
+    shared = _space(where, table.get("space", {}))
     if "systems" in document:
         _check_not_common(where, common, ("system",))
         entries = document["systems"]
@@ -181,12 +183,12 @@ def _searches(
         raise ConfigError(
             "system", ..., "in common, or the entry systems", condition="with search", which="is not given", where=where
         )
-    for name, variant, own in zip(names, variants, spaces, strict=True):
+    for name, variant, own_space in zip(names, variants, spaces, strict=True):
         place = f"{where}: {name!r} in systems" if name else where
-        space = {key: each for key, each in shared.items() if key not in variant} | _space(place, own)
+        space = {key: spec for key, spec in shared.items() if key not in variant} | _space(place, own_space)
         if not space:
             raise ConfigError("space", space, "settings to draw, in search or in the entry", where=place)
-        yield Search(name, {**common, **variant}, space, seeds, where, **how)
+        yield Search(name, {**common, **variant}, space, seeds, where, **options)
 
 
 def _without_space(entry: Any) -> Any:
@@ -196,8 +198,8 @@ def _without_space(entry: Any) -> Any:
 def _space(where: str, space: Any) -> dict[str, Any]:
     if not isinstance(space, dict):
         raise ConfigError("space", space, "a range or choices for each key", where=where)
-    for key, given in space.items():
-        check_range(where, key, given)
+    for key, spec in space.items():
+        check_range(where, key, spec)
     return space
 
 
@@ -238,10 +240,10 @@ def _variants(where: str, section: str, key: str, entries: Any) -> Sequence[dict
     return variants
 
 
-def _check_distinct(where: str, what: str, names: Sequence[str]) -> None:
+def _check_distinct(where: str, kind: str, names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"name of {what}", twice, "distinct settings", which="is there twice", where=where)
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"name of {kind}", duplicate, "distinct settings", which="is there twice", where=where)
 
 
 def _name(variant: Mapping[str, Any], key: str) -> str:

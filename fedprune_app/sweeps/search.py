@@ -57,7 +57,7 @@ BEST = "best.yaml"
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """A search has found that these settings have the best ``value`` of its objective, and made these runs."""
 
     settings: Mapping[str, Scalar]
@@ -87,8 +87,8 @@ def study_of(search: Search, num_clients: int, storage: Any) -> Study:
         direction=OBJECTIVES[search.objective],
         load_if_exists=True,
     )
-    asked = [search.settings, search.space, search.seeds, search.sampler, search.objective, num_clients]
-    text = json.dumps(asked, sort_keys=True, default=str)
+    identity = [search.settings, search.space, search.seeds, search.sampler, search.objective, num_clients]
+    text = json.dumps(identity, sort_keys=True, default=str)
     if study.user_attrs.get("asked", text) != text:
         raise ConfigError(
             "--out",
@@ -106,7 +106,7 @@ def find(
     out: Path,
     make: Callable[[str, Mapping[str, Scalar]], Run],
     say: Callable[[str, str], object],
-) -> Found:
+) -> SearchResult:
     """Make all trials of a search, the runs of each by ``make(name, settings)``, and return what was found.
 
     Trials that the ``study`` has from before count. A trial whose run fails counts for nothing, and one that draws the
@@ -115,47 +115,47 @@ def find(
     distributions = search.distributions()
     label = f"{search.name} ".lstrip()
     while trial := _next_trial(search, study, distributions):
-        drawn = dict(trial.params)
-        same = _different(search, study).get(_identity(search, drawn))
-        said = f": as trial {same.number + 1}, whose value counts" if same else ""
-        words = ", ".join(f"{key}={value}" for key, value in drawn.items())
-        say("", f"{label}({trial.number + 1}/{search.trials}) {words}{said}")
+        params = dict(trial.params)
+        twin = _distinct_trials(search, study).get(_identity(search, params))
+        remark = f": as trial {twin.number + 1}, whose value counts" if twin else ""
+        words = ", ".join(f"{key}={value}" for key, value in params.items())
+        say("", f"{label}({trial.number + 1}/{search.trials}) {words}{remark}")
         try:
-            study.tell(trial.number, same.value if same else _value_of(search, trial.number, drawn, make))
+            study.tell(trial.number, twin.value if twin else _value_of(search, trial.number, params, make))
         except (LaunchError, ConfigError) as error:
             say("failed", f" {label}trial {trial.number + 1}: {' '.join(str(error).split())}")
             study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
         _write_table(out / search.file("search.csv"), study, search)
-    if not (done := _different(search, study)):
+    if not (trials := _distinct_trials(search, study)):
         raise LaunchError(f"none of {search.trials} trials succeeded")
     # the process may have been killed before it wrote the last trial's row
     _write_table(out / search.file("search.csv"), study, search)
-    runs = [load_run(out / search.folder(trial.number, seed)) for trial in done.values() for seed in search.seeds]
-    return Found(effective(search, study.best_params), float(study.best_value), tuple(runs))
+    runs = [load_run(out / search.folder(trial.number, seed)) for trial in trials.values() for seed in search.seeds]
+    return SearchResult(effective(search, study.best_params), float(study.best_value), tuple(runs))
 
 
-def effective(search: Search, drawn: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def effective(search: Search, params: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return those of the settings of a trial, but for the seed, that have an effect; paths are absolute."""
-    settings = paths_from_here({**search.settings, **drawn})
+    settings = paths_from_here({**search.settings, **params})
     config = prepare(Given(settings)).config
     values = config.to_dict()
     return {key: values[key] for key in settings if has_effect(key, config)}
 
 
-def _different(search: Search, study: Study) -> dict[str, FrozenTrial]:
+def _distinct_trials(search: Search, study: Study) -> dict[str, FrozenTrial]:
     """Return the trials that have a value, of those with the same settings the first.
 
     The same settings and seeds make the same run. A second one would cost its time, and count as another seed.
     """
-    found: dict[str, FrozenTrial] = {}
+    trials: dict[str, FrozenTrial] = {}
     for trial in study.trials:
         if trial.value is not None:
-            found.setdefault(_identity(search, trial.params), trial)
-    return found
+            trials.setdefault(_identity(search, trial.params), trial)
+    return trials
 
 
-def _identity(search: Search, drawn: Mapping[str, Scalar]) -> str:
-    return json.dumps(effective(search, drawn), sort_keys=True)
+def _identity(search: Search, params: Mapping[str, Scalar]) -> str:
+    return json.dumps(effective(search, params), sort_keys=True)
 
 
 def _next_trial(search: Search, study: Study, distributions: Mapping[str, Any]) -> FrozenTrial | None:
@@ -173,12 +173,12 @@ def _next_trial(search: Search, study: Study, distributions: Mapping[str, Any]) 
 
 
 def _value_of(
-    search: Search, number: int, drawn: Mapping[str, Scalar], make: Callable[[str, Mapping[str, Scalar]], Run]
+    search: Search, number: int, params: Mapping[str, Scalar], make: Callable[[str, Mapping[str, Scalar]], Run]
 ) -> float:
     values = []
     for seed in search.seeds:
         name = search.folder(number, seed)
-        value = make(name, {**search.settings, **drawn, "seed": seed}).last(search.objective)
+        value = make(name, {**search.settings, **params, "seed": seed}).last(search.objective)
         if value is None:
             raise LaunchError(f"{name} has no {search.objective}: no round was evaluated on validation data")
         values.append(value)
@@ -190,9 +190,9 @@ def _write_table(path: Path, study: Study, search: Search) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["trial", *search.space, search.objective, "state"])
     for trial in study.trials:
-        drawn = [trial.params.get(key, "") for key in search.space]
+        values = [trial.params.get(key, "") for key in search.space]
         value = "" if trial.value is None else trial.value
-        writer.writerow([trial.number + 1, *drawn, value, trial.state.name.lower()])
+        writer.writerow([trial.number + 1, *values, value, trial.state.name.lower()])
     replace_file(path, text.getvalue().encode())
 
 
@@ -203,10 +203,12 @@ def best_matrix(best: Sequence[Mapping[str, Scalar]], seeds: Sequence[int], num_
     of one system found alike is there once.
     """
     shared = {
-        key: value for key, value in best[0].items() if key != "system" and all(each.get(key) == value for each in best)
+        key: value
+        for key, value in best[0].items()
+        if key != "system" and all(settings.get(key) == value for settings in best)
     }
-    systems = [{key: value for key, value in each.items() if key not in shared} for each in best]
+    systems = [{key: value for key, value in settings.items() if key not in shared} for settings in best]
     datasets = {"datasets": [shared.pop("dataset")]} if "dataset" in shared else {}
     unused = range(max(seeds) + 1, max(seeds) + 1 + len(seeds))
-    distinct = [each for number, each in enumerate(systems) if each not in systems[:number]]
+    distinct = [system for number, system in enumerate(systems) if system not in systems[:number]]
     return {"clients": num_clients, "common": shared, "systems": distinct, **datasets, "seeds": list(unused)}

@@ -30,10 +30,10 @@ class Search:
     sampler: str
     objective: str
 
-    def file(self, what: str) -> str:
-        """Return the name of this search's own file; alone it is ``what``, as ``search.csv``."""
-        stem, _, ending = what.partition(".")
-        return f"{stem}-{self.name}.{ending}" if self.name else what
+    def file(self, name: str) -> str:
+        """Return the name of this search's own file; alone it is ``name``, as ``search.csv``."""
+        stem, _, ending = name.partition(".")
+        return f"{stem}-{self.name}.{ending}" if self.name else name
 
     def folder(self, number: int, seed: int) -> str:
         return f"{self.name and f'{self.name}-'}trial{number + 1:03d}-seed{seed}"
@@ -41,33 +41,32 @@ class Search:
     def probes(self) -> Iterator[tuple[str, dict[str, Scalar]]]:
         """Yield a name and settings until each seed, each choice and each end of a range was there once."""
         values = {
-            key: given if isinstance(given, list) else [given["low"], given["high"]]
-            for key, given in self.space.items()
+            key: spec if isinstance(spec, list) else [spec["low"], spec["high"]] for key, spec in self.space.items()
         }
-        first = {**self.settings, **{key: each[0] for key, each in values.items()}, "seed": self.seeds[0]}
+        first = {**self.settings, **{key: choices[0] for key, choices in values.items()}, "seed": self.seeds[0]}
         yield self.name, first
-        for key, each in {"seed": list(self.seeds), **values}.items():
-            for value in each[1:]:
+        for key, choices in {"seed": list(self.seeds), **values}.items():
+            for value in choices[1:]:
                 yield f"{self.name} {key}={_short(value)}".strip(), {**first, key: value}
 
     def distributions(self) -> dict[str, Any]:
         """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
         with told_of(self.where):
-            return {key: _distribution(key, given) for key, given in self.space.items()}
+            return {key: _distribution(key, spec) for key, spec in self.space.items()}
 
 
-def check_range(where: str, key: object, given: Any) -> None:
+def check_range(where: str, key: object, spec: Any) -> None:
     """Raise :class:`ConfigError` for what is neither a list of choices nor a table with two ends."""
     if not isinstance(key, str) or key == "seed":
         raise ConfigError("space", key, "names of settings, and seed in seeds", where=where)
-    if isinstance(given, list):
-        is_range = bool(given) and all(isinstance(value, bool | int | float | str) for value in given)
+    if isinstance(spec, list):
+        is_range = bool(spec) and all(isinstance(value, bool | int | float | str) for value in spec)
     else:
-        is_range = isinstance(given, dict) and {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}
+        is_range = isinstance(spec, dict) and {"low", "high"} <= spec.keys() <= {"low", "high", "log", "step"}
     if not is_range:
         raise ConfigError(
             f"{key} in space",
-            given,
+            spec,
             "a list of choices, or {low: ..., high: ...} with log: true or step: ...",
             where=where,
         )
@@ -83,18 +82,18 @@ def optuna() -> Any:
     return optuna
 
 
-def _distribution(key: str, given: Range) -> Any:
+def _distribution(key: str, spec: Range) -> Any:
     kinds = optuna().distributions
     option = OPTIONS[key]
-    if isinstance(given, list):
-        return kinds.CategoricalDistribution([option.parse(key, option.from_here(value)) for value in given])
+    if isinstance(spec, list):
+        return kinds.CategoricalDistribution([option.parse(key, option.from_here(value)) for value in spec])
     kind = {int: kinds.IntDistribution, float: kinds.FloatDistribution}.get(type(option.default))
     if kind is None:
-        raise ConfigError(f"{key} in space", given, "a list of choices")
-    low, high = (option.parse(key, given[end]) for end in ("low", "high"))
-    more = {name: value for name, value in given.items() if name in ("log", "step")}
+        raise ConfigError(f"{key} in space", spec, "a list of choices")
+    low, high = (option.parse(key, spec[end]) for end in ("low", "high"))
+    arguments = {name: value for name, value in spec.items() if name in ("log", "step")}
     try:
-        return kind(low, high, **more)
+        return kind(low, high, **arguments)
     except (ArithmeticError, TypeError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError(f"{key} in space", given, "what Optuna draws from", hint=why) from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{key} in space", spec, "what Optuna draws from", hint=reason) from None

@@ -25,7 +25,7 @@ from fedprune_app.results.recorder import holds_run
 from fedprune_app.results.written import write_tables
 from fedprune_app.running.session import Session
 from fedprune_app.sweeps.matrix import Matrix, to_yaml
-from fedprune_app.sweeps.search import BEST, Found, best_matrix, find, storage_in, study_of
+from fedprune_app.sweeps.search import BEST, SearchResult, best_matrix, find, storage_in, study_of
 from fedprune_app.sweeps.space import Search
 
 Say = Callable[[str, str], object]
@@ -52,12 +52,12 @@ class Swept:
     def check(self, *, with_reasons: bool = False) -> None:
         """Raise :class:`LaunchError` if a run failed; ``with_reasons`` for those who have not been told yet."""
         if self.failed:
-            told = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-            said = told if with_reasons else ", ".join(self.failed)
-            raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {said}")
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+            details = reasons if with_reasons else ", ".join(self.failed)
+            raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {details}")
 
 
-def sweep(read: Matrix, given: Given, placement: Placement, console: Console) -> Swept:
+def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) -> Swept:
     """Make the runs that a matrix file asks for in folders below ``given.out``, and write tables of them.
 
     What is given on the command line are settings of all runs. With ``resume`` runs that have finished are kept, and
@@ -70,27 +70,27 @@ def sweep(read: Matrix, given: Given, placement: Placement, console: Console) ->
         console.print(Text.assemble((label, "red"), text), soft_wrap=True)
 
     out = given.folder
-    placement = replace(placement, num_clients=_num_clients(read, given, placement.num_clients, say))
+    placement = replace(placement, num_clients=_num_clients(matrix, given, placement.num_clients, say))
     check_out(out)
     if out.exists() and any(out.iterdir()) and not given.resume:
         raise ConfigError("--out", out, "a new folder", which="is not empty", hint="resume goes on with it")
-    searches = [replace(each, settings={**each.settings, **given.chosen}) for each in read.searches]
+    searches = [replace(search, settings={**search.settings, **given.chosen}) for search in matrix.searches]
     check_free(out)
-    runs = read.cells(given, None if searches else placement)
+    runs = matrix.cells(given, None if searches else placement)
     if searches:
-        probes = dict(zip((name for name, _ in read.settings), runs, strict=True))
+        probes = dict(zip((name for name, _ in matrix.settings), runs, strict=True))
         for search in searches:
             search.distributions()
-            _check_measured(search, probes[search.name].config)
-        firsts = [{**probes[each.name].config.to_dict(), "out-dir": ""} for each in searches]
-        runs = [prepare(Given(first, where=read.where), placement) for first in firsts]
+            _check_objective(search, probes[search.name].config)
+        firsts = [{**probes[search.name].config.to_dict(), "out-dir": ""} for search in searches]
+        runs = [prepare(Given(first, where=matrix.where), placement) for first in firsts]
     with ExitStack() as stack:
         session = stack.enter_context(Session(console))
-        left = [run for run in runs if not run.is_complete]
-        for run in left:
+        open_runs = [run for run in runs if not run.is_complete]
+        for run in open_runs:
             session.tell(run.notes)
         # minutes of training or a download, which a mistake should not wait for
-        language_models.prepare_models([run.config for run in left], console)
+        language_models.prepare_models([run.config for run in open_runs], console)
         mark(out, "sweep")
         stack.enter_context(exclusive(out, patience_seconds=1))  # two sweeps would make the same runs
 
@@ -101,30 +101,35 @@ def sweep(read: Matrix, given: Given, placement: Placement, console: Console) ->
             return load_run(run.folder)
 
         def trial(name: str, settings: Mapping[str, Scalar]) -> Run:
-            begun = holds_run(out / name)
-            asked = Given(paths_from_here(settings), out=out / name, resume=begun, is_whole=True)
-            return make(prepare(asked, placement))
+            has_begun = holds_run(out / name)
+            trial_settings = Given(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
+            return make(prepare(trial_settings, placement))
 
-        swept = _searched(searches, out, placement.clients, trial, say) if searches else _made(runs, make, say)
-    return replace(swept, tables=(*swept.tables, *(write_tables(swept.runs, out) if swept.runs else ())))
+        outcome = (
+            _run_searches(searches, out, placement.clients, trial, say) if searches else _run_matrix(runs, make, say)
+        )
+    return replace(outcome, tables=(*outcome.tables, *(write_tables(outcome.runs, out) if outcome.runs else ())))
 
 
-def _num_clients(read: Matrix, given: Given, asked: int | None, say: Say) -> int:
+def _num_clients(matrix: Matrix, given: Given, num_requested: int | None, say: Say) -> int:
     """Return how many clients the runs of a sweep have.
 
-    It is the number ``asked``; else, of a resumed sweep, the number that its runs began with; else that of the file, or
+    It is ``num_requested``; else, of a resumed sweep, the number that its runs began with; else that of the file, or
     20.
     """
-    if asked is not None:
-        return asked
+    if num_requested is not None:
+        return num_requested
     out = given.folder
-    known = recorded_clients(sorted(out.glob("*/"))) if given.resume else 0
-    if known and read.num_clients not in (None, known):
-        say("", f"{known} clients, as the runs in {str(out)!r} began; clients is {read.num_clients} in the matrix")
-    return known or read.num_clients or 20
+    num_recorded = recorded_clients(sorted(out.glob("*/"))) if given.resume else 0
+    if num_recorded and matrix.num_clients not in (None, num_recorded):
+        say(
+            "",
+            f"{num_recorded} clients, as the runs in {str(out)!r} began; clients is {matrix.num_clients} in the matrix",
+        )
+    return num_recorded or matrix.num_clients or 20
 
 
-def _made(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> Swept:
+def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> Swept:
     """Make all runs of a matrix."""
     runs, failed = [], {}
     for number, cell in enumerate(cells, start=1):
@@ -138,16 +143,16 @@ def _made(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) 
     return Swept(tuple(runs), (), failed, len(cells))
 
 
-def _searched(searches: Sequence[Search], out: Path, num_clients: int, trial: Make, say: Say) -> Swept:
+def _run_searches(searches: Sequence[Search], out: Path, num_clients: int, trial: Make, say: Say) -> Swept:
     """Make all trials of all searches, and write what was best."""
-    found: dict[str, Found] = {}
+    results: dict[str, SearchResult] = {}
     failed: dict[str, str] = {}
     with storage_in(out) as storage:
-        studies = [study_of(each, num_clients, storage) for each in searches]
+        studies = [study_of(search, num_clients, storage) for search in searches]
         for search, study in zip(searches, studies, strict=True):
             name = search.name or "search"
             try:
-                best = found[name] = find(search, study, out, trial, say)
+                best = results[name] = find(search, study, out, trial, say)
             except LaunchError as error:
                 failed[name] = str(error)
                 say("failed", f" {name}: {error}")
@@ -157,16 +162,16 @@ def _searched(searches: Sequence[Search], out: Path, num_clients: int, trial: Ma
             if best.settings.get("dp.enabled"):
                 say("", "note: the ε of the chosen run does not cover the other trials, which used the same data")
             replace_file(out / search.file("best.toml"), to_toml(best.settings).encode())
-    if found:
-        document = best_matrix([each.settings for each in found.values()], searches[0].seeds, num_clients)
-        said = "# The best settings of a search, and seeds that the search did not use: fedprune sweep best.yaml\n"
-        replace_file(out / BEST, (said + to_yaml(document)).encode())
-    runs = tuple(run for each in found.values() for run in each.runs)
-    tables = tuple(out / search.file("search.csv") for search in searches if (search.name or "search") in found)
-    return Swept(runs, tables, failed, len(searches), "searches", out / BEST if found else None)
+    if results:
+        document = best_matrix([result.settings for result in results.values()], searches[0].seeds, num_clients)
+        comment = "# The best settings of a search, and seeds that the search did not use: fedprune sweep best.yaml\n"
+        replace_file(out / BEST, (comment + to_yaml(document)).encode())
+    runs = tuple(run for result in results.values() for run in result.runs)
+    tables = tuple(out / search.file("search.csv") for search in searches if (search.name or "search") in results)
+    return Swept(runs, tables, failed, len(searches), "searches", out / BEST if results else None)
 
 
-def _check_measured(search: Search, config: Config) -> None:
+def _check_objective(search: Search, config: Config) -> None:
     """Raise :class:`ConfigError` where no run of a search measures what the search goes by."""
     has_validation = SYSTEMS[config.system].data == "images" and config.validation_fraction > 0
     if search.objective == "accuracy_validation_mean" and not has_validation:

@@ -116,11 +116,13 @@ class Watched(ImageClient):
         )
         return local
 
-    def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
+    def train(self, task: Task, **options: Unpack[LocalTraining]) -> TrainingResult:
         before = vision.state_tensors(self.model)
-        result = super().train(task, **how)
+        result = super().train(task, **options)
         after = vision.state_tensors(self.model)
-        self.watch.trainings.append(_Training(task, before, after, dict(how.get("masks") or how.get("active") or {})))
+        self.watch.trainings.append(
+            _Training(task, before, after, dict(options.get("masks") or options.get("active") or {}))
+        )
         return result
 
 
@@ -189,10 +191,10 @@ def audit(prepared: Prepared, question: Question) -> Finding:
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
     with quiet(), scratch_folder() as folder:
-        here = replace(written_below(folder, config), tracking="none")
+        local_config = replace(written_below(folder, config), tracking="none")
         app = _app(watch, cast(type[ImageClient], watched))
         try:
-            run_in_process(server_app.app, app, clients, here.to_dict())
+            run_in_process(server_app.app, app, clients, local_config.to_dict())
         except ConfigError as error:
             error.mark = ""
             raise
@@ -233,16 +235,16 @@ def _app(watch: _Watch, watched: type[ImageClient]) -> ClientApp:
     """Return the real ClientApp, in which one client is watched."""
 
     def answer(name: str, message: Message, context: Context) -> Message:
-        own = getattr(client_app, name)
+        handler = getattr(client_app, name)
         if context.node_config["partition-id"] != watch.client:
-            reply: Message = own(message, context)
+            reply: Message = handler(message, context)
             return reply
         watch.trainings.clear()
         try:
-            reply = own(message, context, watched)
+            reply = handler(message, context, watched)
             if name == "train" and watch.newest is not None:
-                sent = wire.payload_of(reply.content, watch.newest.message_schema().max_bytes)
-                watch.uploads += consider(watch.evidence, watch.newest, watch.trainings, sent)
+                upload = wire.payload_of(reply.content, watch.newest.message_schema().max_bytes)
+                watch.uploads += consider(watch.evidence, watch.newest, watch.trainings, upload)
         except Exception as error:
             watch.failure = watch.failure or error
             raise
@@ -257,7 +259,7 @@ def _app(watch: _Watch, watched: type[ImageClient]) -> ClientApp:
 # --- the attack -------------------------------------------------------------------------------------------------------
 
 
-def consider(evidence: Evidence, client: Watched, trainings: list[_Training], sent: Payload) -> bool:
+def consider(evidence: Evidence, client: Watched, trainings: list[_Training], upload: Payload) -> bool:
     """Add one upload to the evidence: the examples along whose gradients it lies from where its training started.
 
     The result is False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to
@@ -265,43 +267,45 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
     """
     if not trainings:
         return False
-    sent = client.uploaded(trainings[0].task, sent, trainings[0].before)
-    parameters = [name for name in vision.parameter_names(client.model) if name in sent.tensors]
+    upload = client.uploaded(trainings[0].task, upload, trainings[0].before)
+    parameters = [name for name in vision.parameter_names(client.model) if name in upload.tensors]
     if not parameters:
         return False
-    training = min(trainings, key=lambda each: _distance(each.after, sent, parameters))
-    masks = {**training.masks, **sent.masks}
+    training = min(trainings, key=lambda training: _distance(training.after, upload, parameters))
+    masks = {**training.masks, **upload.masks}
 
     def flat(tensors: Tensors) -> Tensor:
         return torch.cat([(tensors[n] * masks[n] if n in masks else tensors[n]).flatten() for n in parameters])
 
-    update = flat(training.before) - flat(sent.tensors)
-    kept = torch.cat([masks.get(n, torch.ones_like(sent.tensors[n])).flatten() != 0 for n in parameters])
+    update = flat(training.before) - flat(upload.tensors)
+    kept = torch.cat([masks.get(n, torch.ones_like(upload.tensors[n])).flatten() != 0 for n in parameters])
     images = torch.cat([client.canary_images, client.real[0]])
     labels = torch.cat([client.canary_labels, client.real[1]])
     rows = evidence.rows
-    chosen = _coordinates(kept, rows)
-    directions, others = torch.zeros(rows, len(chosen)), []
-    for model in _between(training.before, {**training.before, **sent.tensors}):
-        total = torch.zeros(2, len(chosen))  # row 0: the canaries, row 1: the others
-        for start, found in _clipped(client, model, images, labels, training.masks, parameters):
-            part = found[:, chosen]
-            own = max(len(client.coins) - start, 0)  # how many examples of this part are canaries
-            total += torch.stack([part[:own].sum(0), part[own:].sum(0)])
+    coordinates = _coordinates(kept, rows)
+    directions, totals = torch.zeros(rows, len(coordinates)), []
+    for model in _interpolated_models(training.before, {**training.before, **upload.tensors}):
+        total = torch.zeros(2, len(coordinates))  # row 0: the canaries, row 1: the others
+        for start, gradients in _clipped_gradients(client, model, images, labels, training.masks, parameters):
+            part = gradients[:, coordinates]
+            num_canaries = max(len(client.coins) - start, 0)  # how many examples of this part are canaries
+            total += torch.stack([part[:num_canaries].sum(0), part[num_canaries:].sum(0)])
             directions[start : start + len(part)] += part[: max(rows - start, 0)]
-        others += list(total)
-    evidence.add(update[chosen], directions, others)
+        totals += list(total)
+    evidence.add(update[coordinates], directions, totals)
     return True
 
 
-def _between(before: Tensors, after: Tensors) -> list[dict[str, Tensor]]:
+def _interpolated_models(before: Tensors, after: Tensors) -> list[dict[str, Tensor]]:
     """Return the model before a training, half way, and after the training: gradients change on the way."""
     return [{n: torch.lerp(t, after[n], share) for n, t in before.items()} for share in (0.0, 0.5, 1.0)]
 
 
-def _distance(model: Tensors, sent: Payload, names: list[str]) -> float:
-    apart = {name: (model[name] - sent.tensors[name]).square() for name in names}
-    return sum(float((apart[name] * sent.masks[name] if name in sent.masks else apart[name]).sum()) for name in names)
+def _distance(model: Tensors, upload: Payload, names: list[str]) -> float:
+    squares = {name: (model[name] - upload.tensors[name]).square() for name in names}
+    return sum(
+        float((squares[name] * upload.masks[name] if name in upload.masks else squares[name]).sum()) for name in names
+    )
 
 
 def _coordinates(kept: Tensor, rows: int) -> Tensor:
@@ -309,14 +313,16 @@ def _coordinates(kept: Tensor, rows: int) -> Tensor:
 
     If ``rows`` times as many numbers do not fit into memory, random ones of them are returned, as many as fit.
     """
-    where = kept.nonzero().squeeze(1)
-    most = max(_LARGEST // rows, 1)
+    indices = kept.nonzero().squeeze(1)
+    limit = max(_LARGEST // rows, 1)
     return (
-        where if len(where) <= most else where[torch.randperm(len(where), generator=rng.generator(0, "audited"))[:most]]
+        indices
+        if len(indices) <= limit
+        else indices[torch.randperm(len(indices), generator=rng.generator(0, "audited"))[:limit]]
     )
 
 
-def _clipped(
+def _clipped_gradients(
     client: Watched,
     tensors: Tensors,
     images: Tensor,
@@ -339,18 +345,18 @@ def _clipped(
     step = max(1, min(128, _LARGEST // size))
     with _evaluating(model):
         for start in range(0, len(labels), step):
-            found = per_example(leaves, images[start : start + step], labels[start : start + step])
-            found = {n: (g * masks[n] if n in masks else g).flatten(1) for n, g in found.items()}
-            norms = torch.stack([g.square().sum(1) for g in found.values()]).sum(0).sqrt()
+            gradients = per_example(leaves, images[start : start + step], labels[start : start + step])
+            gradients = {n: (g * masks[n] if n in masks else g).flatten(1) for n, g in gradients.items()}
+            norms = torch.stack([g.square().sum(1) for g in gradients.values()]).sum(0).sqrt()
             factors = (client.config.dp.clip_norm / (norms + 1e-6)).clamp(max=1).nan_to_num(0.0)
-            yield start, torch.cat([found[n] for n in names], dim=1).nan_to_num(0.0) * factors[:, None]
+            yield start, torch.cat([gradients[n] for n in names], dim=1).nan_to_num(0.0) * factors[:, None]
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    before = model.training
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(before)
+        model.train(was_training)

@@ -93,7 +93,7 @@ def spans() -> list[Block]:
     return found
 
 
-def _recorded(given: Given, placement: Placement | None) -> dict[str, Any]:
+def _recorded_info(given: Given, placement: Placement | None) -> dict[str, Any]:
     """The run.json of a run that a page resumes, whose settings are not known."""
     return {}
 
@@ -140,7 +140,7 @@ class Checker:
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
         self.monkeypatch.setattr(faults, "campaign", started)
         self.monkeypatch.setattr(faults, "_show_schedule", started)
-        self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded", _recorded)
+        self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded_info", _recorded_info)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.preflight.placement._check_ray_address", lambda address: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))

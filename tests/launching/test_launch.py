@@ -129,6 +129,6 @@ def test_a_simulation_tells_its_server_how_many_clients_there_are(monkeypatch, t
     monkeypatch.setattr(processes, "end", lambda process: None)
     with simulation.started(tmp_path, {}, 7, 1, 0, engine=engine):
         monkeypatch.setenv(CLIENTS_VARIABLE, started[0][CLIENTS_VARIABLE])
-    assert server_app._simulated(object()) == 7  # as Flower's grid, which does not say so
+    assert server_app._num_simulated(object()) == 7  # as Flower's grid, which does not say so
     monkeypatch.delenv(CLIENTS_VARIABLE)
-    assert server_app._simulated(object()) is None  # real nodes
+    assert server_app._num_simulated(object()) is None  # real nodes

@@ -28,8 +28,8 @@ from fedprune_app.results.groups import Group
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
     """Draw all figures for which some run has data, in reading order."""
-    drawn = [plan.drawn(groups) for plan in _plans(groups)]
-    return [figure for figure in drawn if figure.variants]
+    all_figures = [plan.figure(groups) for plan in _plans(groups)]
+    return [figure for figure in all_figures if figure.variants]
 
 
 def _plans(groups: Sequence[Group]) -> list[Plan]:
@@ -112,7 +112,7 @@ def _plans(groups: Sequence[Group]) -> list[Plan]:
             "Traffic, measured and by the papers' formulas",
             "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
             + traffic.on_peers(groups),
-            traffic.measured,
+            traffic.bytes_of_runs,
             rows=True,
         ),
         Plan(
@@ -141,7 +141,7 @@ def _plans(groups: Sequence[Group]) -> list[Plan]:
             layers.by_round,
             wide=True,
         ),
-        *curves.declared(groups),
+        *curves.plans_of_measures(groups),
         Plan(
             "epsilon",
             "Privacy spent",

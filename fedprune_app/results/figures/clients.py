@@ -42,7 +42,7 @@ def _by_class(group: Group, run: Run) -> Variant | None:
     last = {int(row["partition"]): row["accuracy_by_class"] for row in rows if row["round"] == newest}
     step = -(-len(last) // HEATMAP_UP_TO)
     clients = sorted(last)[::step]
-    classes = sorted({int(label) for found in last.values() for label in found})
+    classes = sorted({int(label) for accuracy_by_class in last.values() for label in accuracy_by_class})
     shares = [[last[client].get(str(label)) for client in clients] for label in classes]
     trace = heatmap(
         [str(client) for client in clients],
@@ -65,8 +65,8 @@ def accuracies(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each declared number of clients, with a point per client."""
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
-    titled = [(name, each.view) for name, each in MEASURES.of_clients.items() if each.view]
-    for name, title in sorted(titled, key=lambda each: each[1].place):
+    titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]
+    for name, title in sorted(titles, key=lambda pair: pair[1].place):
         traces = []
         for index, group in enumerate(groups):
             seeds = [values for run in group.runs if (values := _last_of_clients(run, name))]
@@ -104,9 +104,9 @@ def accuracies(groups: Sequence[Group]) -> list[Variant]:
 
 def _last_of_clients(run: Run, name: str) -> list[float]:
     """Return the values of the last round in which any client measured ``name``."""
-    measured = [row for row in run.clients if isinstance(row.get(name), int | float)]
-    last = max((row["round"] for row in measured), default=None)
-    return [float(row[name]) for row in measured if row["round"] == last]
+    rows = [row for row in run.clients if isinstance(row.get(name), int | float)]
+    last_round = max((row["round"] for row in rows), default=None)
+    return [float(row[name]) for row in rows if row["round"] == last_round]
 
 
 def by_density(groups: Sequence[Group]) -> list[Variant]:
@@ -117,13 +117,13 @@ def by_density(groups: Sequence[Group]) -> list[Variant]:
         points = sorted(pair for pairs in seeds if len({density for density, _ in pairs}) > 1 for pair in pairs)
         if not points:
             continue
-        alike: dict[float, list[float]] = {}
-        for density, reached in points:
-            alike.setdefault(density, []).append(reached)
+        accuracies_by_density: dict[float, list[float]] = {}
+        for density, accuracy in points:
+            accuracies_by_density.setdefault(density, []).append(accuracy)
         x, y = zip(*points, strict=True)
         traces.append(line(index, group, list(x), list(y), mode="markers", faint=True, hoverinfo="skip"))
-        means = {density: statistics.fmean(values) for density, values in alike.items()}
-        counts = [number_of(len(values), "client") for values in alike.values()]
+        means = {density: statistics.fmean(values) for density, values in accuracies_by_density.items()}
+        counts = [number_of(len(values), "client") for values in accuracies_by_density.values()]
         template = "%{y:.1%}, mean of %{text}"
         traces.append(line(index, group, list(means), list(means.values()), text=counts, hovertemplate=template))
     share = {"tickformat": SHARE_TICKS, "hoverformat": ".0%"}
@@ -133,12 +133,12 @@ def by_density(groups: Sequence[Group]) -> list[Variant]:
 
 def _density_and_accuracy(run: Run) -> list[tuple[float, float]]:
     """Return (density to two decimals, accuracy) of the clients in the last evaluation."""
-    measured = [row for row in run.clients if row.get("accuracy_personal") is not None]
-    last = max((row["round"] for row in measured), default=None)
+    rows = [row for row in run.clients if row.get("accuracy_personal") is not None]
+    last_round = max((row["round"] for row in rows), default=None)
     return [
         (round(row["density"], 2), row["accuracy_personal"])
-        for row in measured
-        if row["round"] == last and row.get("density") is not None
+        for row in rows
+        if row["round"] == last_round and row.get("density") is not None
     ]
 
 
@@ -146,29 +146,29 @@ def partition(groups: Sequence[Group]) -> list[Variant]:
     """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
     views: dict[str, Variant] = {}
     titles: Counter[str] = Counter()
-    for owner, run in ((group.label, run) for group in groups for run in group.runs):
+    for label, run in ((group.label, run) for group in groups for run in group.runs):
         rows = [row for row in run.info.get("partition") or [] if row.get("train")]
         if not rows or repr(rows) in views:
             continue
         title = f"seed {run.seed}"
         titles[title] += 1
         if titles[title] > 1:
-            title += f" · {owner}"
+            title += f" · {label}"
         classes = max(len(row["train"]) for row in rows)
         counts = [
             [(row["train"][label] or None) if label < len(row["train"]) else None for row in rows]
             for label in range(classes)
         ]
         clients = [row["partition"] for row in rows]
-        names = _named(run, classes) or [*range(classes)]
+        names = _class_names(run, classes) or [*range(classes)]
         trace = heatmap(clients, names, counts, "client %{x}, class %{y}: %{z} examples")
         axis: dict[str, Any] = {"title": {"text": "Class"}} | ({"dtick": 1} if classes <= 20 else {})
-        axis |= {"type": "category", "automargin": True} if _named(run, classes) else {}
+        axis |= {"type": "category", "automargin": True} if _class_names(run, classes) else {}
         views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
     return list(views.values())
 
 
-def _named(run: Run, classes: int) -> list[str]:
+def _class_names(run: Run, classes: int) -> list[str]:
     """Return the names of the classes, none where they are numbers."""
     names = (run.info.get("model") or {}).get("class_names") or []
     return [class_name(run, label) for label in range(classes)] if len(names) == classes else []

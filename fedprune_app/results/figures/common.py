@@ -59,7 +59,7 @@ class Plan:
     wide: bool = False
     by_round: bool = False
 
-    def drawn(self, groups: Sequence[Group]) -> Figure:
+    def figure(self, groups: Sequence[Group]) -> Figure:
         """Return the figure."""
         views = list(self.views(groups))
         if self.by_round and all(len(trace["x"]) == 1 for view in views for trace in view.traces):
@@ -76,15 +76,15 @@ def group_lines(
     groups: Sequence[Group], title: str, points: Callable[[Group], Mapping[Any, float]], layout: Mapping[str, Any]
 ) -> list[Variant]:
     """Return a view with a line through the points of each group; there is none where no group has any."""
-    found = [(index, group, at) for index, group in enumerate(groups) if (at := points(group))]
-    traces = [line(index, group, list(at), list(at.values())) for index, group, at in found]
+    curves = [(index, group, curve) for index, group in enumerate(groups) if (curve := points(group))]
+    traces = [line(index, group, list(curve), list(curve.values())) for index, group, curve in curves]
     return [Variant(title, traces, dict(layout))] if traces else []
 
 
 def line(series: int, group: Group, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
     """Return a line of a group, with a marker at each point unless ``more`` says otherwise."""
-    named: Trace = {"type": "scatter", "series": series, "name": text_of(group.label)}
-    return named | {"x": x, "y": y, "mode": "lines+markers"} | more
+    trace: Trace = {"type": "scatter", "series": series, "name": text_of(group.label)}
+    return trace | {"x": x, "y": y, "mode": "lines+markers"} | more
 
 
 def joining(series: int, x: Sequence[float], y: Sequence[float], **more: Any) -> Trace:
@@ -98,24 +98,24 @@ def heatmap(x: Sequence[Any], y: Sequence[Any], z: Sequence[Any], template: str,
     return {"type": "heatmap", "x": x, "y": y, "z": z, "hovertemplate": f"{template}<extra></extra>"} | axes | more
 
 
-def point(group: Group, series: int, x: float, reached: Statistic, template: str) -> Trace:
-    """Return a group's point at ``x`` with the mean of what its runs ``reached``, and their deviation as a bar.
+def point(group: Group, series: int, x: float, outcome: Statistic, template: str) -> Trace:
+    """Return a group's point at ``x`` with the mean ``outcome`` of its runs, and their deviation as a bar.
 
     ``template`` is what a pointer over it shows, in plotly's words.
     """
-    found: Trace = {
+    trace: Trace = {
         "type": "scatter",
         "series": series,
         "name": text_of(group.label),
         "x": [x],
-        "y": [reached.mean],
+        "y": [outcome.mean],
         "mode": "markers",
         "marker": {"size": 10},
         "hovertemplate": f"{template}<extra>{text_of(group.label)}</extra>",
     }
-    if reached.std:
-        found["error_y"] = {"type": "data", "array": [reached.std], "thickness": 1.25, "width": 4}
-    return found
+    if outcome.std:
+        trace["error_y"] = {"type": "data", "array": [outcome.std], "thickness": 1.25, "width": 4}
+    return trace
 
 
 def number_of(count: int, thing: str) -> str:

@@ -23,17 +23,17 @@ _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
-def declared(groups: Sequence[Group]) -> Iterator[Plan]:
+def plans_of_measures(groups: Sequence[Group]) -> Iterator[Plan]:
     """Yield a figure by round for each number that is declared with a curve of its own.
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
-    own = [(name, column.curve) for name, column in MEASURES.columns.items() if column.curve]
-    for name, curve in sorted(own, key=lambda each: each[1].place):
+    curves = [(name, column.curve) for name, column in MEASURES.columns.items() if column.curve]
+    for name, curve in sorted(curves, key=lambda pair: pair[1].place):
         yield _plan(curve.key, curve, by_round, name)
-    for key, each in own_measures_of(groups).items():
-        if own_curve := each.shown.curve:
-            yield _plan(f"own-{key}", own_curve, partial(_own_by_round, own=each), each.column)
+    for key, measure in own_measures_of(groups).items():
+        if own_curve := measure.shown.curve:
+            yield _plan(f"own-{key}", own_curve, partial(_own_by_round, measure=measure), measure.column)
 
 
 def _plan(key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str) -> Plan:
@@ -42,8 +42,8 @@ def _plan(key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], 
     return Plan(key, curve.title, curve.caption, views, by_round=True)
 
 
-def _own_by_round(run: Run, name: str, own: OwnMeasure) -> Curve:
-    return by_round(run, name) if own in run.own_measures else {}
+def _own_by_round(run: Run, name: str, measure: OwnMeasure) -> Curve:
+    return by_round(run, name) if measure in run.own_measures else {}
 
 
 def by_round(run: Run, name: str) -> Curve:
@@ -53,16 +53,16 @@ def by_round(run: Run, name: str) -> Curve:
 
 def by_megabytes(run: Run, name: str) -> Curve:
     """Return the curve against the traffic so far; it ends where a round's bytes were not measured."""
-    points, spent = {}, 0.0
+    points, megabytes = {}, 0.0
     for row in run.rounds:
-        moved = [
+        byte_counts = [
             row.get(key) for key in (("bytes_up", "bytes_down") if row.get("peer_bytes") is None else ("peer_bytes",))
         ]
-        if None in moved:
+        if None in byte_counts:
             break
-        spent += sum(value for value in moved if value is not None) / MEGABYTE
+        megabytes += sum(value for value in byte_counts if value is not None) / MEGABYTE
         if row.get(name) is not None:
-            points[row["round"]] = (spent, row[name])
+            points[row["round"]] = (megabytes, row[name])
     return points
 
 
@@ -78,10 +78,10 @@ def by_epsilon(run: Run, name: str) -> Curve:
 def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
     """Return a view for each declared accuracy, with a curve per group."""
     axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
-    titled = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
+    titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
     by_label = compared_by(groups)
-    main = set(by_label.values()) & {name for name, _ in titled}
-    in_order = sorted(titled, key=lambda each: (each[0] not in main, each[1].place))  # the main number's view is first
+    main = set(by_label.values()) & {name for name, _ in titles}
+    in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the main number's view is first
     views = [view for name, title in in_order for view in lines(groups, curve, name, title.text, axes)]
     if len(main) == 1:
         return views
@@ -115,10 +115,10 @@ def line_layout(axes: Mapping[str, Any]) -> dict[str, Any]:
 def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name: str) -> list[Trace]:
     """Return the mean over seeds in the rounds that all of them have and, for several seeds, their range around it."""
     curves = [curve(run, name) for run in group.runs]
-    rounds = sorted(set.intersection(*(set(each) for each in curves)))
+    rounds = sorted(set.intersection(*(set(seed_curve) for seed_curve in curves)))
     if not rounds:
         return []
-    points = [[each[round] for each in curves] for round in rounds]
+    points = [[seed_curve[round] for seed_curve in curves] for round in rounds]
     x = [statistics.fmean(x for x, _ in at_round) for at_round in points]
     values = [[y for _, y in at_round] for at_round in points]
     mode = "lines+markers" if len(rounds) <= _MARKERS_UP_TO else "lines"
@@ -134,7 +134,7 @@ def epsilon(groups: Sequence[Group]) -> list[Variant]:
     axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)
-    own: list[Trace] = []
+    traces: list[Trace] = []
     left_out = 0
     for index, group in enumerate(groups):
         x: list[int | None] = []
@@ -151,11 +151,11 @@ def epsilon(groups: Sequence[Group]) -> list[Variant]:
                 x += [*rounds, None]  # a gap: one trace holds all clients
                 y += [*values, None]
         if x:
-            more = {"thin": True, "line": {"shape": "hv"}, "hoverinfo": "skip"}
-            own.append(line(index, group, x, y, mode="lines", **more))
+            style = {"thin": True, "line": {"shape": "hv"}, "hoverinfo": "skip"}
+            traces.append(line(index, group, x, y, mode="lines", **style))
     note = f"Shown is one client in {left_out}." if left_out > 1 else ""
-    if own:
-        views.append(Variant("Each client", own, line_layout(axes), note))
+    if traces:
+        views.append(Variant("Each client", traces, line_layout(axes), note))
     return [replace(view, traces=[*view.traces, *budgets]) for view in views]
 
 
@@ -163,10 +163,10 @@ def _budget_line(series: int, group: Group) -> Trace | None:
     """Return the smaller of the two limits that a configuration can set, over all rounds that ran."""
     config = group.runs[0].config
     limits = [config.get(key) for key in ("dp.epsilon-budget", "dp.target-epsilon")]
-    known = [limit for limit in limits if isinstance(limit, int | float) and limit > 0]
+    known_limits = [limit for limit in limits if isinstance(limit, int | float) and limit > 0]
     last = max((row["round"] for run in group.runs for row in run.rounds), default=0)
-    if not (known and last and config.get("dp.enabled")):
+    if not (known_limits and last and config.get("dp.enabled")):
         return None
-    name, text = text_of(f"budget of {group.label}"), [f"budget {min(known):g}", ""]
-    more = {"name": name, "mode": "lines+text", "text": text, "limit": True, "hoverinfo": "skip"}
-    return line(series, group, [1, last], [min(known)] * 2, **more)
+    name, text = text_of(f"budget of {group.label}"), [f"budget {min(known_limits):g}", ""]
+    style = {"name": name, "mode": "lines+text", "text": text, "limit": True, "hoverinfo": "skip"}
+    return line(series, group, [1, last], [min(known_limits)] * 2, **style)

@@ -18,10 +18,10 @@ def perplexity(groups: Sequence[Group]) -> list[Variant]:
         "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
     }
     tables = perplexity_tables(groups)
-    return [Variant(title, _perplexity_traces(groups, found), layout) for title, found in tables.items()]
+    return [Variant(title, _perplexity_traces(groups, table), layout) for title, table in tables.items()]
 
 
-def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
+def _perplexity_traces(groups: Sequence[Group], rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
     """Return a point for each group and model, and lines that join points which differ in density alone.
 
     A line begins at the dense model.
@@ -29,18 +29,18 @@ def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping
     traces: list[Trace] = []
     curves: dict[str, list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
     for index, group in enumerate(groups):
-        rows = found.get(group.label, [])
+        rows = rows_by_label.get(group.label, [])
         sparsity = Statistic.of(
-            None if (kept := run.last("density_global")) is None else 1 - kept for run in group.runs
+            None if (density := run.last("density_global")) is None else 1 - density for run in group.runs
         )
         if not rows or sparsity is None:
             continue
-        alike = repr((group.system, [(key, value) for key, value in group.settings.items() if key != "density"]))
+        curve_key = repr((group.system, [(key, value) for key, value in group.settings.items() if key != "density"]))
         for key, (symbol, _) in _MARKERS.items():
             value = Statistic.of(row.get(key) for row in rows)
             if value is None:
                 continue
-            curve = curves.setdefault(f"{key} {alike}", [])
+            curve = curves.setdefault(f"{key} {curve_key}", [])
             if not curve and (dense := Statistic.of(row.get("dense") for row in rows)):
                 curve.append((0.0, dense.mean, index))
             curve.append((sparsity.mean, value.mean, index))

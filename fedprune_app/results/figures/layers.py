@@ -32,13 +32,13 @@ def densities(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _densities(group: Group) -> dict[str, float]:
-    last = [run.last_table("density_by_layer") for run in group.runs]
-    layers = dict.fromkeys(layer for densities in last for layer in densities)  # a set that keeps its order
-    over_seeds = {layer: Statistic.of(densities.get(layer) for densities in last) for layer in layers}
-    known = {layer: statistic.mean for layer, statistic in over_seeds.items() if statistic}
-    start = _common_start(list(known))
+    tables = [run.last_table("density_by_layer") for run in group.runs]
+    layers = dict.fromkeys(layer for densities in tables for layer in densities)  # a set that keeps its order
+    over_seeds = {layer: Statistic.of(densities.get(layer) for densities in tables) for layer in layers}
+    means = {layer: statistic.mean for layer, statistic in over_seeds.items() if statistic}
+    start = _common_start(list(means))
     ending = ".weight" if start else ""
-    return {text_of(layer.removeprefix(start).removesuffix(ending)): mean for layer, mean in known.items()}
+    return {text_of(layer.removeprefix(start).removesuffix(ending)): mean for layer, mean in means.items()}
 
 
 def by_round(groups: Sequence[Group]) -> list[Variant]:
@@ -48,27 +48,31 @@ def by_round(groups: Sequence[Group]) -> list[Variant]:
 
 def _by_round(group: Group, run: Run) -> Variant | None:
     """Return a view of a run: a small plot for each of some clients, unless all of them keep all weights."""
-    known: dict[int, dict[int, Mapping[str, float]]] = {}
+    shares_by_client: dict[int, dict[int, Mapping[str, float]]] = {}
     for row in run.clients:
         if row.get("density_by_layer"):
-            known.setdefault(int(row["partition"]), {})[int(row["round"])] = row["density_by_layer"]
-    if all(share == 1 for rounds in known.values() for shares in rounds.values() for share in shares.values()):
+            shares_by_client.setdefault(int(row["partition"]), {})[int(row["round"])] = row["density_by_layer"]
+    if all(
+        share == 1 for rounds in shares_by_client.values() for shares in rounds.values() for share in shares.values()
+    ):
         return None
-    clients = sorted(known)
-    shown = clients[:: -(-len(clients) // _SMALL_PLOTS)]
-    layers = list(dict.fromkeys(layer for rounds in known.values() for shares in rounds.values() for layer in shares))
+    clients = sorted(shares_by_client)
+    shown_clients = clients[:: -(-len(clients) // _SMALL_PLOTS)]
+    layers = list(
+        dict.fromkeys(layer for rounds in shares_by_client.values() for shares in rounds.values() for layer in shares)
+    )
     start = _common_start(layers)
     names = [text_of(layer.removeprefix(start).removesuffix(".weight")) for layer in layers]
     traces: list[Trace] = []
-    for number, client in enumerate(shown, start=1):
-        rounds = sorted(known[client])
-        z = [[_rounded(known[client][round].get(layer)) for round in rounds] for layer in layers]
+    for number, client in enumerate(shown_clients, start=1):
+        rounds = sorted(shares_by_client[client])
+        z = [[_rounded(shares_by_client[client][round].get(layer)) for round in rounds] for layer in layers]
         template = f"client {client}, round %{{x}}<br>%{{y}} keeps %{{z:.1%}}"
-        scale = {"zmin": 0, "zmax": 1, "showscale": number == len(shown), "colorbar": {"tickformat": ".0%"}}
+        scale = {"zmin": 0, "zmax": 1, "showscale": number == len(shown_clients), "colorbar": {"tickformat": ".0%"}}
         traces.append(heatmap([str(round) for round in rounds], names, z, template, number, **scale))
     axes = {"xaxis": {"type": "category", "nticks": 4}, "yaxis": {"type": "category", "autorange": "reversed"}}
-    note = "" if len(shown) == len(clients) else f"Shown are {len(shown)} of {len(clients):,} clients."
-    return Variant(run_name(group, run), traces, axes, note, tuple(f"Client {client}" for client in shown))
+    note = "" if len(shown_clients) == len(clients) else f"Shown are {len(shown_clients)} of {len(clients):,} clients."
+    return Variant(run_name(group, run), traces, axes, note, tuple(f"Client {client}" for client in shown_clients))
 
 
 def _rounded(value: float | None) -> float | None:
@@ -78,8 +82,8 @@ def _rounded(value: float | None) -> float | None:
 def _common_start(names: Sequence[str]) -> str:
     """Return the start that all of many names share, with its dot, such as ``model.layers.`` in a language model."""
     parts = [name.split(".")[:-2] for name in names]
-    shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*parts, strict=False))
-    return "".join(f"{at[0]}." for at in shared) if len(names) > 1 else ""
+    shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return "".join(f"{level[0]}." for level in shared) if len(names) > 1 else ""
 
 
 def decoder_layers(groups: Sequence[Group]) -> list[Variant]:
@@ -101,12 +105,12 @@ def decoder_layers(groups: Sequence[Group]) -> list[Variant]:
         "Density before expansion": lambda row: share(row, "kept_before_expansion"),
         "after": lambda row: share(row, "kept"),
     }
-    drawn = (group_lines(groups, title, partial(_by_layer, value=value), layout) for title, value in views.items())
-    return list(itertools.chain.from_iterable(drawn))
+    variants = (group_lines(groups, title, partial(_by_layer, value=value), layout) for title, value in views.items())
+    return list(itertools.chain.from_iterable(variants))
 
 
 def _by_layer(group: Group, value: Callable[[Mapping[str, Any]], float | None]) -> dict[int, float]:
-    last = [run.last_table("layers") for run in group.runs]
-    layers = sorted(set.intersection(*(set(each) for each in last)), key=int)
-    means = {int(layer): Statistic.of(value(each[layer]) for each in last) for layer in layers}
+    tables = [run.last_table("layers") for run in group.runs]
+    layers = sorted(set.intersection(*(set(table) for table in tables)), key=int)
+    means = {int(layer): Statistic.of(value(table[layer]) for table in tables) for layer in layers}
     return {layer: statistic.mean for layer, statistic in means.items() if statistic}

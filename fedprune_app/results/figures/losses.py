@@ -27,12 +27,12 @@ def by_reason(groups: Sequence[Group]) -> list[Variant]:
 def _variant(name: str, index: int, run: Run) -> Variant | None:
     kinds = MEASURES.losses
     traces: list[Trace] = []
-    told = []
+    notes = []
     for (column, title), hatch in zip(kinds.items(), _HATCHES, strict=False):
-        lost = [(round, count) for round, count in run.series(column) if count]
-        if not lost:
+        losses = [(round, count) for round, count in run.series(column) if count]
+        if not losses:
             continue
-        rounds, counts = zip(*lost, strict=True)
+        rounds, counts = zip(*losses, strict=True)
         traces.append(
             {
                 "type": "bar",
@@ -44,7 +44,7 @@ def _variant(name: str, index: int, run: Run) -> Variant | None:
                 "hovertemplate": f"round %{{x}}: %{{y}} {title.lower()}<extra></extra>",
             }
         )
-        told.append(f"{title.lower()} {_WORDS[hatch]}, {int(sum(counts)):,}")
+        notes.append(f"{title.lower()} {_WORDS[hatch]}, {int(sum(counts)):,}")
     if not traces:
         return None
     last = run.rounds[-1]["round"]
@@ -54,4 +54,4 @@ def _variant(name: str, index: int, run: Run) -> Variant | None:
         "xaxis": {"title": {"text": "Round"}, "range": [0.5, last + 0.5]},
         "yaxis": {"title": {"text": "Clients"}, "rangemode": "tozero"} | ({"dtick": 1} if most <= 10 else {}),
     }
-    return Variant(name, traces, layout, note=f"In {number_of(len(run.rounds), 'round')}: {'; '.join(told)}.")
+    return Variant(name, traces, layout, note=f"In {number_of(len(run.rounds), 'round')}: {'; '.join(notes)}.")

@@ -26,26 +26,27 @@ _NAMED = 12  # neighbours of a client
 
 def similarity(groups: Sequence[Group]) -> list[Variant]:
     """Return Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
-    compared = [(group, run, found) for group in groups for run in group.runs if (found := compare(run))]
-    return [_mask_variant(run_name(group, run), found) for group, run, found in compared]
+    comparisons = [(group, run, comparison) for group in groups for run in group.runs if (comparison := compare(run))]
+    return [_mask_variant(run_name(group, run), comparison) for group, run, comparison in comparisons]
 
 
-def _mask_variant(name: str, found: Comparison) -> Variant:
-    clients = len(found.clients)
+def _mask_variant(name: str, comparison: Comparison) -> Variant:
+    clients = len(comparison.clients)
     step = -(-clients // HEATMAP_UP_TO)
-    names = [str(client) for client in found.clients[::step]]
+    names = [str(client) for client in comparison.clients[::step]]
     panels = {
-        "Cosine of label counts": (found.label_cosine, "cosine of label counts"),
-        "1 − Hamming distance of masks": (1 - found.mask_distance, "1 − Hamming distance"),
+        "Cosine of label counts": (comparison.label_cosine, "cosine of label counts"),
+        "1 − Hamming distance of masks": (1 - comparison.mask_distance, "1 − Hamming distance"),
     }
     traces: list[Trace] = []
-    for panel, (values, what) in enumerate(panels.values(), start=1):
-        template = f"clients %{{x}} and %{{y}}<br>{what} %{{z:.3f}}"
-        traces.append(heatmap(names, names, _between(values)[::step, ::step].tolist(), template, panel))
+    for panel, (values, quantity) in enumerate(panels.values(), start=1):
+        template = f"clients %{{x}} and %{{y}}<br>{quantity} %{{z:.3f}}"
+        traces.append(heatmap(names, names, _without_diagonal(values)[::step, ::step].tolist(), template, panel))
     note = (
-        f"Over the {number_of(clients * (clients - 1) // 2, 'pair')} of clients after round {found.round}, label "
-        f"similarity and mask distance have linear correlation {_signed(found.pearson)} (Pearson) and rank correlation "
-        f"{_signed(found.spearman)} (Spearman): below zero, clients with alike labels have alike masks."
+        f"Over the {number_of(clients * (clients - 1) // 2, 'pair')} of clients after round {comparison.round}, "
+        f"label similarity and mask distance have linear correlation {_signed(comparison.pearson)} (Pearson) and rank "
+        f"correlation {_signed(comparison.spearman)} (Spearman): below zero, clients with alike labels have alike "
+        f"masks."
     )
     if step > 1:
         note += f" Shown is one client in {step}."
@@ -53,7 +54,7 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
     return Variant(name, traces, axes, note, tuple(panels))
 
 
-def _between(values: NDArray[np.float64]) -> NDArray[np.object_]:
+def _without_diagonal(values: NDArray[np.float64]) -> NDArray[np.object_]:
     """Return cells without those of a client with itself, which say nothing and would stretch the colours."""
     cells = values.round(4).astype(object)
     np.fill_diagonal(cells, None)
@@ -62,10 +63,10 @@ def _between(values: NDArray[np.float64]) -> NDArray[np.object_]:
 
 def neighbourhood(groups: Sequence[Group]) -> list[Variant]:
     """Return a map for each run of its clients by their masks, with the links over which they exchange models."""
-    return [_map(group, run, run.masks) for group in groups for run in group.runs if run.masks and _apart(run.masks)]
+    return [_map(group, run, run.masks) for group in groups for run in group.runs if run.masks and _differ(run.masks)]
 
 
-def _apart(masks: Masks) -> bool:
+def _differ(masks: Masks) -> bool:
     return len(masks.clients) > 2 and bool(masks.distance.any())
 
 
@@ -85,8 +86,8 @@ def _map(group: Group, run: Run, masks: Masks) -> Variant:
     points: Trace = {
         "type": "scatter",
         "node": True,
-        "x": [at[0] for at in spot.values()],
-        "y": [at[1] for at in spot.values()],
+        "x": [place[0] for place in spot.values()],
+        "y": [place[1] for place in spot.values()],
         "mode": "markers+text",
         "text": [str(client) for client in spot],
         "textposition": "top center",
@@ -106,11 +107,11 @@ def _about(run: Run, client: int, masks: Masks, counts: Sequence[int]) -> str:
     words = ""
     if any(counts):
         words += f", mostly class {class_name(run, int(np.argmax(counts)))}"
-    at = masks.clients.index(client)
-    row = masks.distance[at].copy()
-    row[at] = np.inf
-    nearest = int(row.argmin())
-    words += f", nearest: client {masks.clients[nearest]} at {row[nearest]:.3f}"
+    index = masks.clients.index(client)
+    distances = masks.distance[index].copy()
+    distances[index] = np.inf
+    nearest = int(distances.argmin())
+    words += f", nearest: client {masks.clients[nearest]} at {distances[nearest]:.3f}"
     if senders := masks.links.get(client):
         words += f", received from {', '.join(map(str, senders[:_NAMED]))}{' ...' if len(senders) > _NAMED else ''}"
     return words
@@ -127,10 +128,10 @@ def agreement(groups: Sequence[Group]) -> list[Variant]:
                 continue
             names = []
             for client in run.masks.clients:
-                own = documents.get(client) or []
-                names.append(text_of(f"{client} {own[0]}" if len(own) == 1 else str(client)))
+                own_documents = documents.get(client) or []
+                names.append(text_of(f"{client} {own_documents[0]}" if len(own_documents) == 1 else str(client)))
             step = -(-len(names) // HEATMAP_UP_TO)
-            cells = _between(1 - run.masks.distance)[::step, ::step].tolist()
+            cells = _without_diagonal(1 - run.masks.distance)[::step, ::step].tolist()
             template = "clients %{x} and %{y}<br>agree on %{z:.2%}"
             trace = heatmap(names[::step], names[::step], cells, template)
             axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}

@@ -29,7 +29,7 @@ class _Number:
 class _Point:
     value: float  # of the setting
     series: int
-    reached: Statistic
+    outcome: Statistic
 
 
 _NUMBERS = (
@@ -54,7 +54,7 @@ def _effective(run: Run) -> dict[str, Any]:
     compared = compared_settings(run)
     try:
         config = parse_config({key: value for key, value in run.config.items() if key in OPTIONS})
-    except ConfigError:  # of a plug-in that is not installed, or of another version
+    except ConfigError:  # the settings are of a plug-in that is not installed, or of another version
         return compared
     return {key: value for key, value in compared.items() if key not in OPTIONS or has_effect(key, config)}
 
@@ -62,52 +62,52 @@ def _effective(run: Run) -> dict[str, Any]:
 def _varied(groups: Sequence[Group], settings: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
     """Return the settings of which some systems have two numbers, with these systems, in the documentation's order."""
     values: dict[tuple[str, str], set[float]] = {}
-    for group, each in zip(groups, settings, strict=True):
-        for key, value in each.items():
+    for group, config in zip(groups, settings, strict=True):
+        for key, value in config.items():
             if _is_number(value):
                 values.setdefault((group.system, key), set()).add(value)
     places = {key: place for place, key in enumerate(OPTIONS)}
-    found: dict[str, set[str]] = {}
-    for system, key in sorted(values, key=lambda each: (places.get(each[1], len(places)), each[1])):
+    systems_by_key: dict[str, set[str]] = {}
+    for system, key in sorted(values, key=lambda pair: (places.get(pair[1], len(places)), pair[1])):
         if len(values[system, key]) > 1:
-            found.setdefault(key, set()).add(system)
-    return found
+            systems_by_key.setdefault(key, set()).add(system)
+    return systems_by_key
 
 
 def _lines(
     groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, systems: Set[str], number: _Number
 ) -> list[list[_Point]]:
     """Return the points of groups of these systems that differ in ``key`` alone, in the order of its values."""
-    found: dict[str, list[_Point]] = {}
-    for index, (group, each) in enumerate(zip(groups, settings, strict=True)):
-        value = each.get(key)
+    lines: dict[str, list[_Point]] = {}
+    for index, (group, config) in enumerate(zip(groups, settings, strict=True)):
+        value = config.get(key)
         if group.system not in systems or not _is_number(value):
             continue
-        if reached := Statistic.of(number.of(run) for run in group.runs):
-            others = sorted((name, repr(other)) for name, other in each.items() if name != key)
-            found.setdefault(repr((group.system, others)), []).append(_Point(float(value), index, reached))
-    return [sorted(line, key=lambda each: (each.value, each.series)) for line in found.values()]
+        if outcome := Statistic.of(number.of(run) for run in group.runs):
+            other_settings = sorted((name, repr(other)) for name, other in config.items() if name != key)
+            lines.setdefault(repr((group.system, other_settings)), []).append(_Point(float(value), index, outcome))
+    return [sorted(line, key=lambda p: (p.value, p.series)) for line in lines.values()]
 
 
 def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:
     """Return whether some line has two values, or whether there are as many values as a search draws."""
-    values = [{each.value for each in line} for line in lines]
-    return any(len(each) > 1 for each in values) or len(set().union(*values)) > 2
+    values = [{p.value for p in line} for line in lines]
+    return any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2
 
 
 def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> list[Trace]:
     joined = [
-        joining(line[0].series, [each.value for each in line], [each.reached.mean for each in line], thin=True)
+        joining(line[0].series, [p.value for p in line], [p.outcome.mean for p in line], thin=True)
         for line in lines
         if len(line) > 1
     ]
     template = f"%{{y:{'.2%' if number.is_share else '.4~g'}}} with {text_of(key)} = %{{x:.4~g}}"
-    points = [each for line in lines for each in line]
-    return joined + [point(groups[each.series], each.series, each.value, each.reached, template) for each in points]
+    points = [p for line in lines for p in line]
+    return joined + [point(groups[p.series], p.series, p.value, p.outcome, template) for p in points]
 
 
 def _layout(key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> dict[str, Any]:
-    values = [each.value for line in lines for each in line]
+    values = [p.value for line in lines for p in line]
     x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"

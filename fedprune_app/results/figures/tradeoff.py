@@ -21,28 +21,28 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
         "Traffic": ("Measured traffic (MB)", _megabytes),
     }
     by_label = compared_by(groups)
-    data = {group.label: number for number, each in enumerate(of_the_same_data(groups)) for group in each}
+    data = {group.label: number for number, family in enumerate(of_the_same_data(groups)) for group in family}
     variants = []
     for title, (axis, cost) in costs.items():
         points: dict[str, list[tuple[float, float, int]]] = {}
-        alike: dict[object, list[Trace]] = {}  # by the model and the data that accuracy is of
+        markers_by_data: dict[object, list[Trace]] = {}  # by the model and the data that accuracy is of
         for index, group in enumerate(groups):
-            spent = Statistic.of(cost(run) for run in group.runs)
+            expense = Statistic.of(cost(run) for run in group.runs)
             accuracy = by_label[group.label]
-            reached = Statistic.of(run.last(accuracy) for run in group.runs) if accuracy_words(accuracy) else None
-            if spent is None or reached is None:
+            outcome = Statistic.of(run.last(accuracy) for run in group.runs) if accuracy_words(accuracy) else None
+            if expense is None or outcome is None:
                 continue
-            points.setdefault(group.system, []).append((spent.mean, reached.mean, index))
-            marker = point(group, index, spent.mean, reached, "%{y:.2%} at %{x:.3~g}")
-            alike.setdefault((accuracy, data[group.label]), []).append(marker)
-        traces = list(itertools.chain.from_iterable(alike.values()))
+            points.setdefault(group.system, []).append((expense.mean, outcome.mean, index))
+            marker = point(group, index, expense.mean, outcome, "%{y:.2%} at %{x:.3~g}")
+            markers_by_data.setdefault((accuracy, data[group.label]), []).append(marker)
+        traces = list(itertools.chain.from_iterable(markers_by_data.values()))
         if len(traces) < 2:
             continue
-        for of_system in points.values():
-            x, y, indices = zip(*sorted(of_system), strict=True)
+        for system_points in points.values():
+            x, y, indices = zip(*sorted(system_points), strict=True)
             if len(x) > 1:
                 traces.insert(0, joining(indices[0], x, y, thin=True))
-        for markers in alike.values():
+        for markers in markers_by_data.values():
             front = _front([(marker["x"][0], marker["y"][0]) for marker in markers])
             for marker in markers:
                 if (marker["x"][0], marker["y"][0]) not in front:
@@ -57,11 +57,11 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points (spent, reached), by what was spent, of which no other reaches as much for as little."""
+    """Return the points (cost, accuracy), by cost, of which no other reaches as much for as little."""
     front: list[tuple[float, float]] = []
-    for spent, reached in sorted(set(points), key=lambda point: (point[0], -point[1])):
-        if not front or reached > front[-1][1]:
-            front.append((spent, reached))
+    for cost, accuracy in sorted(set(points), key=lambda point: (point[0], -point[1])):
+        if not front or accuracy > front[-1][1]:
+            front.append((cost, accuracy))
     return front
 
 

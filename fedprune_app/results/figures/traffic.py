@@ -19,7 +19,7 @@ def on_peers(groups: Sequence[Group]) -> str:
     return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
-def measured(groups: Sequence[Group]) -> list[Variant]:
+def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
     """Return a view of the traffic of whole runs, measured and by the papers' formulas."""
     bars = {
         "peer_bytes": "⇄ peer to peer",
@@ -35,29 +35,29 @@ def measured(groups: Sequence[Group]) -> list[Variant]:
         relayed = " relayed" if totals["peer_bytes"] else ""
         if totals["peer_bytes"]:  # what one peer sends is what another one receives
             totals["paper_bytes_down"] = None
-        known = [
+        sizes = [
             (total.mean / MEGABYTE, _bar_name(bars[name], name, relayed))
             for name, total in totals.items()
             if total is not None
         ]
-        if not known:
+        if not sizes:
             continue
-        shown = [
-            (megabytes, index + 0.19 * (place - (len(known) - 1) / 2), title, "/" if "formula" in title else "")
-            for place, (megabytes, title) in enumerate(known)
+        bars_of_group = [
+            (megabytes, index + 0.19 * (place - (len(sizes) - 1) / 2), title, "/" if "formula" in title else "")
+            for place, (megabytes, title) in enumerate(sizes)
         ]
-        longest = max(longest, *(megabytes for megabytes, *_ in shown))
+        longest = max(longest, *(megabytes for megabytes, *_ in bars_of_group))
         traces.append(
             {
                 "type": "bar",
                 "series": index,
                 "name": text_of(group.label),
                 "orientation": "h",
-                "x": [megabytes for megabytes, *_ in shown],
-                "y": [place for _, place, *_ in shown],
+                "x": [megabytes for megabytes, *_ in bars_of_group],
+                "y": [place for _, place, *_ in bars_of_group],
                 "width": 0.17,
-                "text": [f"{megabytes_text(megabytes)} {title}" for megabytes, _, title, _ in shown],
-                "marker": {"pattern": {"shape": [shape for *_, shape in shown]}},
+                "text": [f"{megabytes_text(megabytes)} {title}" for megabytes, _, title, _ in bars_of_group],
+                "marker": {"pattern": {"shape": [shape for *_, shape in bars_of_group]}},
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
@@ -73,8 +73,8 @@ def _bar_name(title: str, name: str, relayed: str) -> str:
 
 def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
     """Return FedP3's Figure 6 of runs whose clients send some layers alone, as a mean over seeds that have the set."""
-    measured = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
-    sets = list(dict.fromkeys(name for seeds in measured for found in seeds for name in sorted(found)))
+    tables = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
+    sets = list(dict.fromkeys(name for seeds in tables for table in seeds for name in sorted(table)))
     places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
     axis = {
         "tickvals": list(places.values()),
@@ -85,21 +85,21 @@ def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
     for title, key in (("Upload ↑", "bytes_up"), ("Download ↓", "bytes_down")):
         traces: list[Trace] = []
         ratios: list[str] = []
-        for index, (group, seeds) in enumerate(zip(groups, measured, strict=True)):
-            means = {name: Statistic.of(found[name][key] for found in seeds if name in found) for name in places}
-            known = {name: mean.mean / MEGABYTE for name, mean in means.items() if mean}
-            if not known:
+        for index, (group, seeds) in enumerate(zip(groups, tables, strict=True)):
+            means = {name: Statistic.of(table[name][key] for table in seeds if name in table) for name in places}
+            megabytes = {name: mean.mean / MEGABYTE for name, mean in means.items() if mean}
+            if not megabytes:
                 continue
-            ratios.append(f"{group.label}: {max(known.values()) / min(known.values()):,.3g}")
+            ratios.append(f"{group.label}: {max(megabytes.values()) / min(megabytes.values()):,.3g}")
             traces.append(
                 {
                     "type": "bar",
                     "series": index,
                     "name": text_of(group.label),
-                    "x": [places[name] for name in known],
-                    "y": list(known.values()),
-                    "text": [megabytes_text(value) for value in known.values()],
-                    "hovertext": [text_of(name) for name in known],
+                    "x": [places[name] for name in megabytes],
+                    "y": list(megabytes.values()),
+                    "text": [megabytes_text(value) for value in megabytes.values()],
+                    "hovertext": [text_of(name) for name in megabytes],
                     "hovertemplate": "%{y:.4g} MB, %{hovertext}",
                 }
             )
