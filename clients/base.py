@@ -68,7 +68,8 @@ class ImageClient(Node[Update]):
     """
 
     state_waits_for_checkpoint = True
-    validates = "personal"  # whose validation accuracy picks the best round: "personal", "received" or "global"
+    # the model whose validation accuracy picks the best round: "personal", "received" or "global"
+    validates = "personal"
     declares: ClassVar = SAID_OF_IMAGES | ReplyFields(
         training=frozenset({"density", "flops", "loss"}),
         evaluation=frozenset(
@@ -227,8 +228,8 @@ class ImageClient(Node[Update]):
         if self.privacy is not None:
             begin = vision.state_tensors(self.model, include_buffers=True)
             public = grouped(begin=begin, masks=how.get("masks") or how.get("active") or {})
-            depends = f"{settings} {task.digest()} {depends_on}{_own_settings(config)}"
-            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, depends)
+            dependencies = f"{settings} {task.digest()} {depends_on}{_own_settings(config)}"
+            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, dependencies)
         result = train(
             self.model,
             images,
@@ -288,13 +289,13 @@ class ImageClient(Node[Update]):
 
         A test of a received model needs them: the network holds those of the model that it tested before.
         """
-        own = state.group("weights")
-        return {name: own.get(name, initial) for name, initial in self.unshared.items()}
+        weights = state.group("weights")
+        return {name: weights.get(name, initial) for name, initial in self.unshared.items()}
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Return the kept share of all parameters, unpruned biases and norms included."""
-        kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
-        return kept / sum(self.sizes.values())
+        num_kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
+        return num_kept / sum(self.sizes.values())
 
     # --- what is told -------------------------------------------------------------------------------------------
 
@@ -306,17 +307,18 @@ class ImageClient(Node[Update]):
         if update.training.diverged:
             loss = "" if update.training.loss_mean is None else f" (loss {update.training.loss_mean})"
             raise ValueError(f"training diverged{loss}; try a lower learning-rate")
-        told = {"loss": update.training.loss_mean} if self.privacy is None else self.privacy.report(task.round)
-        return {**told, "density": self.density(self.masks(task, update.state)), "flops": update.flops}
+        report = {"loss": update.training.loss_mean} if self.privacy is None else self.privacy.report(task.round)
+        return {**report, "density": self.density(self.masks(task, update.state)), "flops": update.flops}
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
         """Tell accuracies of the personal, received and global model, on this client's own data."""
         masks = self.masks(task, state)
         personal = Payload(self.personal_model(task, state), masks)
-        own = {name for name in (*self.sizes, *vision.buffer_names(self.model)) if name not in self.unshared}
-        if lacking := sorted(own - personal.tensors.keys()):  # what the network holds by chance would be tested
+        own_names = {name for name in (*self.sizes, *vision.buffer_names(self.model)) if name not in self.unshared}
+        # what the network holds by chance would be tested
+        if missing_names := sorted(own_names - personal.tensors.keys()):
             raise ValueError(
-                f"{type(self).__name__}.personal_model() lacks tensor {lacking[0]!r}, allowed: all tensors"
+                f"{type(self).__name__}.personal_model() lacks tensor {missing_names[0]!r}, allowed: all tensors"
             )
         for name, mask in masks.items():  # else the record would tell of a sparse model, and a dense one would answer
             if bool(personal.tensors[name].masked_select(~mask.to(personal.tensors[name].device)).any()):
@@ -324,21 +326,21 @@ class ImageClient(Node[Update]):
                     f"{type(self).__name__}.masks() says that weights of {name!r} are pruned, and personal_model() has "
                     "others than 0 there; allowed: to train with masks=..."
                 )
-        told: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
+        fields: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
         for name in self.prunable:
-            told[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
-        told["inference-flops"] = sparse_flops(self.costs.by_layer, masks)
+            fields[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
+        fields["inference-flops"] = sparse_flops(self.costs.by_layer, masks)
         scores = self._personal_scores(task, personal)
         if task.payload.tensors:
             scores |= self.received_scores(task, state)
         scores = {name: score for name, score in scores.items() if score is not None}
-        told |= scores
+        fields |= scores
         if self.privacy is not None:
             if scores and self.config.dp.accuracies == "noised" and len(self.data.test_labels):
-                told["accuracy-noise"] = self.privacy.share_noise(len(self.data.test_labels))
+                fields["accuracy-noise"] = self.privacy.share_noise(len(self.data.test_labels))
             # which labels a client holds may decide how many test examples it has
-            return 0, told | self.privacy.report(task.round)
-        return len(self.data.test_labels), told
+            return 0, fields | self.privacy.report(task.round)
+        return len(self.data.test_labels), fields
 
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
         """Return the personal model's accuracies, from disk if model and data are those of the last test."""

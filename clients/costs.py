@@ -14,11 +14,13 @@ from fedprune_app.learning.sgd import SGD
 from fedprune_app.models.initial import layer_flops, trains_on_one
 
 
-def sgd(config: Config, dataset: Dataset, learning_rate: float, **more: Any) -> SGD:
-    """Return the run's settings of SGD with this learning rate; ``more`` are other fields."""
-    one = trains_on_one(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
+def sgd(config: Config, dataset: Dataset, learning_rate: float, **fields: Any) -> SGD:
+    """Return the run's settings of SGD with this learning rate; ``fields`` are others."""
+    can_train_on_one = trains_on_one(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
     steps = config.steps_per_epoch
-    return SGD(learning_rate, batch_size=config.batch_size, steps_per_epoch=steps, skips_lone=not one, **more)
+    return SGD(
+        learning_rate, batch_size=config.batch_size, steps_per_epoch=steps, skips_lone=not can_train_on_one, **fields
+    )
 
 
 class Costs:

@@ -80,7 +80,7 @@ class DisPFLClient(GossipClient):
             next_masks = self.search(tensors, masks, share, task.round)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
-        # those of the dense gradient, which is needed where weights are replaced, and not replaced at random
+        # FLOPs of the dense gradient, which is needed where weights are replaced, and not replaced at random
         needs_gradient = share and self.config.dispfl.growth == "gradient"
         search_flops = training_flops(self.costs.by_layer, self._search_batch()) if needs_gradient else 0.0
         return Update(payload, state, result, self.costs.training(masks) + search_flops, metrics)
@@ -102,8 +102,8 @@ class DisPFLClient(GossipClient):
             images, labels = self.data.train_images, self.data.train_labels
             batch = torch.randperm(len(labels), generator=draw)[: self._search_batch()]
             augment = self.images.augmentation(images)
-            chosen = images[batch] if augment is None else augment(augment.draws(batch, draw).to(images.device))
-            scores = dense_gradient(self.model, chosen, labels[batch], device=self.device)
+            inputs = images[batch] if augment is None else augment(augment.draws(batch, draw).to(images.device))
+            scores = dense_gradient(self.model, inputs, labels[batch], device=self.device)
         return prune_and_grow({name: tensors[name] for name in masks}, scores, masks, share)
 
     def _search_batch(self) -> int:

@@ -37,7 +37,7 @@ class DittoClient(ImageClient):
     def local_update(self, task: Task, state: State) -> Update:
         options = self.config.ditto
         personal = self.personal_model(task, state)
-        trained_global, tensors = self.train_from_start(task, state, epochs=options.global_epochs)
+        global_result, tensors = self.train_from_start(task, state, epochs=options.global_epochs)
         payload = Payload({name: tensors[name] for name in self.shared})
 
         vision.load_state_tensors(self.model, personal)
@@ -53,6 +53,6 @@ class DittoClient(ImageClient):
         return Update(
             payload,
             State(grouped(weights=weights, local=local)),
-            trained_global if trained_global.diverged else result,
+            global_result if global_result.diverged else result,
             self.costs.training(epochs=options.global_epochs + options.personal_epochs),
         )

@@ -68,8 +68,8 @@ class FedCRClient(FedP3Client):
         self.experts = [torch.zeros(classes, latent, dtype=torch.float64) for _ in range(2)]
         update = super().local_update(task, state)
         precision, weighted = (total.cpu() for total in self.experts)
-        sent = {**update.payload.tensors, "experts.precision": precision, "experts.weighted-mean": weighted}
-        return replace(update, payload=Payload(sent))
+        tensors = {**update.payload.tensors, "experts.precision": precision, "experts.weighted-mean": weighted}
+        return replace(update, payload=Payload(tensors))
 
     def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
         options, network = self.config.fedcr, self.network

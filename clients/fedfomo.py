@@ -42,33 +42,35 @@ class FedFomoClient(ImageClient):
     def local_update(self, task: Task, state: State) -> Update:
         if not len(self.data.validation_labels):
             raise ValueError("the client has no validation images to weigh models by, allowed: at least one")
-        before = self.begin(task, state)  # θ_k^{t-1}
-        vision.load_state_tensors(self.model, before)
+        start = self.begin(task, state)  # θ_k^{t-1}
+        vision.load_state_tensors(self.model, start)
         result = self.train(task)
-        trained = vision.state_tensors(self.model, include_buffers=True)
+        trained_tensors = vision.state_tensors(self.model, include_buffers=True)
 
-        candidates = {k: {**trained, **update.tensors} for k, update in task.peer_updates.items()}
-        others = list(candidates)
-        candidates[self.client_id] = trained
-        loss_before = self.validation_loss(before)
+        candidates = {k: {**trained_tensors, **update.tensors} for k, update in task.peer_updates.items()}
+        peers = list(candidates)
+        candidates[self.client_id] = trained_tensors
+        loss_before = self.validation_loss(start)
         worth = {}
         for k, candidate in candidates.items():
-            distance = _norm(candidate, before, self.shared)
+            distance = _norm(candidate, start, self.shared)
             gain = loss_before - self.validation_loss(candidate)
             # eq. 3; a model so large that its losses overflow is worth nothing
             worth[k] = gain / distance if distance > 0 and math.isfinite(gain / distance) else 0.0
         total = sum(max(value, 0.0) for value in worth.values())
         weights = {k: max(value, 0.0) / total if total else 0.0 for k, value in worth.items()}
-        after = before
+        average = start
         for k, weight in weights.items():  # eq. 4
             if weight:
-                after = {name: tensor + weight * (candidates[k][name] - before[name]) for name, tensor in after.items()}
+                average = {
+                    name: tensor + weight * (candidates[k][name] - start[name]) for name, tensor in average.items()
+                }
 
         num_tests = len(self.data.validation_labels) * (len(candidates) + 1)
-        metrics = {"candidates": others, "worth": [worth[k] for k in others]} if others else {}
+        metrics = {"candidates": peers, "worth": [worth[k] for k in peers]} if peers else {}
         return Update(
-            Payload({name: after[name] for name in self.shared}),
-            State(grouped(weights=after)),
+            Payload({name: average[name] for name in self.shared}),
+            State(grouped(weights=average)),
             result,
             self.costs.training() + num_tests * sparse_flops(self.costs.by_layer, {}),
             metrics,

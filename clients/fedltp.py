@@ -95,7 +95,7 @@ class FedLTPClient(FedAvgClient):
         from fedprune_app.privacy.ledger import Overspent
 
         try:
-            noised = self.privacy.noised_score(correct, "validation", task.round, public)
+            score = self.privacy.noised_score(correct, "validation", task.round, public)
         except Overspent as error:
             return self.privacy.declined(task.round, error)
-        return {"score": noised, "num-validation": len(labels), **self.privacy.report(task.round)}
+        return {"score": score, "num-validation": len(labels), **self.privacy.report(task.round)}

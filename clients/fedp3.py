@@ -61,19 +61,19 @@ class FedP3Client(ImageClient):
 
         Raises ``ValueError`` where the server asks for more than it may.
         """
-        asked = list(task.fields["layers"])
-        if unknown := [layer for layer in asked if layer not in self.layers]:
-            raise ValueError(f"layer '{unknown[0]}' is asked for, allowed: {', '.join(self.layers)}")
-        counts = FEDP3_COUNTS.get(self.options.layer_set, (len(asked),))
-        if len(asked) not in counts:
+        layer_names = list(task.fields["layers"])
+        if unknown_names := [layer for layer in layer_names if layer not in self.layers]:
+            raise ValueError(f"layer '{unknown_names[0]}' is asked for, allowed: {', '.join(self.layers)}")
+        counts = FEDP3_COUNTS.get(self.options.layer_set, (len(layer_names),))
+        if len(layer_names) not in counts:
             allowed = f"with fedp3.layer-set {self.options.layer_set!r}: {' or '.join(map(str, counts))}"
-            raise ValueError(f"{len(asked)} layers are asked for, allowed {allowed}")
-        newest = None if state.tensors else self.store.load()  # a server may say that nothing was done yet
-        before = (newest[1] if newest else state).meta.get("layers", asked)
-        if before != asked and self.options.assignment != "per-round":
-            allowed = f"{', '.join(before)}, as before: with others in turn the server would see the whole model"
-            raise ValueError(f"layers {', '.join(asked)} are asked for, allowed: {allowed}")
-        return [*asked, self.head]
+            raise ValueError(f"{len(layer_names)} layers are asked for, allowed {allowed}")
+        latest = None if state.tensors else self.store.load()  # a server may say that nothing was done yet
+        last_names = (latest[1] if latest else state).meta.get("layers", layer_names)
+        if last_names != layer_names and self.options.assignment != "per-round":
+            allowed = f"{', '.join(last_names)}, as before: with others in turn the server would see the whole model"
+            raise ValueError(f"layers {', '.join(layer_names)} are asked for, allowed: {allowed}")
+        return [*layer_names, self.head]
 
     def global_masks(self, task: Task) -> dict[str, Tensor]:
         """P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
@@ -97,23 +97,23 @@ class FedP3Client(ImageClient):
     def received_scores(self, task: Task, state: State) -> Scores:
         start = self.begin(task, state)
         scores = {"accuracy-received": self.test_accuracy(task, start)}
-        if not self.options.personal_head:  # with which nobody has a whole one
+        if not self.options.personal_head:  # with a personal head nobody has a whole one
             dense = {**start, **task.payload.tensors}
-            pruned_any = bool(self.global_masks(task))
-            scores["accuracy-global"] = self.test_accuracy(task, dense) if pruned_any else scores["accuracy-received"]
+            has_pruned = bool(self.global_masks(task))
+            scores["accuracy-global"] = self.test_accuracy(task, dense) if has_pruned else scores["accuracy-received"]
         return scores
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def local_update(self, task: Task, state: State) -> Update:
-        own = self.own_layers(task, state)
-        kept = self.global_masks(task)
-        part = self.local_pruning(own, kept, task.round)
-        result, tensors = self.train_from_start(task, state, masks=kept, part=part)
-        sent = [name for layer in own for name in self.layers[layer] if name in self.shared]
-        payload = Payload({name: tensors[name] for name in sent})  # line 12
-        kept_state = State(grouped(weights=tensors, masks=kept), {"layers": own[:-1]})
-        return Update(payload, kept_state, result, part.flops if part else self.costs.training(kept))
+        own_layers = self.own_layers(task, state)
+        masks = self.global_masks(task)
+        part = self.local_pruning(own_layers, masks, task.round)
+        result, tensors = self.train_from_start(task, state, masks=masks, part=part)
+        names = [name for layer in own_layers for name in self.layers[layer] if name in self.shared]
+        payload = Payload({name: tensors[name] for name in names})  # line 12
+        new_state = State(grouped(weights=tensors, masks=masks), {"layers": own_layers[:-1]})
+        return Update(payload, new_state, result, part.flops if part else self.costs.training(masks))
 
     def trial(self) -> HowToTrain:
         """Describe a step of Q_i, of a client without layers of its own."""
@@ -122,7 +122,7 @@ class FedP3Client(ImageClient):
     # --- Q_i --------------------------------------------------------------------------------------------------------
 
     def local_pruning(
-        self, own: list[str], masks: Mapping[str, Tensor], round: int
+        self, own_layers: list[str], masks: Mapping[str, Tensor], round: int
     ) -> UniformPruning | OrderedDropout | None:
         """Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
         options = self.options
@@ -132,10 +132,10 @@ class FedP3Client(ImageClient):
         draw = rng.numpy_generator(self.config.seed, "local pruning", self.client_id, round)
         shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
         if options.local == "uniform":
-            mine = {name for layer in own for name in self.layers[layer]}
-            others = {name: shapes[name] for name in self.prunable if name not in mine}
-            return UniformPruning(others, masks, law, draw, self.costs.by_layer, self.device)
-        full = {name.rpartition(".")[0] for layer in own for name in self.layers[layer]}  # norms too
+            own_names = {name for layer in own_layers for name in self.layers[layer]}
+            other_shapes = {name: shapes[name] for name in self.prunable if name not in own_names}
+            return UniformPruning(other_shapes, masks, law, draw, self.costs.by_layer, self.device)
+        full_layers = {name.rpartition(".")[0] for layer in own_layers for name in self.layers[layer]}  # norms too
         return OrderedDropout(
-            self.model, hidden_groups(self.layers, shapes), full, masks, law, draw, self.costs.by_layer
+            self.model, hidden_groups(self.layers, shapes), full_layers, masks, law, draw, self.costs.by_layer
         )

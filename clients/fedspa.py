@@ -32,12 +32,12 @@ class FedSPAClient(FedAvgClient):
         return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)
 
     def local_update(self, task: Task, state: State) -> Update:
-        chosen = self.coordinates(task)
-        active = {name: mask for name, mask in chosen.items() if name in self.sizes}
+        coordinates = self.coordinates(task)
+        active = {name: mask for name, mask in coordinates.items() if name in self.sizes}
         result, tensors = self.train_from_start(task, state, active=active)
-        payload = Payload(packed({name: tensors[name] for name in self.shared}, chosen))
+        payload = Payload(packed({name: tensors[name] for name in self.shared}, coordinates))
         return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        chosen = self.coordinates(task)
-        return Payload(unpacked(sent.tensors, chosen, before), chosen)
+        coordinates = self.coordinates(task)
+        return Payload(unpacked(sent.tensors, coordinates, before), coordinates)

@@ -81,33 +81,36 @@ def evaluation_windows(
     """
     options = config.fedspallm
     texts = evaluation_texts(config) if text is None else {OWN_TEXT: (text, 0)}
-    whole, chosen = {}, {}
-    for name, (content, most) in texts.items():
-        most = min(most or options.test_windows, options.test_windows or most)
+    all_windows, measured_windows = {}, {}
+    for name, (content, max_windows) in texts.items():
+        max_windows = min(max_windows or options.test_windows, options.test_windows or max_windows)
         try:
             windows = windows_of(model.encode(content), model.sequence_length(options.window))
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
-        whole[name], chosen[name] = windows, windows[:most] if most else windows
-    return whole, chosen
+        all_windows[name], measured_windows[name] = windows, windows[:max_windows] if max_windows else windows
+    return all_windows, measured_windows
 
 
 def perplexities(
-    config: Config, model: LanguageModel, own: LayerTensors | None, text: str | None = None
+    config: Config, model: LanguageModel, own_layers: LayerTensors | None, text: str | None = None
 ) -> dict[str, Perplexity]:
-    """Return the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
+    """Return the perplexities of ``model``, by test text, with the matrices of ``own_layers`` in place of its own.
 
-    Without ``own`` they are those of the dense model. A ``text`` that is given is the only one, and has a name that no
-    other may have: what is measured on it is compared with nothing else.
+    Without ``own_layers`` they are those of the dense model. A ``text`` that is given is the only one, and has a name
+    that no other may have: what is measured on it is compared with nothing else.
     """
-    whole, chosen = evaluation_windows(config, model, text)
-    if own is None:
-        measured = dense_perplexities(model, chosen, config.batch_size)
+    all_windows, measured_windows = evaluation_windows(config, model, text)
+    if own_layers is None:
+        results = dense_perplexities(model, measured_windows, config.batch_size)
     else:
-        measured = measured_perplexities(
-            model, lambda layer: {**model.layer_tensors(layer), **own(layer)}, chosen, config.batch_size
+        results = measured_perplexities(
+            model,
+            lambda layer: {**model.layer_tensors(layer), **own_layers(layer)},
+            measured_windows,
+            config.batch_size,
         )
-    return {name: replace(found, windows_in_text=len(whole[name])) for name, found in measured.items()}
+    return {name: replace(result, windows_in_text=len(all_windows[name])) for name, result in results.items()}
 
 
 def in_layer(layer: int, name: str) -> str:
@@ -117,13 +120,13 @@ def in_layer(layer: int, name: str) -> str:
 
 def by_layer(payload: Payload) -> dict[int, Payload]:
     """Return the decoder layers that a message holds, by number."""
-    found: dict[int, Payload] = {}
-    for each, tensor in payload.tensors.items():
-        number, _, name = each.partition("/")
-        layer = found.setdefault(int(number), Payload({}))
-        masks = {name: payload.masks[each]} if each in payload.masks else {}
-        found[int(number)] = Payload({**layer.tensors, name: tensor}, {**layer.masks, **masks})
-    return found
+    layers: dict[int, Payload] = {}
+    for full_name, tensor in payload.tensors.items():
+        number, _, name = full_name.partition("/")
+        layer = layers.setdefault(int(number), Payload({}))
+        masks = {name: payload.masks[full_name]} if full_name in payload.masks else {}
+        layers[int(number)] = Payload({**layer.tensors, name: tensor}, {**layer.masks, **masks})
+    return layers
 
 
 @dataclass(frozen=True)
@@ -215,7 +218,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         """Return a digest of each record: a document of the client's own data, or a segment that was dealt."""
         if self.has_own_text:
             return private_text.own_digests(self.config.data_dir, self.config.test_fraction, self.config.seed)
-        return [hashlib.sha256(each.numpy().tobytes()).digest() for each in self.segments()[0]]
+        return [hashlib.sha256(segment.numpy().tobytes()).digest() for segment in self.segments()[0]]
 
     @property
     def num_examples(self) -> int:
@@ -224,7 +227,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
     def message_schema(self) -> Schema:
         layers = [self.model.layer_like(layer) for layer in range(self.model.num_layers)]
         if self.options.merge == "hessians" or self.options.recovery_rounds:  # a message may hold all layers
-            return Schema.like({in_layer(i, name): t for i, like in enumerate(layers) for name, t in like.items()})
+            return Schema.like({in_layer(i, name): t for i, shapes in enumerate(layers) for name, t in shapes.items()})
         return max(map(Schema.like, layers), key=lambda schema: schema.max_bytes)
 
     @property
@@ -261,7 +264,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
                 self.client_id,
                 num_clients=self.place.share[1],
                 count=count or self.num_examples,
-                most=self.most_segments,
+                max_segments=self.most_segments,
                 length=self.model.sequence_length(self.options.segment_length),
                 seed=self.config.seed,
             ),
@@ -289,7 +292,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         hidden = self.hidden_states_before(layer, state, of_round)
         module = self.model.layer(layer, {**self.model.layer_tensors(layer), **task.payload.tensors})
         pruned_at: dict[str, int] = dict(state.meta.get("pruned", {}))
-        removed: dict[str, int] = dict(state.meta.get("removed", {}))
+        removed_counts: dict[str, int] = dict(state.meta.get("removed", {}))
         payload, error = Payload({}), 0.0
         if task.fields["prunes"]:
             pruner = Pruner(
@@ -299,16 +302,16 @@ class FedSpaLLMClient(Node[LayerUpdate]):
                 self.options.block_size,
                 recorder_of(self.config, self.device),
             )
-            done = prune_layer(self.model, layer, module, hidden, pruner, self.config.batch_size)
-            payload, hidden, error = done.payload, done.hidden, done.relative_error
+            result = prune_layer(self.model, layer, module, hidden, pruner, self.config.batch_size)
+            payload, hidden, error = result.payload, result.hidden, result.relative_error
             self.layers.save(layer, step, payload)
             self.layers.drop_before(layer, pruned_at.get(str(layer), step))
-            pruned_at[str(layer)], removed[str(layer)] = step, payload.num_elements() - payload.num_kept()
+            pruned_at[str(layer)], removed_counts[str(layer)] = step, payload.num_elements() - payload.num_kept()
             if self.options.merge == "masks":
                 payload = Payload(payload.masks, payload.masks)
         else:
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
-        meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
+        meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed_counts}
         is_last = layer == self.model.num_layers - 1
         return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
 
@@ -325,8 +328,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         if self.privacy is not None:
             payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
         else:
-            found = input_hessians(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
-            payload = Payload(hessians.encoded(found))
+            matrices = input_hessians(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
+            payload = Payload(hessians.encoded(matrices))
         return LayerUpdate(payload, State({"hidden": hidden}, meta), {})
 
     def _private_moments(
@@ -347,19 +350,21 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
         clip_norm = self.config.dp.clip_norm
         size = self.config.batch_size
-        found = input_moments(self.model, module, self.observed_matrices, hidden, size, clip_norm)
-        model = [self.model.shell_digest(), *(self.model.layer_digest(each) for each in range(layer + 1))]
-        received = meta["received"]
-        pruned = [received.get(str(each), "") for each in range(layer)]
-        settings = f"{privacy.noise_multiplier} {clip_norm} {tuple(hidden.shape)} {size} {' '.join(model + pruned)}"
+        moments = input_moments(self.model, module, self.observed_matrices, hidden, size, clip_norm)
+        model = [self.model.shell_digest(), *(self.model.layer_digest(number) for number in range(layer + 1))]
+        received_digests = meta["received"]
+        pruned_digests = [received_digests.get(str(number), "") for number in range(layer)]
+        settings = (
+            f"{privacy.noise_multiplier} {clip_norm} {tuple(hidden.shape)} {size} {' '.join(model + pruned_digests)}"
+        )
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors = {}
-        for name, total in found.items():
+        for name, total in moments.items():
             vector = hessians.isometric(total.double())
             vector = noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
             mean = hessians.from_isometric(vector, len(total)) / self.num_examples
             tensors[hessians.HESSIAN + name] = mean.float()
-        privacy.charge_steps(len(found), f"second moments of decoder layer {layer}")
+        privacy.charge_steps(len(moments), f"second moments of decoder layer {layer}")
         return Payload(tensors)
 
     def recovered(self, task: Task, state: State) -> LayerUpdate:
@@ -373,17 +378,17 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         draw = generator(self.config.seed, "recovery", self.client_id, round)
         segments, _ = self.segments(options.recovery_segments)
         layers, loss = recovered(self.model, by_layer(task.payload), segments, schedule, draw)
-        kept = {
+        kept_weights = {
             in_layer(layer, name): tensor[payload.masks[name]]
             for layer, payload in layers.items()
             for name, tensor in payload.tensors.items()
         }
-        return LayerUpdate(Payload(kept), State({}, dict(state.meta)), {"recovery-loss": loss})
+        return LayerUpdate(Payload(kept_weights), State({}, dict(state.meta)), {"recovery-loss": loss})
 
     def _received_layers(self, task: Task, state: State) -> dict[str, Any]:
         """Keep the pruned layers of a message on disk, and return the state's JSON values with them."""
         meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
-        removed = meta["removed"] = dict(state.meta.get("removed", {}))
+        removed_counts = meta["removed"] = dict(state.meta.get("removed", {}))
         if self.privacy is not None:
             meta["received"] = dict(state.meta.get("received", {}))
         for layer, payload in by_layer(task.payload).items():
@@ -391,7 +396,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             if self.privacy is not None:
                 meta["received"][str(layer)] = payload.digest()  # noise depends on it
             meta["pruned"][str(layer)] = task.round
-            removed[str(layer)] = payload.num_elements() - payload.num_kept()
+            removed_counts[str(layer)] = payload.num_elements() - payload.num_kept()
         return meta
 
     def hidden_states_before(self, layer: int, state: State, of_round: int) -> Tensor:
@@ -407,15 +412,15 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
         if layer:
             private_text.forget_documents()
-        for passed in range(position, layer):
-            tensors = self.model.layer_tensors(passed)  # line 12
-            if self._has_own_of(of_round, passed, state):
-                tensors |= self.own_layer(passed, state).tensors
-            module = self.model.layer(passed, tensors)
+        for earlier_layer in range(position, layer):
+            tensors = self.model.layer_tensors(earlier_layer)  # line 12
+            if self._has_own_layer(of_round, earlier_layer, state):
+                tensors |= self.own_layer(earlier_layer, state).tensors
+            module = self.model.layer(earlier_layer, tensors)
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
-    def _has_own_of(self, of_round: int, layer: int, state: State) -> bool:
+    def _has_own_layer(self, of_round: int, layer: int, state: State) -> bool:
         """Say whether the client pruned the layer in this round, or was sent it pruned, and so passed that."""
         version = int(state.meta.get("pruned", {}).get(str(layer), 0))
         return (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers
@@ -458,8 +463,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
     def density(self, state: State) -> float:
         """Return the kept share of all parameters of the client's own model."""
-        removed: dict[str, int] = state.meta.get("removed", {})
-        return 1 - sum(removed.values()) / self.model.num_parameters()[0]
+        removed_counts: dict[str, int] = state.meta.get("removed", {})
+        return 1 - sum(removed_counts.values()) / self.model.num_parameters()[0]
 
     def introduction(self) -> dict[str, Any]:
         """Tell also which documents the client's text is from, and which dense model the client has."""
@@ -481,20 +486,20 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             state = State({}, self._received_layers(task, state))
         total = hashlib.sha256(self.model.shell_digest().encode())
         for layer in range(self.model.num_layers):
-            own = self.own_layer(layer, state)
-            total.update((own.digest() if own.tensors else self.model.layer_digest(layer)).encode())
-        told: dict[str, Any] = {"digest": total.hexdigest(), "density": self.density(state)}
-        told["pruned-layers"] = len(state.meta.get("pruned", {}))
+            payload = self.own_layer(layer, state)
+            total.update((payload.digest() if payload.tensors else self.model.layer_digest(layer)).encode())
+        fields: dict[str, Any] = {"digest": total.hexdigest(), "density": self.density(state)}
+        fields["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1] if self.own_text else None
         if self.privacy is not None:
-            told |= self.privacy.report(task.round)
+            fields |= self.privacy.report(task.round)
             text = text if self.config.dp.accuracies == "open" else None
         if text is None and self.options.merge == "hessians":  # the client has no model but the server's
-            return self.num_examples, told
-        found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
-        for name, found in found_in.items():
-            told[f"perplexity/{name}"] = found.value
-        if text is not None:  # of the other texts the server knows them
-            measured = found_in[OWN_TEXT]
-            told |= {"windows": measured.windows, "windows-in-text": measured.windows_in_text}
-        return self.num_examples, told
+            return self.num_examples, fields
+        results = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
+        for name, result in results.items():
+            fields[f"perplexity/{name}"] = result.value
+        if text is not None:  # the server knows the windows of the other texts
+            own_result = results[OWN_TEXT]
+            fields |= {"windows": own_result.windows, "windows-in-text": own_result.windows_in_text}
+        return self.num_examples, fields

@@ -61,9 +61,9 @@ class FjORDClient(ImageClient):
 
     def trial(self) -> HowToTrain:
         """Describe a step of the narrowest sub-network."""
-        least = min(FJORD_SHARES)
+        share = min(FJORD_SHARES)
         draw = rng.numpy_generator(self.config.seed, "trial")
-        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: least, draw, self.costs.by_layer)}
+        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: share, draw, self.costs.by_layer)}
 
     def extents(self, task: Task) -> Extents:
         """Say how far the client's sub-network, of the width that the server asks for, extends into tensors."""
@@ -78,7 +78,7 @@ class FjORDClient(ImageClient):
         start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
         return start | pruned(start, leading_masks(self.extents(task), self.shapes))
 
-    def shares(self, width: float) -> list[float]:  # of which each step draws one
+    def shares(self, width: float) -> list[float]:  # each step draws one
         return [*(share for share in FJORD_SHARES if share < width - 1e-9), width]
 
     def local_update(self, task: Task, state: State) -> Update:

@@ -44,21 +44,24 @@ class GossipClient(ImageClient):
         A client that has nothing to average with goes on from its own model, at first the common initial one. A client
         that has not trained has no model to average, and keeps its initial weights where no neighbour has a weight.
         """
-        own, start = state.group("weights"), self.own_model(state)
-        tensors, held, updates = task.payload.tensors, task.payload.masks, dict(task.peer_updates)
+        own_weights, start = state.group("weights"), self.own_model(state)
+        tensors, held_masks, updates = task.payload.tensors, task.payload.masks, dict(task.peer_updates)
         if updates:
-            if own:
-                updates[self.client_id] = Payload({name: own[name] for name in self.shared}, state.group("masks"))
+            if own_weights:
+                updates[self.client_id] = Payload(
+                    {name: own_weights[name] for name in self.shared}, state.group("masks")
+                )
             mean = MaskedMean(len(updates))
             for sender, update in updates.items():
                 try:
                     mean.add(update)
                 except ValueError as error:  # finite, but too large to be summed
                     task.note_unusable(sender, error)
-            tensors, held = mean.mixed(), mean.held()
-        if not own:
+            tensors, held_masks = mean.mixed(), mean.held()
+        if not own_weights:
             tensors = {
-                name: torch.where(held[name], t, start[name]) if name in held else t for name, t in tensors.items()
+                name: torch.where(held_masks[name], t, start[name]) if name in held_masks else t
+                for name, t in tensors.items()
             }
         masks = self.start_masks(task, state)
         start = {**start, **tensors}

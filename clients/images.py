@@ -78,8 +78,8 @@ class Images:
     def _normalisation(self) -> dict[str, list[float]]:
         """Return the mean and the standard deviation by channel that the client's images are normalised with."""
         depth, dataset = self.dataset.image_shape[0], self.dataset
-        both = {"mean": dataset.mean, "std": dataset.std}
-        return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in both.items()}
+        constants = {"mean": dataset.mean, "std": dataset.std}
+        return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in constants.items()}
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
         """Return what the key ``augmentation`` asks for, of these training images."""

@@ -44,28 +44,28 @@ class LDPFedP3Client(ImageClient):
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
-        if untrained := [name for name in self.shared if name not in self.sizes]:
+        if untrained_names := [name for name in self.shared if name not in self.sizes]:
             raise ValueError(
                 f"model is {chosen_name(config.model, config.dataset)!r}, allowed with system 'ldp-fedp3': one whose "
-                f"tensors are all trained, and {untrained[0]!r} is not"
+                f"tensors are all trained, and {untrained_names[0]!r} is not"
             )
         layers = layers_of(self.shared, self.prunable)
         self.order = [name for names in layers.values() for name in names]
         self.dimension = sum(self.sizes[name] for name in self.order)
 
     def local_update(self, task: Task, state: State) -> Update:
-        num_clients, mine = self.sketch(task)
+        num_clients, is_own = self.sketch(task)
         result, tensors = self.train_from_start(task, state)  # lines 5 to 8
-        updated = torch.cat([tensors[name].flatten() for name in self.order])
-        payload = Payload({"part": num_clients * updated[mine]})  # line 9: S_i ũ_i without its zeros
+        vector = torch.cat([tensors[name].flatten() for name in self.order])
+        payload = Payload({"part": num_clients * vector[is_own]})  # line 9: S_i ũ_i without its zeros
         return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        num_clients, mine = self.sketch(task)
+        num_clients, is_own = self.sketch(task)
         values = torch.cat([before[name].flatten() for name in self.order])
-        values[mine] = sent.tensors["part"] / num_clients
+        values[is_own] = sent.tensors["part"] / num_clients
         shapes = {name: before[name].shape for name in self.order}
-        return Payload(self._cut(values, shapes), self._cut(mine, shapes))
+        return Payload(self._cut(values, shapes), self._cut(is_own, shapes))
 
     def _cut(self, flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         parts = torch.split(flat, [self.sizes[name] for name in self.order])
@@ -77,12 +77,12 @@ class LDPFedP3Client(ImageClient):
         Raises ``ValueError`` for a place that cannot be. A client with data of its own does not know how many clients
         there are. The number of coordinates bounds them.
         """
-        num_clients, place = task.fields["clients"], task.fields["place"]
-        most = self.dimension if self.place.has_own_data else self.place.num_clients
-        if type(num_clients) is not int or not 1 <= num_clients <= most:
-            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {most}")
-        if type(place) is not int or not 0 <= place < num_clients:
-            raise ValueError(f"place is {place!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
+        num_clients, position = task.fields["clients"], task.fields["place"]
+        max_clients = self.dimension if self.place.has_own_data else self.place.num_clients
+        if type(num_clients) is not int or not 1 <= num_clients <= max_clients:
+            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {max_clients}")
+        if type(position) is not int or not 0 <= position < num_clients:
+            raise ValueError(f"place is {position!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
         draw = rng.generator(self.config.seed, "sketch", round=task.round)
         owners = perm_k_owners(self.dimension, num_clients, draw)
-        return num_clients, owners == place
+        return num_clients, owners == position

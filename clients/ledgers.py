@@ -71,10 +71,10 @@ def _path(config: Config, place: Place, data: Data, folder: Path) -> Path:
     """
     from fedprune_app.privacy.ledger import ledger_of
 
-    shared = config.dp.ledger_dir
+    shared_folder = config.dp.ledger_dir
     if place.has_own_data:
-        return ledger_of(data, Path(shared) if shared else place.state_dir)
-    if not shared:
+        return ledger_of(data, Path(shared_folder) if shared_folder else place.state_dir)
+    if not shared_folder:
         return folder / "ledger.jsonl"
     dealing = "" if _is_one_for_all(place) else f"-{data.identity[:16]}"
-    return Path(shared) / f"{place.client_id:05d}{dealing}.jsonl"
+    return Path(shared_folder) / f"{place.client_id:05d}{dealing}.jsonl"

@@ -37,7 +37,7 @@ class LGFedAvgClient(ImageClient):
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
-        self.everything = self.shared
+        self.all_names = self.shared
         number = self.config.lgfedavg.global_layers
         try:
             self.shared = last_layers(self.shared, self.prunable, number)
@@ -50,7 +50,7 @@ class LGFedAvgClient(ImageClient):
     def local_update(self, task: Task, state: State) -> Update:
         """Send the upper layers; in the rounds of ``lgfedavg.pretrain-rounds`` all, as FedAvg does."""
         is_whole = task.round <= self.config.lgfedavg.pretrain_rounds
-        return self.dense_update(task, state, self.everything if is_whole else self.shared)
+        return self.dense_update(task, state, self.all_names if is_whole else self.shared)
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         """Return the client's own lower layers under the averaged upper ones."""

@@ -20,9 +20,9 @@ FJORD_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 Law = Callable[[np.random.Generator], float]
 
 
-def share_law(least: float) -> Law:
+def share_law(minimum: float) -> Law:
     """Return the law by which a step's share q is drawn: uniformly in [least, 1]."""
-    return lambda draw: least + (1 - least) * draw.random()
+    return lambda draw: minimum + (1 - minimum) * draw.random()
 
 
 class UniformPruning:
@@ -52,26 +52,26 @@ class UniformPruning:
         for name, shape in self.shapes.items():
             numbers = np.frombuffer(self.draw.bytes(2 * shape.numel()), dtype="<u2")
             masks[name] = torch.from_numpy(numbers < threshold).view(shape)
-        there = dict(self.masks) | {n: m & self.masks[n] if n in self.masks else m for n, m in masks.items()}
-        self.flops += training_flops(self.layer_flops, num_examples, there)
+        combined_masks = dict(self.masks) | {n: m & self.masks[n] if n in self.masks else m for n, m in masks.items()}
+        self.flops += training_flops(self.layer_flops, num_examples, combined_masks)
         return Part(masks={name: mask.to(self.device) for name, mask in masks.items()})
 
 
 class OrderedDropout:
     """Ordered dropout keeps the first ``ceil(q · size)`` of each group of hidden units.
 
-    A group that only ``full`` layers touch stays whole.
+    A group that only ``full_layers`` touch stays whole.
 
-    A layer in ``full`` keeps its units unless the next layer, not being full, takes in only the first ones. GroupNorm
-    keeps whole groups, so that the small network computes what the masked one would. Source: FedP3, section 2, "uniform
-    ordered dropout"; Horváth et al., "FjORD", NeurIPS 2021.
+    A layer in ``full_layers`` keeps its units unless the next layer, not being full, takes in only the first ones.
+    GroupNorm keeps whole groups, so that the small network computes what the masked one would. Source: FedP3, section
+    2, "uniform ordered dropout"; Horváth et al., "FjORD", NeurIPS 2021.
     """
 
     def __init__(
         self,
         model: nn.Module,
         groups: Sequence[ChannelGroup],
-        full: Collection[str],
+        full_layers: Collection[str],
         masks: Mapping[str, Tensor],
         law: Law,
         draw: np.random.Generator,
@@ -79,11 +79,11 @@ class OrderedDropout:
     ) -> None:
         self.groups, self.law, self.draw, self.layer_flops = groups, law, draw, layer_flops
         self.norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, nn.GroupNorm)}
-        self.whole = {g.name for g in groups if all(p.tensor.rpartition(".")[0] in full for p in g.slices)}
+        self.whole = {g.name for g in groups if all(p.tensor.rpartition(".")[0] in full_layers for p in g.slices)}
         weights = {name: p for name, p in model.named_parameters() if name.removesuffix(".weight") in layer_flops}
         self.sizes = {name: weight.numel() for name, weight in weights.items()}
-        everything = {n: masks.get(n, torch.ones(1, dtype=torch.bool).expand(w.shape)) for n, w in weights.items()}
-        self.counts = {name: LeadingCounts(mask) for name, mask in everything.items()}
+        all_masks = {n: masks.get(n, torch.ones(1, dtype=torch.bool).expand(w.shape)) for n, w in weights.items()}
+        self.counts = {name: LeadingCounts(mask) for name, mask in all_masks.items()}
         self.flops = 0.0
 
     def sized(self, share: float) -> Part:
@@ -99,9 +99,9 @@ class OrderedDropout:
 
     def __call__(self, num_examples: int) -> Part:
         part = self.sized(self.law(self.draw))
-        kept = {name: self.counts[name].within(part.extents.get(name)) / n for name, n in self.sizes.items()}
-        small = sum(flops * kept[f"{layer}.weight"] for layer, flops in self.layer_flops.items())
-        self.flops += (1 + BACKWARD_PER_FORWARD) * small * num_examples
+        densities = {name: self.counts[name].within(part.extents.get(name)) / n for name, n in self.sizes.items()}
+        small_flops = sum(flops * densities[f"{layer}.weight"] for layer, flops in self.layer_flops.items())
+        self.flops += (1 + BACKWARD_PER_FORWARD) * small_flops * num_examples
         return part
 
     def _norms_of(self, group: ChannelGroup) -> list[tuple[str, nn.GroupNorm]]:

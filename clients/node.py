@@ -165,8 +165,8 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
         """Answer a training message."""
-        payload, told = self.answer_training(Task.from_numpy(parameters, config))
-        return payload.to_ndarrays(), self.num_examples, {**told, **names_of(payload)}
+        payload, fields = self.answer_training(Task.from_numpy(parameters, config))
+        return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Answer an evaluation message."""
@@ -184,18 +184,18 @@ class Node(NumPyClient, Generic[AnUpdate]):
         if "asks" in task.fields:
             return self.answer(task, self.load_state(task, before=task.round)[0]), {}
         if self.privacy is None:
-            return self._trained(task)
+            return self._train_and_store(task)
         from fedprune_app.privacy.ledger import Overspent
 
         try:
             self.privacy.ledger.require(self.privacy.round_cost)
-            return self._trained(task)
+            return self._train_and_store(task)
         except Overspent as error:
             return Payload({}), self.privacy.declined(task.round, error)
 
-    def _trained(self, task: Task) -> tuple[Payload, dict[str, Any]]:
-        started = time.monotonic()
-        state, lost = self.load_state(task, before=task.round)
+    def _train_and_store(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+        start = time.monotonic()
+        state, loss = self.load_state(task, before=task.round)
         update = self.local_update(task, state)
         report = self.report(task, update)
         meta = {**update.state.meta, **self.kept_facts}
@@ -204,18 +204,18 @@ class Node(NumPyClient, Generic[AnUpdate]):
         durable = not (self.state_waits_for_checkpoint and is_beside_server())
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
-        spent = {} if self.privacy is not None else {"seconds": time.monotonic() - started}
-        return update.payload, self._checked({**report, **spent, **update.metrics, **_notes(task, lost)})
+        timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
+        return update.payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """Load the state, evaluate it, and return the reply: how many examples, and what was found."""
-        state, lost = self.load_state(task, before=task.round + 1)
+        state, loss = self.load_state(task, before=task.round + 1)
         num_examples, scores = self.evaluation(task, state)
-        return num_examples, self._checked({**scores, **_notes(task, lost)})
+        return num_examples, self._checked_fields({**scores, **_notes(task, loss)})
 
-    def _checked(self, fields: dict[str, Any]) -> dict[str, Any]:
-        who = f"{type(self).__name__} tells that"
-        return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, who)
+    def _checked_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        subject = f"{type(self).__name__} tells that"
+        return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
 
     def load_state(self, task: Task, before: int) -> tuple[State, str]:
         """Return the state after the round that the server last took in from this client (``task.state_round``).
@@ -224,18 +224,20 @@ class Node(NumPyClient, Generic[AnUpdate]):
         it is the one before that, with a note that says so. Raises ``ValueError`` where a private client's ledger has
         lost a charge.
         """
-        wanted, state, lost = task.state_round, _NO_STATE, ""
-        newest = None if wanted == 0 else self.store.load(before=before if wanted is None else wanted + 1)
-        if newest is not None:
-            round, state = newest
-            if wanted not in (None, round):
-                lost = f"the state of round {wanted} is lost, went on from round {round}"
-        elif wanted:
-            lost = f"the state of round {wanted} is lost, began anew"
+        wanted_round, state, loss = task.state_round, _NO_STATE, ""
+        latest = (
+            None if wanted_round == 0 else self.store.load(before=before if wanted_round is None else wanted_round + 1)
+        )
+        if latest is not None:
+            round, state = latest
+            if wanted_round not in (None, round):
+                loss = f"the state of round {wanted_round} is lost, went on from round {round}"
+        elif wanted_round:
+            loss = f"the state of round {wanted_round} is lost, began anew"
         if self.privacy is not None:
             epsilon_known = float(task.fields.get("epsilon-rdp", 0.0))
             self.privacy.require_memory(int(state.meta.get("charges", 0)), epsilon_known)
-        return state, lost
+        return state, loss
 
     def check_state(self, round: int) -> None:
         """Raise ``ValueError`` naming the file where what is kept since ``round`` is damaged or missing."""
@@ -243,33 +245,33 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     def lost_states(self, rounds: Iterable[int]) -> dict[str, Any]:
         """Answer a server that resumes a run: which of these versions of its state it has lost, and why."""
-        lost: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         for round in rounds:
             try:
                 self.check_state(round)
             except ValueError as error:
-                lost[round] = str(error)
+                reasons[round] = str(error)
                 if self.place.has_own_data:  # where its operator keeps its files is nobody's business
-                    lost[round] = lost[round].replace(str(self.store.folder), self.store.folder.name)
-        return {"partition": self.client_id, "lost-rounds": list(lost), "lost-reasons": list(lost.values())}
+                    reasons[round] = reasons[round].replace(str(self.store.folder), self.store.folder.name)
+        return {"partition": self.client_id, "lost-rounds": list(reasons), "lost-reasons": list(reasons.values())}
 
 
-def _notes(task: Task, lost: str) -> dict[str, str]:
-    notes = list(filter(None, [lost, *task.notes]))
+def _notes(task: Task, loss: str) -> dict[str, str]:
+    notes = list(filter(None, [loss, *task.notes]))
     fields = {"note": "; ".join(notes)} if notes else {}
-    return {**fields, "lost": lost} if lost else fields
+    return {**fields, "lost": loss} if loss else fields
 
 
-def parts_not_private(config: Config, what: str) -> str:
-    """Say why ``what``, which trains parts of the network, cannot be private; empty if it can.
+def parts_not_private(config: Config, feature: str) -> str:
+    """Say why ``feature``, which trains parts of the network, cannot be private; empty if it can.
 
     Only ``dp.grad-sample`` auto and one-pass can do it.
     """
     if config.dp.grad_sample in ("auto", "one-pass"):
         return ""
-    return f"dp.grad-sample is {config.dp.grad_sample!r}, allowed with {what}: auto, one-pass"
+    return f"dp.grad-sample is {config.dp.grad_sample!r}, allowed with {feature}: auto, one-pass"
 
 
-def never_private(config: Config, why: str) -> str:
+def never_private(config: Config, reason: str) -> str:
     """Say in one line for the user that ``dp.enabled`` does not go with the system."""
-    return f"dp.enabled is true, allowed with system {config.system!r}: false; {why}"
+    return f"dp.enabled is true, allowed with system {config.system!r}: false; {reason}"

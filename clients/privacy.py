@@ -43,8 +43,8 @@ class Spending:
 
     def counts(self, config: Config) -> int:
         """Return the largest number of noised counts in the whole run."""
-        noised = self.evaluation_counts if config.dp.accuracies == "noised" else 0
-        return planned_rounds(config) * self.round_counts + num_evaluations(config) * noised + self.more_counts
+        num_noised = self.evaluation_counts if config.dp.accuracies == "noised" else 0
+        return planned_rounds(config) * self.round_counts + num_evaluations(config) * num_noised + self.more_counts
 
 
 def planned_rounds(config: Config) -> int:
@@ -54,23 +54,23 @@ def planned_rounds(config: Config) -> int:
 
 def num_evaluations(config: Config) -> int:
     """Return how often all clients are evaluated, in a run that has all its rounds."""
-    rounds, every = config.num_server_rounds, config.evaluate_every
-    return -(-rounds // every) if every else 1
+    rounds, interval = config.num_server_rounds, config.evaluate_every
+    return -(-rounds // interval) if interval else 1
 
 
 def noise_multiplier(
-    config: Config, sample_rate: float, steps: int, besides: tuple[tuple[Release, int], ...] = ()
+    config: Config, sample_rate: float, steps: int, extra_releases: tuple[tuple[Release, int], ...] = ()
 ) -> float:
     """Return the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
 
-    ``steps`` and ``besides`` are all that a client plans to release.
+    ``steps`` and ``extra_releases`` are all that a client plans to release.
     """
     options = config.dp
     if not options.target_epsilon:
         return options.noise_multiplier
     from fedprune_app.privacy.accounting import noise_for
 
-    return noise_for(options.target_epsilon, options.delta, sample_rate, steps, options.accountant, besides)
+    return noise_for(options.target_epsilon, options.delta, sample_rate, steps, options.accountant, extra_releases)
 
 
 class ClientPrivacy:
@@ -102,8 +102,10 @@ class ClientPrivacy:
         self.client_id = client_id
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
         counts, epochs = spending.counts(config), spending.epochs(config)
-        besides = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
-        self.noise_multiplier = noise_multiplier(config, self.sample_rate, epochs * self.steps_per_epoch, besides)
+        extra_releases = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
+        self.noise_multiplier = noise_multiplier(
+            config, self.sample_rate, epochs * self.steps_per_epoch, extra_releases
+        )
         if options.target_epsilon:
             policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
         self.round_scale = options.count_scale if spending.round_counts else 0.0
@@ -178,36 +180,36 @@ class ClientPrivacy:
             options.grad_sample,
         )
 
-    def charge_steps(self, steps: int, what: str) -> None:
+    def charge_steps(self, steps: int, note: str) -> None:
         """Charge what ran: after it, and before anything of it is stored or sent."""
-        self.ledger.charge_steps(self.noise_multiplier, self.sample_rate, steps, what)
+        self.ledger.charge_steps(self.noise_multiplier, self.sample_rate, steps, note)
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
-    def noised_count(self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
+    def noised_count(self, correct: int, total: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
         """Return a share of correct predictions in [0, 1], of a count that is noised and charged."""
-        noised = self.noised_score(correct, split, round, public)
-        return min(max(noised, 0), most) / most
+        score = self.noised_score(correct, split, round, public)
+        return min(max(score, 0), total) / total
 
     def affordable_count(
-        self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]
+        self, correct: int, total: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
         """Return a share of correct predictions for people to read, or None where the budget bears no count.
 
-        The share is :meth:`noised_score` over ``most``. It may lie below 0 or above 1, at most by 1, so that a mean
+        The share is :meth:`noised_score` over ``total``. It may lie below 0 or above 1, at most by 1, so that a mean
         over clients has hardly any bias. If each share were cut to [0, 1], a mean of high accuracies would be too low.
         Where None is returned, nothing is charged.
         """
         from fedprune_app.privacy.ledger import Overspent
 
         try:
-            return min(max(self.noised_score(correct, split, round, public) / most, -1.0), 2.0)
+            return min(max(self.noised_score(correct, split, round, public) / total, -1.0), 2.0)
         except Overspent:
             return None
 
-    def share_noise(self, most: int) -> float:
+    def share_noise(self, total: int) -> float:
         """Return the standard deviation of the noise in a share that :meth:`affordable_count` returns."""
-        return math.sqrt(2) * self.options.count_scale / most
+        return math.sqrt(2) * self.options.count_scale / total
 
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
         """Return a count of correct predictions, noised, rounded and charged. One example counts once.
@@ -240,27 +242,28 @@ class ClientPrivacy:
         """How many charges the ledger holds; the client's state remembers the number."""
         return len(self.ledger)
 
-    def require_memory(self, charges: int, told: float) -> None:
+    def require_memory(self, charges: int, known_epsilon: float) -> None:
         """Raise ``ValueError`` where the ledger holds less than is known of it.
 
-        The client's state has seen ``charges``. The server remembers the ε that the client has ``told``, since ledger
-        and state may be lost together. That one is by Rényi divergences: adding them up rounds nothing on a grid.
+        The client's state has seen ``charges``. The server remembers ``known_epsilon``, which the client has told,
+        since ledger and state may be lost together. That one is by Rényi divergences: adding them up rounds nothing
+        on a grid.
         """
         if len(self.ledger) < charges:
             raise ValueError(
                 f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
                 "what was spent is not known"
             )
-        spent = self.ledger.epsilon(self.options.delta, "rdp")
-        if spent < told * (1 - _ROUNDING):
+        epsilon = self.ledger.epsilon(self.options.delta, "rdp")
+        if epsilon < known_epsilon * (1 - _ROUNDING):
             raise ValueError(
-                f"ledger '{self.ledger.path}' holds epsilon {spent:.4g} by RDP, the client has told {told:.4g}: "
-                "what was spent is not known"
+                f"ledger '{self.ledger.path}' holds epsilon {epsilon:.4g} by RDP, the client has told "
+                f"{known_epsilon:.4g}: what was spent is not known"
             )
 
-    def declined(self, round: int, why: Exception) -> dict[str, Any]:
+    def declined(self, round: int, error: Exception) -> dict[str, Any]:
         """Return the answer to a task that the budget does not bear: what was spent so far, and why it declines."""
-        return {**self.report(round), "budget-spent": True, "declined": str(why)}
+        return {**self.report(round), "budget-spent": True, "declined": str(error)}
 
     def report(self, round: int) -> dict[str, Any]:
         """Tell ε so far, by the run's accountant and by each, and whether the budget bears no other round.
@@ -279,6 +282,6 @@ class ClientPrivacy:
         figures |= {f"epsilon-{name}": self.ledger.epsilon(options.delta, name) for name in ACCOUNTANTS}
         if options.second_delta:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
-        told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
-        told["epsilon-simulated"] = int(not options.secure_rng)
-        return told | {"budget-spent": not self.affords_a_round}
+        fields: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
+        fields["epsilon-simulated"] = int(not options.secure_rng)
+        return fields | {"budget-spent": not self.affords_a_round}

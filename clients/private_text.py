@@ -19,11 +19,11 @@ from fedprune_app.models.llm import LanguageModel
 
 Files = tuple[tuple[str, int, int], ...]
 _MOST_TOKENS = 2**24  # remembered of documents, 128 MiB
-_MOST_CLIENTS = 64  # whose segments are remembered
+_MOST_CLIENTS = 64  # clients whose segments are remembered
 _OVERHEAD = 64  # what a document counts beside its tokens
 
 
-class _Cut:
+class _SegmentCache:
     """What a model's tokenizer made of texts."""
 
     def __init__(self) -> None:
@@ -39,17 +39,17 @@ class _Cut:
 
         Most documents of a crawl have none left then.
         """
-        if (found := self._tokens.get((length, text))) is not None:
-            return found
+        if (cached_ids := self._tokens.get((length, text))) is not None:
+            return cached_ids
         ids = model.encode(text)
-        whole = ids[: len(ids) // length * length].clone()
-        if (size := len(whole) + _OVERHEAD) <= self._room:
-            self._tokens[length, text] = whole
+        segment_ids = ids[: len(ids) // length * length].clone()
+        if (size := len(segment_ids) + _OVERHEAD) <= self._room:
+            self._tokens[length, text] = segment_ids
             self._room -= size
-        return whole
+        return segment_ids
 
 
-_cut: WeakKeyDictionary[LanguageModel, _Cut] = WeakKeyDictionary()
+_caches: WeakKeyDictionary[LanguageModel, _SegmentCache] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Deal:
     client_id: int
     num_clients: int
     count: int
-    most: int
+    max_segments: int
     length: int
     seed: int
 
@@ -72,34 +72,34 @@ def segments(
 
     With ``test_fraction`` they are of the client's own text, without its test part.
     """
-    cut = _cut.setdefault(model, _Cut())
+    cache = _caches.setdefault(model, _SegmentCache())
     files = _files(data_dir)
     key = (dataset, files, test_fraction, deal)
-    if key not in cut.segments:
+    if key not in cache.segments:
         if test_fraction is None:
-            documents = _shared(dataset, data_dir, files)
+            documents = _shared_documents(dataset, data_dir, files)
         else:
-            documents = _own(data_dir, test_fraction, deal.seed, files)[0]
-        found = calibration_segments(
+            documents = _own_documents(data_dir, test_fraction, deal.seed, files)[0]
+        result = calibration_segments(
             documents,
-            lambda text: cut.encode(model, text, deal.length),
+            lambda text: cache.encode(model, text, deal.length),
             deal=deal.deal,
             partition=deal.client_id,
             num_partitions=deal.num_clients,
             count=deal.count,
-            most=deal.most,
+            max_segments=deal.max_segments,
             length=deal.length,
             seed=deal.seed,
         )
-        while len(cut.segments) >= _MOST_CLIENTS:
-            del cut.segments[next(iter(cut.segments))]
-        cut.segments[key] = found
-    return cut.segments[key]
+        while len(cache.segments) >= _MOST_CLIENTS:
+            del cache.segments[next(iter(cache.segments))]
+        cache.segments[key] = result
+    return cache.segments[key]
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
     """Return :func:`own_documents`, not to be written to."""
-    return _own(data_dir, test_fraction, seed, _files(data_dir))
+    return _own_documents(data_dir, test_fraction, seed, _files(data_dir))
 
 
 def own_digests(data_dir: str, test_fraction: float, seed: int) -> list[bytes]:
@@ -109,10 +109,10 @@ def own_digests(data_dir: str, test_fraction: float, seed: int) -> list[bytes]:
 
 def forget_documents() -> None:
     """Free the memory of all but segments, once every client has introduced itself: pruning needs the room."""
-    _shared.cache_clear()
-    _own.cache_clear()
-    for cut in _cut.values():
-        cut.forget_documents()
+    _shared_documents.cache_clear()
+    _own_documents.cache_clear()
+    for cache in _caches.values():
+        cache.forget_documents()
 
 
 def _files(data_dir: str) -> Files:
@@ -121,20 +121,20 @@ def _files(data_dir: str) -> Files:
         return ()
     folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")
     paths = [path for folder in folders for path in texts_in(folder)]
-    return tuple((str(path), (told := path.stat()).st_size, told.st_mtime_ns) for path in paths)
+    return tuple((str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths)
 
 
 @lru_cache(maxsize=1)
-def _shared(dataset: str, data_dir: str, files: Files) -> Sequence[Document]:
+def _shared_documents(dataset: str, data_dir: str, files: Files) -> Sequence[Document]:
     return list(calibration_documents(dataset, data_dir))
 
 
 @lru_cache(maxsize=1)  # lasts longer than the documents, whose digests every message asks for
 def _own_digests(data_dir: str, test_fraction: float, seed: int, files: Files) -> list[bytes]:
-    documents, test = _own(data_dir, test_fraction, seed, files)
-    return [hashlib.sha256(text.encode()).digest() for text in [*(each.text for each in documents), test]]
+    documents, test = _own_documents(data_dir, test_fraction, seed, files)
+    return [hashlib.sha256(text.encode()).digest() for text in [*(document.text for document in documents), test]]
 
 
 @lru_cache(maxsize=1)
-def _own(data_dir: str, test_fraction: float, seed: int, files: Files) -> tuple[list[Document], str]:
+def _own_documents(data_dir: str, test_fraction: float, seed: int, files: Files) -> tuple[list[Document], str]:
     return own_documents(data_dir, test_fraction, seed)

@@ -39,33 +39,33 @@ class ReplyFields:
 
     def allowed(self, kind: Kind, is_private: bool) -> frozenset[str]:
         """Return the names, and the prefixes of names, that a reply of this kind may have."""
-        of_kind = {"introduction": self.introduction, "training": self.training, "evaluation": self.evaluation}
-        return of_kind[kind] - (self.withheld_when_private if is_private else self.only_when_private)
+        fields_by_kind = {"introduction": self.introduction, "training": self.training, "evaluation": self.evaluation}
+        return fields_by_kind[kind] - (self.withheld_when_private if is_private else self.only_when_private)
 
 
 def declared(kind: type) -> ReplyFields:
     """Return what a class of clients declares, together with what all its base classes declare."""
     fields = ReplyFields()
-    for each in kind.__mro__:
-        fields |= vars(each).get("declares", ReplyFields())
+    for base in kind.__mro__:
+        fields |= vars(base).get("declares", ReplyFields())
     return fields
 
 
 def fields_of(kind: type, system: str) -> ReplyFields:
     """Return which fields the replies of this class of clients may have in a run of the system."""
-    own = own_measures.of_system(system)
+    measures = own_measures.of_system(system)
     return declared(kind) | ReplyFields(
-        training=frozenset(measure.name for measure in own if measure.told == "training"),
-        evaluation=frozenset(measure.name for measure in own if measure.told == "evaluation"),
-        withheld_when_private=frozenset(measure.name for measure in own if not measure.public),
+        training=frozenset(measure.name for measure in measures if measure.told == "training"),
+        evaluation=frozenset(measure.name for measure in measures if measure.told == "evaluation"),
+        withheld_when_private=frozenset(measure.name for measure in measures if not measure.public),
     )
 
 
 def check_reply(kind: type, config: Config, reply: Kind, fields: Iterable[str]) -> None:
     """Raise ``ValueError`` for a field that this class of clients does not declare in a ``reply`` of this kind."""
     allowed = fields_of(kind, config.system).allowed(reply, config.dp.enabled)
-    if unknown := undeclared(fields, allowed):
-        raise ValueError(f"field '{unknown[0]}' is in a reply, allowed in {reply}: {', '.join(sorted(allowed))}")
+    if unknown_names := undeclared(fields, allowed):
+        raise ValueError(f"field '{unknown_names[0]}' is in a reply, allowed in {reply}: {', '.join(sorted(allowed))}")
 
 
 def undeclared(names: Iterable[str], allowed: frozenset[str]) -> list[str]:

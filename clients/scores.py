@@ -16,9 +16,9 @@ Scores = dict[str, float | None]
 def remembered_scores(path: Path, digest: str) -> Scores | None:
     """Return the scores in a file, if they are of what has this digest; None if not, or if it is damaged."""
     try:
-        known = json.loads(path.read_text())
-        check_json(known)
-        return dict(known["scores"]) if known["digest"] == digest else None
+        content = json.loads(path.read_text())
+        check_json(content)
+        return dict(content["scores"]) if content["digest"] == digest else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

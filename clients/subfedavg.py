@@ -99,8 +99,8 @@ class SubFedAvgClient(ImageClient):
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
         """Return the pruned percentage of all parameters, biases included, as the released code counts."""
-        gone = sum(int((~m).sum()) for name, m in mask.items() if name in self.sizes)
-        return 100 * gone / sum(self.sizes.values())
+        num_pruned = sum(int((~m).sum()) for name, m in mask.items() if name in self.sizes)
+        return 100 * num_pruned / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copy these tensors of the model as it is."""

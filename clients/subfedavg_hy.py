@@ -71,13 +71,13 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return state.group("channels") or full_channels(self.groups)
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
-        num_examples, told = super().evaluation(task, state)
-        return num_examples, {**told, "channel-density": self.channel_density(state)}
+        num_examples, fields = super().evaluation(task, state)
+        return num_examples, {**fields, "channel-density": self.channel_density(state)}
 
     def channel_density(self, state: State) -> float:
         """Return the kept share of the convolution channels."""
-        every = torch.cat(list(self.channels(state).values()))
-        return int(every.sum()) / len(every)
+        mask = torch.cat(list(self.channels(state).values()))
+        return int(mask.sum()) / len(mask)
 
     def fc_masks(self, state: State) -> dict[str, Tensor]:
         """Return the masks of the linear layers' weights, bool, by name; all True at first."""
@@ -88,8 +88,8 @@ class SubFedAvgHyClient(SubFedAvgClient):
 
     def coordinates(self, kept: Kept, fc: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return masks of every full tensor: of those that removed channels cut, and of the linear weights."""
-        cut = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
-        return cut | {name: cut[name] & mask for name, mask in fc.items()}
+        masks = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
+        return masks | {name: masks[name] & mask for name, mask in fc.items()}
 
     # --- the small network ----------------------------------------------------------------------------------------
 
@@ -138,11 +138,13 @@ class SubFedAvgHyClient(SubFedAvgClient):
         percent_pruned = self._percent_pruned(self.coordinates(kept, fc))
         distance = mask_distance(first[0], last[0])
         if distance > options.fc_mask_distance and percent_pruned < self.target_rate:
-            fewer = scatter(self.mask_towards_target(small_fc, last[0], percent_pruned), self.groups, kept, self.shapes)
-            candidate = tensors | pruned(tensors, fewer)
+            new_masks = scatter(
+                self.mask_towards_target(small_fc, last[0], percent_pruned), self.groups, kept, self.shapes
+            )
+            candidate = tensors | pruned(tensors, new_masks)
             self.work_with(candidate, kept)
             if self.is_accurate_enough(task):
-                tensors, fc = candidate, fewer
+                tensors, fc = candidate, new_masks
         if channel_distance(first[1], last[1]) > options.channel_distance:
             candidate = tensors | pruned(tensors, self.coordinates(last[1], fc))
             self.work_with(candidate, last[1])

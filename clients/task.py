@@ -47,8 +47,8 @@ class Task:
 
         It is 0 for none, and None where the server does not say.
         """
-        said = self.fields.get("state-round")
-        return None if said is None else int(said)
+        value = self.fields.get("state-round")
+        return None if value is None else int(value)
 
     @property
     def evaluates(self) -> bool:
@@ -76,20 +76,20 @@ class Task:
         Raises ``ValueError`` for a payload that cannot be decoded.
         """
         payload = wire.payload_of(content, message_schema.max_bytes)
-        peer_updates, refused = wire.peer_updates_of(content, peer_schema)
+        peer_updates, notes = wire.peer_updates_of(content, peer_schema)
         fields = wire.fields_of(content)
-        return cls(int(fields["round"]), payload, peer_updates, fields, refused)
+        return cls(int(fields["round"]), payload, peer_updates, fields, notes)
 
     def to_numpy(self) -> tuple[NDArrays, dict[str, Any]]:
         """Return the task as Flower's ``NumPyClient`` takes it."""
-        everything = self._as_one_payload()
-        return everything.to_ndarrays(), {**self.fields, "round": self.round, _NOTES: self.notes} | names_of(everything)
+        payload = self._as_one_payload()
+        return payload.to_ndarrays(), {**self.fields, "round": self.round, _NOTES: self.notes} | names_of(payload)
 
     @classmethod
     def from_numpy(cls, arrays: NDArrays, config: Mapping[str, Any]) -> Self:
         """Undo :meth:`to_numpy`; the payloads share their memory with the arrays."""
         fields = {name: value for name, value in config.items() if name not in (_NOTES, *_NAMES)}
-        payload, peer_updates = _apart(payload_from_numpy(arrays, config))
+        payload, peer_updates = _split_payload(payload_from_numpy(arrays, config))
         return cls(int(fields["round"]), payload, peer_updates, fields, list(config.get(_NOTES, [])))
 
     def _as_one_payload(self) -> Payload:
@@ -100,20 +100,20 @@ class Task:
         return Payload(tensors, masks)
 
 
-def _apart(everything: Payload) -> tuple[Payload, dict[int, Payload]]:
+def _split_payload(payload: Payload) -> tuple[Payload, dict[int, Payload]]:
     """Undo ``Task._as_one_payload``."""
     tensors: dict[int | None, dict[str, Tensor]] = {None: {}}
     masks: dict[int | None, dict[str, Tensor]] = {}
-    for parts, found in ((tensors, everything.tensors), (masks, everything.masks)):
-        for full_name, tensor in found.items():
+    for parts, entries in ((tensors, payload.tensors), (masks, payload.masks)):
+        for full_name, tensor in entries.items():
             sender, name = None, full_name
             if full_name.startswith(_PEER):
                 _, number, name = full_name.split("/", 2)
                 sender = int(number)
             parts.setdefault(sender, {})[name] = tensor
-    payloads = {sender: Payload(each, masks.get(sender, {})) for sender, each in tensors.items()}
-    own = payloads.pop(None)
-    return own, {sender: update for sender, update in payloads.items() if sender is not None}
+    payloads = {sender: Payload(named_tensors, masks.get(sender, {})) for sender, named_tensors in tensors.items()}
+    own_payload = payloads.pop(None)
+    return own_payload, {sender: update for sender, update in payloads.items() if sender is not None}
 
 
 def names_of(payload: Payload) -> dict[str, list[str]]:

@@ -160,7 +160,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mappin
             config.startup_seconds,
             str(recorder.info["run_key"]),
             CLIENT_INFOS[system.data],
-            least=len(ids) or config.min_clients,
+            min_clients=len(ids) or config.min_clients,
             numbers=numbers or None,
             ids=ids or None,
             say=recorder.waiting,

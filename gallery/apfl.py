@@ -51,20 +51,20 @@ class APFLClient(fp.ImageClient):
         if options.adaptive:
             fp.load_state_tensors(self.model, mixture(own, common, alpha))
             slope = fp.dense_gradient(self.model, self.data.train_images, self.data.train_labels, device=self.device)
-            along = sum(float(((own[name] - common[name]) * slope[name]).double().sum()) for name in slope)
-            alpha = min(max(alpha - rate * along, 0.0), 1.0)
+            derivative = sum(float(((own[name] - common[name]) * slope[name]).double().sum()) for name in slope)
+            alpha = min(max(alpha - rate * derivative, 0.0), 1.0)
 
         trained, tensors = self.train_from_start(task, state)
         fp.load_state_tensors(self.model, mixture(own, tensors, alpha))
         if alpha:  # at 0 the mixture has nothing of v, which then stays
             result = self.train(task, role="train mixture", learning_rate=alpha**2 * rate)
             trained = trained if trained.diverged else result
-        mixed = fp.state_tensors(self.model, include_buffers=True)
-        own = {name: (mixed[name] - (1 - alpha) * tensors[name]) / alpha for name in own} if alpha else own
+        mixed_tensors = fp.state_tensors(self.model, include_buffers=True)
+        own = {name: (mixed_tensors[name] - (1 - alpha) * tensors[name]) / alpha for name in own} if alpha else own
         payload = fp.Payload({name: tensors[name] for name in self.shared})
-        kept = fp.State(fp.grouped(weights=mixed, own=own), {"alpha": alpha})
+        new_state = fp.State(fp.grouped(weights=mixed_tensors, own=own), {"alpha": alpha})
         flops = self.costs.training(epochs=self.config.local_epochs * (2 if alpha else 1))
-        return fp.Update(payload, kept, trained, flops, {"alpha": alpha})
+        return fp.Update(payload, new_state, trained, flops, {"alpha": alpha})
 
 
 def mixture(own: dict[str, Tensor], common: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:

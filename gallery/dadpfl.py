@@ -46,15 +46,15 @@ class DADPFL(fp.DisPFL):
 
     def prunes(self, number: int) -> bool:
         """Return whether clients prune in a round: in the first one, and after gaps that shrink."""
-        at = gap = self.began
-        while gap and at < number:
-            gap, at = round(gap / 3), at + round(gap / 3)
-        return at == number
+        next_round = gap = self.began
+        while gap and next_round < number:
+            gap, next_round = round(gap / 3), next_round + round(gap / 3)
+        return next_round == number
 
     def to_wave(self, round: fp.Round, wave: tuple[int, ...]) -> Iterator[fp.Outgoing]:
         """Yield the messages to a wave, with what was published before it."""
-        for each in super().send(replace(round, participants=wave)):
-            yield replace(each, fields={"prunes": self.prunes(round.number)})
+        for message in super().send(replace(round, participants=wave)):
+            yield replace(message, fields={"prunes": self.prunes(round.number)})
 
     def before(self, round: fp.Round, exchanges: fp.Exchanges) -> None:
         """Train all waves but the last, one after the other."""
@@ -66,9 +66,9 @@ class DADPFL(fp.DisPFL):
         return self.to_wave(round, self.waves(round)[-1])
 
     def end(self, round: fp.Round) -> None:
-        most, rows = self.config.table(DADPFLOptions).threshold, round.log.clients.values()
-        still = [row for row in rows if row.get("change") is not None and row["change"] <= most]
-        if not self.began and 2 * len(still) >= len(self.clients):
+        threshold, rows = self.config.table(DADPFLOptions).threshold, round.log.clients.values()
+        settled_rows = [row for row in rows if row.get("change") is not None and row["change"] <= threshold]
+        if not self.began and 2 * len(settled_rows) >= len(self.clients):
             self.began = round.number + 1
 
     def state(self) -> fp.State:
@@ -88,10 +88,10 @@ class DADPFLClient(fp.DisPFLClient):
         initial = self.own_model(fp.State())
         self.sparser = bool(task.fields["prunes"])  # whether this round prunes
         update = super().local_update(task, state)
-        moved = sum(float((t - initial[name]).norm()) for name, t in update.state.group("weights").items())
-        first, last = state.meta.get("first", moved), state.meta.get("last")
-        change = {} if last is None or not first else {"change": abs(moved - last) / first}
-        meta, metrics = {"first": first, "last": moved}, {**update.metrics, **change}
+        distance = sum(float((t - initial[name]).norm()) for name, t in update.state.group("weights").items())
+        first, last = state.meta.get("first", distance), state.meta.get("last")
+        change = {} if last is None or not first else {"change": abs(distance - last) / first}
+        meta, metrics = {"first": first, "last": distance}, {**update.metrics, **change}
         return replace(update, state=fp.State(update.state.tensors, meta), metrics=metrics)
 
     def search(self, tensors: Named, masks: Named, share: float, round: int) -> dict[str, Tensor]:
@@ -103,10 +103,10 @@ class DADPFLClient(fp.DisPFLClient):
 
 def without_smallest(weight: Tensor, mask: Tensor) -> Tensor:
     """Return a layer's mask without the weights that its PQ index says it can spare, the smallest ones."""
-    magnitude, kept = weight[mask].double().abs(), int(mask.sum())
+    magnitude, num_kept = weight[mask].double().abs(), int(mask.sum())
     bound = float(magnitude.sqrt().sum()) ** 2 / max(float(magnitude.sum()), 1e-300)  # d (1 − PQI), for this p and q
-    left = kept - int(kept * min(1 - math.ceil(bound - 1e-9) / max(kept, 1), 0.9))
-    return fp.masks.magnitude_masks({"": torch.where(mask, weight, 0)}, left / mask.numel())[""] & mask
+    num_left = num_kept - int(num_kept * min(1 - math.ceil(bound - 1e-9) / max(num_kept, 1), 0.9))
+    return fp.masks.magnitude_masks({"": torch.where(mask, weight, 0)}, num_left / mask.numel())[""] & mask
 
 
 fp.register_system(

@@ -68,14 +68,14 @@ class FedDST(fp.FederatedStrategy):
         self.mean.add(update, self.clients[client].num_examples)
 
     def end(self, round: fp.Round) -> None:
-        mean, held = self.mean.mixed(), self.mean.held(self.masks)
+        mean, holder_masks = self.mean.mixed(), self.mean.held(self.masks)
         if share_replaced(self.config, round.number):
-            self.masks = {name: mask & held[name] for name, mask in self.largest(mean).items()}
+            self.masks = {name: mask & holder_masks[name] for name, mask in self.largest(mean).items()}
         self.model = dict(fp.Payload.pruned({name: mean[name] for name in self.model}, self.masks).tensors)
 
     def paper_bytes(self, round: fp.Round) -> tuple[float, float]:
-        kept = 4.0 * len(round.participants) * fp.Payload(self.model, self.masks).num_kept()
-        return kept, kept
+        num_bytes = 4.0 * len(round.participants) * fp.Payload(self.model, self.masks).num_kept()
+        return num_bytes, num_bytes
 
     def state(self) -> fp.State:
         state = super().state()
@@ -95,22 +95,24 @@ class FedDSTClient(fp.ImageClient):
         return state.group("masks") or dict(task.payload.masks)
 
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
-        kept, share = dict(task.payload.masks), share_replaced(self.config, task.round)
+        masks, share = dict(task.payload.masks), share_replaced(self.config, task.round)
         epochs = self.config.local_epochs
-        before = -(-epochs // 2) if share else epochs
-        result, tensors = self.train_from_start(task, state, epochs=before, masks=kept)
+        first_epochs = -(-epochs // 2) if share else epochs
+        result, tensors = self.train_from_start(task, state, epochs=first_epochs, masks=masks)
         if share and not result.diverged:
             draw = fp.rng.generator(self.config.seed, "readjust", self.client_id, task.round)
             batch = torch.randperm(self.num_examples, generator=draw)[: self.config.batch_size]
             images, labels = self.data.train_images[batch], self.data.train_labels[batch]
             slope = fp.dense_gradient(self.model, images, labels, device=self.device)
-            kept = fp.masks.prune_and_grow({name: tensors[name] for name in kept}, slope, kept, share)
-            fp.load_state_tensors(self.model, fp.Payload.pruned(tensors, kept).tensors)
-            if before < epochs:
-                result = self.train(task, role="train on", epochs=epochs - before, masks=kept)
+            masks = fp.masks.prune_and_grow({name: tensors[name] for name in masks}, slope, masks, share)
+            fp.load_state_tensors(self.model, fp.Payload.pruned(tensors, masks).tensors)
+            if first_epochs < epochs:
+                result = self.train(task, role="train on", epochs=epochs - first_epochs, masks=masks)
             tensors = fp.state_tensors(self.model, include_buffers=True)
-        payload = fp.Payload({name: tensors[name] for name in self.shared}, kept)
-        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, masks=kept)), result, self.costs.training(kept))
+        payload = fp.Payload({name: tensors[name] for name in self.shared}, masks)
+        return fp.Update(
+            payload, fp.State(fp.grouped(weights=tensors, masks=masks)), result, self.costs.training(masks)
+        )
 
 
 summary = "FedDST: one sparse model whose mask clients move and the server settles"

@@ -38,8 +38,8 @@ class FedPer(fp.FedAvg):
 
     def __init__(self, context: fp.RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        own = fp.layers.last_layers(list(model), prunable, self.config.table(FedPerOptions).personal_layers)
-        self.model = {name: tensor for name, tensor in model.items() if name not in own}
+        personal_names = fp.layers.last_layers(list(model), prunable, self.config.table(FedPerOptions).personal_layers)
+        self.model = {name: tensor for name, tensor in model.items() if name not in personal_names}
 
 
 class FedPerClient(fp.ImageClient):

@@ -28,13 +28,13 @@ class FedRolex(fp.FjORD):
     averages = False  # a robust average measures from a model that is not rolled
     first = 0
 
-    def rolled(self, tensors: Mapping[str, Tensor], by: int) -> dict[str, Tensor]:
+    def rolled(self, tensors: Mapping[str, Tensor], shift: int) -> dict[str, Tensor]:
         """Return the model with the units of all hidden layers moved on by so many places."""
-        found = dict(tensors)
+        result = dict(tensors)
         for group in self.groups:
             for piece in group.slices:
-                found[piece.tensor] = found[piece.tensor].roll(by * piece.repeat, piece.dim)
-        return found
+                result[piece.tensor] = result[piece.tensor].roll(shift * piece.repeat, piece.dim)
+        return result
 
     def begin(self, round: fp.Round) -> None:
         super().begin(round)
@@ -79,10 +79,10 @@ class FedRolexClient(fp.FjORDClient):
     def train_from_start(
         self, task: fp.Task, state: fp.State, **how: Unpack[fp.LocalTraining]
     ) -> tuple[fp.TrainingResult, dict[str, Tensor]]:
-        absent = ~self.present.to(self.device)
+        is_absent = ~self.present.to(self.device)
 
         def masked_cross_entropy(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(network(images).masked_fill(absent, 0.0), labels)
+            return F.cross_entropy(network(images).masked_fill(is_absent, 0.0), labels)
 
         how["objective"] = masked_cross_entropy
         return super().train_from_start(task, state, **how)

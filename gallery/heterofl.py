@@ -59,10 +59,10 @@ class HeteroFLClient(fp.FjORDClient):
     def train_from_start(
         self, task: fp.Task, state: fp.State, **how: Unpack[fp.LocalTraining]
     ) -> tuple[fp.TrainingResult, dict[str, Tensor]]:
-        absent = ~self.present.to(self.device)
+        is_absent = ~self.present.to(self.device)
 
         def masked_cross_entropy(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(network(images).masked_fill(absent, 0.0), labels)
+            return F.cross_entropy(network(images).masked_fill(is_absent, 0.0), labels)
 
         how["objective"] = masked_cross_entropy
         return super().train_from_start(task, state, **how)

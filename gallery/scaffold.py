@@ -47,7 +47,7 @@ class Scaffold(fp.FedAvg):
         means = fp.State(self.mean.mean(self.both()))
         self.model, changes = means.group("model"), means.group("control")
         share = round.log.replies / len(self.clients)
-        self.control = {name: old + share * changes[name] for name, old in self.control.items()}
+        self.control = {name: value + share * changes[name] for name, value in self.control.items()}
 
     def paper_bytes(self, round: fp.Round) -> tuple[float, float]:
         down, up = super().paper_bytes(round)
@@ -72,25 +72,27 @@ class ScaffoldClient(fp.ImageClient):
         return fp.Schema.like(fp.grouped(model=tensors, control=tensors))
 
     def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
-        received = fp.State(task.payload.tensors).group("model") or dict(task.payload.tensors)
-        return {**state.group("weights"), **received}
+        model_tensors = fp.State(task.payload.tensors).group("model") or dict(task.payload.tensors)
+        return {**state.group("weights"), **model_tensors}
 
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         begin, control = self.begin(task, state), fp.State(task.payload.tensors).group("control")
-        own = state.group("control") or {name: torch.zeros_like(t) for name, t in control.items()}
-        moved = {name: (control[name] - own[name]).to(self.device) for name in self.sizes}
+        own_control = state.group("control") or {name: torch.zeros_like(t) for name, t in control.items()}
+        corrections = {name: (control[name] - own_control[name]).to(self.device) for name in self.sizes}
 
         def correct(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
             for name, gradient in gradients.items():
-                gradient.add_(moved[name])
+                gradient.add_(corrections[name])
 
         result, tensors = self.train_from_start(task, state, adjust_gradients=correct)
         scale = result.num_steps * self.config.learning_rates[task.round]
         change = {name: torch.zeros_like(t) for name, t in control.items()}
         change |= {name: (begin[name] - tensors[name]) / scale - control[name] for name in self.sizes}
         payload = fp.Payload(fp.grouped(model={name: tensors[name] for name in self.shared}, control=change))
-        kept = {name: own[name] + change[name] for name in own}
-        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, control=kept)), result, self.costs.training())
+        new_control = {name: own_control[name] + change[name] for name in own_control}
+        return fp.Update(
+            payload, fp.State(fp.grouped(weights=tensors, control=new_control)), result, self.costs.training()
+        )
 
 
 summary = "SCAFFOLD: control variates against client drift"

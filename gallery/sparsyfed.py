@@ -74,8 +74,8 @@ class SparsyFedClient(fp.ImageClient):
         def largest(saved: Tensor, weight: Tensor) -> Tensor:
             if saved.data_ptr() == weight.data_ptr():
                 return saved
-            kept = fp.masks.magnitude_masks({name: saved}, self.inputs.get(name, 1.0))[name]
-            return torch.where(kept, saved, 0)
+            mask = fp.masks.magnitude_masks({name: saved}, self.inputs.get(name, 1.0))[name]
+            return torch.where(mask, saved, 0)
 
         def enter(layer: nn.Module, _: object) -> None:
             if layer.training:
@@ -96,18 +96,18 @@ class SparsyFedClient(fp.ImageClient):
         def on_parameters(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
             roots = power(values, self.prunable, 1 / exponent)
             slope = {name: exponent * roots[name].abs() ** (exponent - 1) * gradients[name] for name in self.prunable}
-            stepped = power({name: roots[name] - rate * slope[name] for name in slope}, slope, exponent)
-            for name, weight in stepped.items():
+            new_weights = power({name: roots[name] - rate * slope[name] for name in slope}, slope, exponent)
+            for name, weight in new_weights.items():
                 gradients[name].copy_((values[name] - weight) / rate)
 
         def objective(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(network(images), labels)  # under a name of its own: layers with hooks train alone
 
         result, tensors = self.train_from_start(task, state, adjust_gradients=on_parameters, objective=objective)
-        kept = fp.masks.magnitude_masks_across({name: tensors[name] for name in self.prunable}, self.config.density)
-        tensors = dict(fp.Payload.pruned(tensors, kept).tensors)
-        payload = fp.Payload({name: tensors[name] for name in self.shared}, kept)
-        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, masks=kept)), result, self.costs.training())
+        masks = fp.masks.magnitude_masks_across({name: tensors[name] for name in self.prunable}, self.config.density)
+        tensors = dict(fp.Payload.pruned(tensors, masks).tensors)
+        payload = fp.Payload({name: tensors[name] for name in self.shared}, masks)
+        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, masks=masks)), result, self.costs.training())
 
 
 fp.register_system(

@@ -62,8 +62,8 @@ class SSFL(fp.FedAvg):
         super().receive(round, client, fp.Payload(fp.masks.unpacked(update.tensors, self.masks, self.model)))
 
     def paper_bytes(self, round: fp.Round) -> tuple[float, float]:
-        kept = 4.0 * len(round.participants) * self.sparse().num_kept()
-        return kept, kept
+        num_bytes = 4.0 * len(round.participants) * self.sparse().num_kept()
+        return num_bytes, num_bytes
 
     def state(self) -> fp.State:
         state = super().state()
@@ -92,8 +92,8 @@ class SSFLClient(fp.ImageClient):
         masks = self.masks(task, state)
         result, tensors = self.train_from_start(task, state, masks=masks)
         values = fp.masks.packed({name: tensors[name] for name in self.shared}, masks)
-        kept = fp.State(fp.grouped(weights=tensors))
-        return fp.Update(fp.Payload(values), kept, result, self.costs.training(masks))
+        new_state = fp.State(fp.grouped(weights=tensors))
+        return fp.Update(fp.Payload(values), new_state, result, self.costs.training(masks))
 
 
 fp.register_system(

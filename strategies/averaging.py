@@ -77,8 +77,8 @@ class AveragingStrategy(FederatedStrategy):
     def averaged_model(self, round: Round) -> dict[str, Tensor]:
         """Return the average of the replies; where nobody sent a coordinate, or too few, it is as it was."""
         model = self.mean.mean(self.model)
-        if isinstance(self.mean, TrimmedMean) and (stayed := self.mean.stayed):
-            what = "" if len(stayed) == len(self.model) else f" in {len(stayed)} of the model's tensors"
+        if isinstance(self.mean, TrimmedMean) and (names := self.mean.stayed):
+            place = "" if len(names) == len(self.model) else f" in {len(names)} of the model's tensors"
             trim = f"robust-trim {self.config.robust_trim:g}"
-            round.log.say(f"too few replies for {trim} to leave any out: they move nothing{what}")
+            round.log.say(f"too few replies for {trim} to leave any out: they move nothing{place}")
         return model

@@ -143,11 +143,11 @@ class FederatedStrategy(StreamedStrategy):
 
         Raises ``ValueError`` for another name, and for a value out of the declared bounds.
         """
-        own = {each.name: each for each in own_measures.of_system(self.config.system) if each.told == "server"}
-        if name not in own:
-            allowed = ", ".join(own) or "none here"
+        measures = {m.name: m for m in own_measures.of_system(self.config.system) if m.told == "server"}
+        if name not in measures:
+            allowed = ", ".join(measures) or "none here"
             raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
-        round.log.told[name] = own[name].number(value, f"{type(self).__name__} tells that")
+        round.log.own_measures[name] = measures[name].number(value, f"{type(self).__name__} tells that")
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's, if it has one."""
@@ -166,8 +166,10 @@ class FederatedStrategy(StreamedStrategy):
 
     def state(self) -> State:
         """Return all that :meth:`restore` needs to continue bit for bit."""
-        kept: dict[str, Mapping[int, float]] = {"state-rounds": self.state_rounds, **self.budgets.state()}
-        return State(self.model, {name: {str(k): v for k, v in sorted(of.items())} for name, of in kept.items()})
+        meta: dict[str, Mapping[int, float]] = {"state-rounds": self.state_rounds, **self.budgets.state()}
+        return State(
+            self.model, {name: {str(k): v for k, v in sorted(values.items())} for name, values in meta.items()}
+        )
 
     def restore(self, state: State) -> None:
         """Continue from a state that :meth:`state` gave."""
@@ -198,8 +200,8 @@ class FederatedStrategy(StreamedStrategy):
     def write_model(self, folder: Path) -> None:
         """Write the server's final model into the run's folder of models, if :attr:`model` is that."""
         if self.has_global_model and self.model:
-            round, whose = int(self.recorder.info["rounds_completed"]), owner("global model", self.context.run_key)
-            write_tensors(folder / "global.safetensors", self.model, round=round, owner=whose)
+            round, owner_name = int(self.recorder.info["rounds_completed"]), owner("global model", self.context.run_key)
+            write_tensors(folder / "global.safetensors", self.model, round=round, owner=owner_name)
 
     # --- Flower's door ----------------------------------------------------------------------------------------------
 

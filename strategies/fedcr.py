@@ -36,9 +36,9 @@ class FedCR(FedP3):
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def expect(self, round: Round, client: int) -> Schema:
-        chosen, _ = self.assigned(client)
+        own_layers, _ = self.assigned(client)
         experts = {name: self.model[MEAN].double() for name in (PRECISION, WEIGHTED)}
-        schema = Schema.like({name: self.model[name] for name in self.travelling(chosen)} | experts)
+        schema = Schema.like({name: self.model[name] for name in self.travelling(own_layers)} | experts)
         return replace(schema, unscaled=frozenset(experts))
 
     def begin(self, round: Round) -> None:
@@ -64,7 +64,7 @@ class FedCR(FedP3):
     def end(self, round: Round) -> None:
         """Return the product of all clients' experts and N(0, 1)."""
         super().end(round)
-        in_order = [self.experts[client].tensors for client in sorted(self.experts)]
-        summed = [torch.stack([sent[name] for sent in in_order]).sum(0) for name in (PRECISION, WEIGHTED)]
-        for name, new in zip((MEAN, STD), product_with_standard_normal(*summed), strict=True):
-            self.model[name] = new.to(self.model[name].dtype)
+        experts = [self.experts[client].tensors for client in sorted(self.experts)]
+        sums = [torch.stack([tensors[name] for tensors in experts]).sum(0) for name in (PRECISION, WEIGHTED)]
+        for name, value in zip((MEAN, STD), product_with_standard_normal(*sums), strict=True):
+            self.model[name] = value.to(self.model[name].dtype)

@@ -45,10 +45,10 @@ class FedFomo(Relay):
     def candidates(self, round: Round, client: int) -> list[int]:
         """Return whose models the client gets: distinct others that have published."""
         draw = rng.numpy_generator(self.config.seed, "candidates", client, round.number)
-        others = [k for k in draw.permutation(sorted(self.update_rounds)).tolist() if k != client]
+        candidates = [k for k in draw.permutation(sorted(self.update_rounds)).tolist() if k != client]
         if draw.random() >= self.config.fedfomo.exploration:
-            others.sort(key=lambda k: -float(self.affinity[client, k]))  # stable: random among equals
-        return sorted(others[: self.config.fedfomo.candidates])
+            candidates.sort(key=lambda k: -float(self.affinity[client, k]))  # stable: random among equals
+        return sorted(candidates[: self.config.fedfomo.candidates])
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         for client in round.participants:

@@ -106,12 +106,12 @@ class FedLTP(DPFed):
 
     def begin(self, round: Round) -> None:
         super().begin(round)
-        taken = {self.drawn[client] for client in round.participants if client in self.drawn}
+        used_models = {self.drawn[client] for client in round.participants if client in self.drawn}
         draw = rng.numpy_generator(self.config.seed, "model shuffle", round=round.number)
-        free = iter(draw.permutation([model for model in self.models if model not in taken]).tolist())
+        free_models = iter(draw.permutation([model for model in self.models if model not in used_models]).tolist())
         for client in round.participants:
             if client not in self.drawn:
-                self.drawn[client] = int(next(free)) if self.num_models > 1 else 1
+                self.drawn[client] = int(next(free_models)) if self.num_models > 1 else 1
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield clients of equal sub-models in a row, so that each is made and encoded once."""
@@ -132,17 +132,17 @@ class FedLTP(DPFed):
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = self.masks(self.drawn[client])
         tensors = unpacked(update.tensors, masks, self.model)  # where the client has nothing, it moved nothing
-        counted = masks if self.options.average == "holders" else self.masks(1)
-        super().receive(round, client, Payload(tensors, counted))
+        average_masks = masks if self.options.average == "holders" else self.masks(1)
+        super().receive(round, client, Payload(tensors, average_masks))
 
     # --- equations 17 to 19: validation -----------------------------------------------------------------------------
 
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Ask for the new model's scores, and keep the model if they are the best so far."""
-        before = super().after(round, exchanges)
+        base_columns = super().after(round, exchanges)
         if self.options.validators == "none":
             self.best, self.best_model = (round.number, 0.0), self.model
-            return before
+            return base_columns
         bytes_before = round.log.bytes_up, round.log.bytes_down
         shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
@@ -154,13 +154,13 @@ class FedLTP(DPFed):
             return {}
 
         exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
-        columns: dict[str, Any] = {**before, "validations": len(scores), "validation_score": None}
+        columns: dict[str, Any] = {**base_columns, "validations": len(scores), "validation_score": None}
         if scores:
-            by_client = math.fsum(shares) / len(shares)  # in whatever order they came
-            over_all = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
-            columns["validation_score"] = score_now = over_all if self.config.robust == "none" else by_client
-            if self.best[0] == 0 or score_now > self.best[1]:
-                self.best, self.best_model = (round.number, score_now), self.model
+            client_mean = math.fsum(shares) / len(shares)  # in whatever order they came
+            pooled_score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
+            columns["validation_score"] = score = pooled_score if self.config.robust == "none" else client_mean
+            if self.best[0] == 0 or score > self.best[1]:
+                self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:
             self.best_model = self.model
             round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
@@ -169,19 +169,19 @@ class FedLTP(DPFed):
         return columns
 
     def _questions(self, round: Round) -> Iterator[Outgoing]:
-        everybody = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
-        asked = round.participants if self.options.validators == "selected" else everybody
-        return Outgoing.to_each(asked, Payload(self.model, self.masks(1)), asks="score")
+        eligible = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
+        clients = round.participants if self.options.validators == "selected" else eligible
+        return Outgoing.to_each(clients, Payload(self.model, self.masks(1)), asks="score")
 
     def _score(self, client: int, fields: wire.Fields) -> tuple[int, int]:
         """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
         share = self.config.validation_fraction
-        known = self.clients[client]
-        most = most_held_out(known.num_examples, share)  # num_examples are the rest, those to train on
-        if known.own_data or self.config.dp.enabled:  # each is drawn by itself: up to ten deviations more
-            mean = share / (1 - share) * known.num_examples
-            most = int(mean + 10 * math.sqrt(mean / (1 - share)) + 10)
-        num_examples = int(wire.number(fields, "num-validation", 1, most))
+        info = self.clients[client]
+        limit = most_held_out(info.num_examples, share)  # num_examples are the rest, those to train on
+        if info.own_data or self.config.dp.enabled:  # each is drawn by itself: up to ten deviations more
+            mean = share / (1 - share) * info.num_examples
+            limit = int(mean + 10 * math.sqrt(mean / (1 - share)) + 10)
+        num_examples = int(wire.number(fields, "num-validation", 1, limit))
         noise = _SCALES * self.config.dp.count_scale if self.config.dp.enabled else 0.0
         score = int(wire.number(fields, "score", 0 - noise, num_examples + noise))
         return score, num_examples
@@ -199,8 +199,8 @@ class FedLTP(DPFed):
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return ``p · d · 32`` bits with the mean retention p (16) and d parameters; scores are not counted there."""
         size = sum(tensor.numel() for tensor in self.model.values())
-        sent = 4.0 * len(round.participants) * size * sum(self.retention()) / self.num_models
-        return sent, sent
+        num_bytes = 4.0 * len(round.participants) * size * sum(self.retention()) / self.num_models
+        return num_bytes, num_bytes
 
     def state(self) -> State:
         state = super().state()

@@ -79,8 +79,8 @@ class FedP3(AveragingStrategy):
                 self.check_moves(count, f" that own layer {layer!r}")
 
     def doubts(self) -> list[str]:
-        never = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
-        return [*super().doubts(), *([never] if self.unowned else [])]
+        doubt = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
+        return [*super().doubts(), *([doubt] if self.unowned else [])]
 
     def _in_table(self, names: tuple[str, ...]) -> int:
         """Count a layer's parameters as the paper's Table 4 does: biases of convolutions, but none of linear layers."""
@@ -92,7 +92,7 @@ class FedP3(AveragingStrategy):
     def assigned(self, client: int) -> Assigned:
         """Return what a client trains in this round, and the density of the rest. Raises :class:`ConfigError`."""
         try:
-            return self._assigned(client)
+            return self._assignment(client)
         except ConfigError:
             raise
         except ValueError as error:
@@ -100,37 +100,37 @@ class FedP3(AveragingStrategy):
                 "fedp3.layer-set", self.options.layer_set, which=f"does not suit client {client}", hint=str(error)
             ) from None
 
-    def _assigned(self, client: int) -> Assigned:
+    def _assignment(self, client: int) -> Assigned:
         options, hidden = self.options, self.hidden
         density = options.density_of(client, self.config.density)
         round = self.draws if options.assignment == "per-round" else 0
         draw = rng.numpy_generator(self.config.seed, "layers", client, round)
-        balanced, position = options.assignment == "balanced", list(self.clients).index(client)
-        first = position * len(hidden) // len(self.clients) if balanced else int(draw.integers(len(hidden)))
+        is_balanced, position = options.assignment == "balanced", list(self.clients).index(client)
+        first = position * len(hidden) // len(self.clients) if is_balanced else int(draw.integers(len(hidden)))
         if options.layer_set == "all":
             return tuple(hidden), density
         if options.layer_set == "capacity":
             capacity = self.clients[client].capacity or options.capacity_of(client)
             return layers.within_capacity(self.sizes, self.weights, self.head, first, density, capacity)
         if patterns := options.patterns():
-            turn = position % len(patterns) if balanced else int(draw.integers(len(patterns)))
+            turn = position % len(patterns) if is_balanced else int(draw.integers(len(patterns)))
             return layers.matching(hidden, patterns[turn]), density
         counts = FEDP3_COUNTS[options.layer_set]
-        if balanced and len(counts) == 1:
+        if is_balanced and len(counts) == 1:
             return layers.consecutive(hidden, first, counts[0]), density
         return layers.drawn(hidden, counts, draw), density
 
-    def travelling(self, chosen: tuple[str, ...]) -> list[str]:
+    def travelling(self, own_layers: tuple[str, ...]) -> list[str]:
         """Return the names of the tensors of these hidden layers, and of the last layer if that travels."""
-        return [n for layer in (*chosen, self.head) for n in self.layers[layer] if n in self.model]
+        return [n for layer in (*own_layers, self.head) for n in self.layers[layer] if n in self.model]
 
     # --- lines 4 to 6: what is sent ---------------------------------------------------------------------------------
 
-    def pruned_for(self, assigned: Assigned) -> Payload:
+    def pruned_for(self, assignment: Assigned) -> Payload:
         """Return ``W^l`` for the layers l ∈ L_i and the last one, and ``P_i ⊙ W^l`` for the others."""
-        chosen, density = assigned
-        dense = {*self.travelling(chosen), *self.layers[self.head]}
-        weights = {n: t for n, t in self.model.items() if n in self.prunable and n not in dense}
+        own_layers, density = assignment
+        dense_names = {*self.travelling(own_layers), *self.layers[self.head]}
+        weights = {n: t for n, t in self.model.items() if n in self.prunable and n not in dense_names}
         if density == 1 or not weights:
             return Payload(self.model)
         masks = magnitude_masks(weights, density)
@@ -138,12 +138,12 @@ class FedP3(AveragingStrategy):
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield clients of equal sets in a row: their payload is made and encoded once."""
-        for assigned, clients in groupby(sorted(round.participants, key=self.assigned), key=self.assigned):
-            yield from Outgoing.to_each(tuple(clients), self.pruned_for(assigned), **self.fields(assigned))
+        for assignment, clients in groupby(sorted(round.participants, key=self.assigned), key=self.assigned):
+            yield from Outgoing.to_each(tuple(clients), self.pruned_for(assignment), **self.fields(assignment))
 
-    def fields(self, assigned: Assigned) -> dict[str, Any]:
+    def fields(self, assignment: Assigned) -> dict[str, Any]:
         """Return the named values that tell a client what was assigned to it."""
-        return {"layers": list(assigned[0]), "density": assigned[1]}
+        return {"layers": list(assignment[0]), "density": assignment[1]}
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield the dense model for all clients, from which each makes the one that it would start from."""
@@ -154,8 +154,8 @@ class FedP3(AveragingStrategy):
     # --- line 14, Algorithm 3 ---------------------------------------------------------------------------------------
 
     def expect(self, round: Round, client: int) -> Schema:
-        chosen, _ = self.assigned(client)
-        return Schema.like({name: self.model[name] for name in self.travelling(chosen)})
+        own_layers, _ = self.assigned(client)
+        return Schema.like({name: self.model[name] for name in self.travelling(own_layers)})
 
     def begin(self, round: Round) -> None:
         self.draws = round.number
@@ -182,25 +182,23 @@ class FedP3(AveragingStrategy):
         else:
             self.model = self.averaged_model(round)
         if self.options.aggregation == "weighted-literal":
-            everybody = sum(self.num_layers(client) for client in self.clients)
+            total = sum(self.num_layers(client) for client in self.clients)
             for layer, weight in self.contributed.items():
                 if weight:
-                    self.model |= {
-                        n: self.model[n] * (weight / everybody) for n in self.layers[layer] if n in self.model
-                    }
+                    self.model |= {n: self.model[n] * (weight / total) for n in self.layers[layer] if n in self.model}
         for client, row in sorted(round.log.clients.items()):  # a set keeps its highest number, in any order
-            chosen = " ".join(self.assigned(client)[0])
+            layer_set = " ".join(self.assigned(client)[0])
             if row["bytes_up"] and client not in round.log.declined:
-                self.bytes_by_set[chosen] = [row["bytes_down"], row["bytes_up"]]
+                self.bytes_by_set[layer_set] = [row["bytes_down"], row["bytes_up"]]
 
     def _attention(self) -> dict[str, Tensor]:
-        averaged: dict[str, Tensor] = {}
+        averages: dict[str, Tensor] = {}
         for names in self.layers.values():
             senders = [self.kept[k].tensors for k in sorted(self.kept) if names[0] in self.kept[k].tensors]
             if senders:
-                means = attention_mean([[sent[n] for n in names] for sent in senders], self.options.temperature)
-                averaged |= dict(zip(names, means, strict=True))
-        return averaged
+                means = attention_mean([[tensors[n] for n in names] for tensors in senders], self.options.temperature)
+                averages |= dict(zip(names, means, strict=True))
+        return averages
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 
@@ -209,17 +207,19 @@ class FedP3(AveragingStrategy):
         down = up = 0.0
         sizes = self.table_sizes
         for client in round.participants:
-            chosen, density = self.assigned(client)
-            own = {*chosen, self.head}
-            down += 4 * layers.deployed(sizes, sizes, own, density)
-            up += 4 * layers.deployed(sizes, sizes, own, 0.0)
+            own_layers, density = self.assigned(client)
+            full_layers = {*own_layers, self.head}
+            down += 4 * layers.deployed(sizes, sizes, full_layers, density)
+            up += 4 * layers.deployed(sizes, sizes, full_layers, 0.0)
         return down, up
 
     def finish(self) -> None:
         """Record what a client of each layer set receives and sends in a round: Figure 6, measured."""
         if self.bytes_by_set:
-            up = [sent for _, sent in self.bytes_by_set.values()]
-            sets = {chosen: {"bytes_down": d, "bytes_up": u} for chosen, (d, u) in sorted(self.bytes_by_set.items())}
+            up = [num_bytes for _, num_bytes in self.bytes_by_set.values()]
+            sets = {
+                layer_set: {"bytes_down": d, "bytes_up": u} for layer_set, (d, u) in sorted(self.bytes_by_set.items())
+            }
             self.recorder.annotate(bytes_by_layer_set=sets, largest_over_smallest_upload=max(up) / min(up))
 
     def state(self) -> State:
@@ -229,4 +229,4 @@ class FedP3(AveragingStrategy):
     def restore(self, state: State) -> None:
         super().restore(state)
         self.draws = int(state.meta["round"])
-        self.bytes_by_set = {chosen: list(sizes) for chosen, sizes in state.meta["bytes-by-set"].items()}
+        self.bytes_by_set = {layer_set: list(sizes) for layer_set, sizes in state.meta["bytes-by-set"].items()}

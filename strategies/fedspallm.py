@@ -70,13 +70,13 @@ def check_pattern(config: Config, dense: DenseModel) -> None:
     if not (pattern := config.fedspallm.n_of_m()):
         return
     for layer in range(dense.num_layers):
-        like = dense.layer_like(layer)
+        shapes = dense.layer_like(layer)
         for name in dense.prunable(layer):
-            if like[name].shape[1] % pattern[1]:
+            if shapes[name].shape[1] % pattern[1]:
                 raise ConfigError(
                     "fedspallm.pattern",
                     config.fedspallm.pattern,
-                    f"one whose length divides the {like[name].shape[1]} inputs of '{name}' in decoder layer {layer}",
+                    f"one whose length divides the {shapes[name].shape[1]} inputs of '{name}' in decoder layer {layer}",
                 )
 
 
@@ -131,8 +131,11 @@ class FedSpaLLM(FederatedStrategy):
         """Return for each layer the clients that prune it; each client prunes a share of the layers (lines 5 to 7)."""
         shares = {client: layer_share(self.config, self.clients[client]) for client in round.participants}
         draw = rng.numpy_generator(self.config.seed, "layers", round=round.number)
-        assigned = assign_layers(self.dense.num_layers, shares, draw, first=self.global_model.never_pruned())
-        return {layer: [k for k, own in assigned.items() if layer in own] for layer in range(self.dense.num_layers)}
+        layers_by_client = assign_layers(self.dense.num_layers, shares, draw, first=self.global_model.never_pruned())
+        return {
+            layer: [k for k, layers in layers_by_client.items() if layer in layers]
+            for layer in range(self.dense.num_layers)
+        }
 
     def begin_layer(self, layer: int) -> None:
         """Get ready for the replies to a layer."""
@@ -210,15 +213,15 @@ class FedSpaLLM(FederatedStrategy):
         self.recovery, self._known = None, {}  # clients have the layers of before
         return rows
 
-    def _install(self, layer: int, new: Payload, row: dict[str, Any]) -> None:
+    def _install(self, layer: int, payload: Payload, row: dict[str, Any]) -> None:
         """Make a layer's matrices, expanded, the global model's."""
-        before = self.global_model.layer(layer)
-        if before.tensors:
-            row["moved"] = sum(int((new.tensors[name] != before.tensors[name]).sum()) for name in new.tensors)
-        self.global_model.install(self.number, layer, new, self._oldest_needed(layer))
+        previous = self.global_model.layer(layer)
+        if previous.tensors:
+            row["moved"] = sum(int((payload.tensors[name] != previous.tensors[name]).sum()) for name in payload.tensors)
+        self.global_model.install(self.number, layer, payload, self._oldest_needed(layer))
         row |= {
-            "kept": new.num_kept(),
-            "density": {name: float(mask.double().mean()) for name, mask in new.masks.items()},
+            "kept": payload.num_kept(),
+            "density": {name: float(mask.double().mean()) for name, mask in payload.masks.items()},
         }
 
     def _oldest_needed(self, layer: int) -> int:
@@ -238,8 +241,8 @@ class FedSpaLLM(FederatedStrategy):
         share = pattern[0] / pattern[1] if pattern else self.config.density
         up = down = 0.0
         if round.number > self.options.pruning_rounds(self.config):
-            kept = sum(self.global_model.num_kept(layer) for layer in range(self.dense.num_layers))
-            return (len(round.participants) * kept * float(size),) * 2
+            num_kept = sum(self.global_model.num_kept(layer) for layer in range(self.dense.num_layers))
+            return (len(round.participants) * num_kept * float(size),) * 2
         for layer, pruners in self.pruners.items():
             entries = sum(self.dense.layer_like(layer)[name].numel() for name in self.dense.prunable(layer))
             values = 0.0 if self.options.merge == "masks" else size * share
@@ -272,10 +275,14 @@ class FedSpaLLM(FederatedStrategy):
 
     def state(self) -> State:
         versions = {str(layer): version for layer, version in self.global_model.versions.items()}
-        everybody = self.config.fraction_train == 1 and self.config.drop_probability == 0
-        prunes = not self.options.recovery_rounds or self.number < self.options.pruning_rounds(self.config)
-        renewed = everybody and prunes and all(layer_share(self.config, info) == 1 for info in self.clients.values())
-        return State({}, {**super().state().meta, "versions": versions, "renewed": renewed})
+        has_all_clients = self.config.fraction_train == 1 and self.config.drop_probability == 0
+        is_pruning = not self.options.recovery_rounds or self.number < self.options.pruning_rounds(self.config)
+        is_renewed = (
+            has_all_clients
+            and is_pruning
+            and all(layer_share(self.config, info) == 1 for info in self.clients.values())
+        )
+        return State({}, {**super().state().meta, "versions": versions, "renewed": is_renewed})
 
     def restore(self, state: State) -> None:
         super().restore(state)
@@ -292,30 +299,30 @@ class FedSpaLLM(FederatedStrategy):
         """
         yield from _points_after_layers(folder, run_key, round)
         rounds, files = state_rounds_of(meta), layer_files(folder, run_key)
-        lost = tuple(lost_layers(meta.get("versions", {}), files))  # before round 1 nothing can be lost
-        yield ResumePoint(round, rounds, lost, not lost)
+        losses = tuple(lost_layers(meta.get("versions", {}), files))  # before round 1 nothing can be lost
+        yield ResumePoint(round, rounds, losses, not losses)
         if meta.get("renewed") and round < config.num_server_rounds:
-            yield ResumePoint(round, rounds, lost, not lost, renews=True)
+            yield ResumePoint(round, rounds, losses, not losses, renews=True)
 
 
-def _progress_in(folder: Path, run_key: str) -> VersionedStore:
+def _progress_store(folder: Path, run_key: str) -> VersionedStore:
     """Return how far a round has come, by step, as a run folder keeps it."""
     return VersionedStore(folder / "layers" / "progress", keep=2, owner=owner("progress", run_key))
 
 
 def _points_after_layers(folder: Path, run_key: str, round: int) -> Iterator[ResumePoint]:
     """Yield the points after the finished layers of the round that follows ``round``, latest first."""
-    layers, progress = layer_files(folder, run_key), _progress_in(folder, run_key)
+    layers, progress = layer_files(folder, run_key), _progress_store(folder, run_key)
     for step in reversed(progress.rounds()):
         try:
-            found = progress.read(step).meta
+            content = progress.read(step).meta
         except ValueError as error:
             yield ResumePoint(round, {}, (str(error),), is_usable=False, step=step)
             continue
-        if found["round"] == round + 1:
-            state = found["state"]
-            lost = tuple(lost_layers(state["versions"], layers))
-            yield ResumePoint(round, state_rounds_of(state), lost, not lost, step)
+        if content["round"] == round + 1:
+            state = content["state"]
+            losses = tuple(lost_layers(state["versions"], layers))
+            yield ResumePoint(round, state_rounds_of(state), losses, not losses, step)
 
 
 class LayerRounds(Exchanges):
@@ -327,9 +334,9 @@ class LayerRounds(Exchanges):
         super().__init__(strategy, grid)
         context, point = strategy.context, strategy.context.point
         self.dense, self.config, self.recorder = strategy.dense, context.config, context.recorder
-        self.progress = _progress_in(context.recorder.folder, context.run_key)
+        self.progress = _progress_store(context.recorder.folder, context.run_key)
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
-        self._receiving: list[Collection[int]] = []  # by layer, who is sent something in this round
+        self._receivers: list[Collection[int]] = []  # by layer, who is sent something in this round
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
         self._renewed = strategy.state_rounds.keys() - point.state_rounds.keys()  # clients that lost their state
         strategy.state_rounds = dict(point.state_rounds)
@@ -344,19 +351,19 @@ class LayerRounds(Exchanges):
         if self.strategy.recovery is not None:
             return self._recover(round)
         pruners = self.strategy.pruners
-        to_all = self.strategy.options.unsampled == "current" and round.number > 1
-        self._receiving = [round.participants if to_all else pruners[layer] for layer in pruners]
+        has_all_receivers = self.strategy.options.unsampled == "current" and round.number > 1
+        self._receivers = [round.participants if has_all_receivers else pruners[layer] for layer in pruners]
         for layer in range(self._resume(round), self.dense.num_layers):
-            started = time.monotonic()
+            start = time.monotonic()
             self._prune_layer(round, layer)
-            self._by_layer[str(layer)]["seconds"] = time.monotonic() - started
+            self._by_layer[str(layer)]["seconds"] = time.monotonic() - start
             self._save_progress(round, layer + 1)
         self._require_renewed(round)
         self._note_how_little_moved(round)
         return self._columns(round)
 
     def _prune_layer(self, round: Round, layer: int) -> None:
-        receivers = self._receiving[layer]
+        receivers = self._receivers[layer]
         replies_before, failures_before = round.log.replies, len(round.log.failures)
         self.strategy.begin_layer(layer)
         self._show_progress(round)
@@ -364,9 +371,9 @@ class LayerRounds(Exchanges):
             name = f"decoder layer {layer} in round {round.number}"
             self._exchange(name, round, layer, receivers)
             # A client whose budget does not bear the layer says so, which is no failure.
-            good = round.log.replies - replies_before + len(round.log.declined.keys() & set(receivers))
+            num_good = round.log.replies - replies_before + len(round.log.declined.keys() & set(receivers))
             failures = round.log.failures[failures_before:]
-            require(good, min(self.config.min_replies, len(receivers)), name, failures)
+            require(num_good, min(self.config.min_replies, len(receivers)), name, failures)
         row = self._by_layer[str(layer)] = {"pruners": len(self.strategy.pruners[layer]), "density": {}}
         if not self.strategy.end_layer(row):
             round.log.say(f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was")
@@ -388,7 +395,7 @@ class LayerRounds(Exchanges):
 
     def _recover(self, round: Round) -> dict[str, Any]:
         """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
-        self._receiving = [round.participants]
+        self._receivers = [round.participants]
         self._show_progress(round)
         name = f"recovery in round {round.number}"
         self._exchange(name, round, self.strategy.layer, round.participants)
@@ -400,35 +407,35 @@ class LayerRounds(Exchanges):
     def _note_how_little_moved(self, round: Round) -> None:
         """Say so where a later round found every layer pruned to its density already."""
         rows = self._by_layer.values()
-        moved, total = (sum(row.get(key, 0) for row in rows) for key in ("moved", "weights"))
-        if all("moved" in row for row in rows) and moved <= _LITTLE * total:
-            said = "every layer had its density before, and only a lower density would prune more"
-            round.log.say(f"round {round.number} changed {moved:,} of {total:,} weights: {said}")
+        num_moved, total = (sum(row.get(key, 0) for row in rows) for key in ("moved", "weights"))
+        if all("moved" in row for row in rows) and num_moved <= _LITTLE * total:
+            explanation = "every layer had its density before, and only a lower density would prune more"
+            round.log.say(f"round {round.number} changed {num_moved:,} of {total:,} weights: {explanation}")
 
-    def _show_progress(self, round: Round, arrived: int = 0) -> None:
+    def _show_progress(self, round: Round, num_arrived: int = 0) -> None:
         """Show layers times clients, so far. ``round`` may be a layer's exchange."""
-        in_round = sum(map(len, self._receiving))
-        done = round.log.replies + len(round.log.failures) + arrived
-        where = f"layer {self.strategy.layer + 1}/{self.dense.num_layers}"
+        num_in_round = sum(map(len, self._receivers))
+        num_done = round.log.replies + len(round.log.failures) + num_arrived
+        place = f"layer {self.strategy.layer + 1}/{self.dense.num_layers}"
         rounds = self.config.num_server_rounds
-        self.recorder.progress((self.strategy.number - 1) * in_round + done, rounds * in_round, where)
+        self.recorder.progress((self.strategy.number - 1) * num_in_round + num_done, rounds * num_in_round, place)
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
-        strategy, before = self.strategy, round.log.clients.get(client, {})
+        strategy, last_row = self.strategy, round.log.clients.get(client, {})
         pruners = strategy.pruners.get(strategy.layer, ()) if strategy.merge.clients_prune else ()
-        pruned = client in pruners  # else text passes through
-        error = number_in("relative_error", fields) if pruned else 0.0
+        has_pruned = client in pruners  # else text passes through
+        error = number_in("relative_error", fields) if has_pruned else 0.0
         row = row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
         if strategy.recovery is not None:
             row["recovery_loss"] = number_in("recovery_loss", fields)
-        self._show_progress(round, arrived=1)
+        self._show_progress(round, num_arrived=1)
         return {
             **row,
-            "seconds": None if row["seconds"] is None else before.get("seconds", 0.0) + row["seconds"],
-            "layers_pruned": before.get("layers_pruned", 0) + pruned,
-            "error_sum": before.get("error_sum", 0.0) + error,
+            "seconds": None if row["seconds"] is None else last_row.get("seconds", 0.0) + row["seconds"],
+            "layers_pruned": last_row.get("layers_pruned", 0) + has_pruned,
+            "error_sum": last_row.get("error_sum", 0.0) + error,
         }
 
     def _columns(self, round: Round) -> dict[str, Any]:
@@ -439,8 +446,8 @@ class LayerRounds(Exchanges):
         return {
             "loss_mean": errors / num_pruned if num_pruned else None,
             **self.strategy.budgets.columns(),
-            "density_global": self._kept("kept") / num_weights,
-            "density_before_expansion": self._kept("kept_before_expansion") / num_weights,
+            "density_global": self._num_kept("kept") / num_weights,
+            "density_before_expansion": self._num_kept("kept_before_expansion") / num_weights,
             "density_by_layer": {
                 f"{self.dense.prefix}.{layer}.{name}": density
                 for layer, row in self._by_layer.items()
@@ -452,10 +459,10 @@ class LayerRounds(Exchanges):
             },
         }
 
-    def _kept(self, when: str) -> int:
+    def _num_kept(self, key: str) -> int:
         """Return the numbers of kept weights in the global model; layers that nobody pruned are as they were."""
         num_kept = self.strategy.global_model.num_kept
-        return sum(row[when] if when in row else num_kept(int(layer)) for layer, row in self._by_layer.items())
+        return sum(row[key] if key in row else num_kept(int(layer)) for layer, row in self._by_layer.items())
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         strategy = self.strategy
@@ -467,11 +474,11 @@ class LayerRounds(Exchanges):
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         strategy, layers = self.strategy, self.strategy.global_model.layer
-        measured, dense = strategy.measure(layers), self.recorder.info["dense_perplexity"]
+        results, dense = strategy.measure(layers), self.recorder.info["dense_perplexity"]
         num_asked = len(strategy.participation.evaluators(round.number))
-        found = perplexities.over_clients(rows, measured, dense, self.dense.num_layers, num_asked)
+        columns = perplexities.over_clients(rows, results, dense, self.dense.num_layers, num_asked)
         tasks = strategy.answer_tasks(layers)
-        return {**found, "accuracy_by_task": tasks} if tasks else found
+        return {**columns, "accuracy_by_task": tasks} if tasks else columns
 
     # --- resuming -----------------------------------------------------------------------------------------------
 
@@ -489,13 +496,15 @@ class LayerRounds(Exchanges):
 
     def _resume(self, round: Round) -> int:
         """Restore what was known of the layers of this round that were finished before an interruption; how many."""
-        newest = self.progress.load()
-        if newest is None or newest[1].meta["round"] != round.number:
+        latest = self.progress.load()
+        if latest is None or latest[1].meta["round"] != round.number:
             return 0
-        found = newest[1].meta
-        self.strategy.restore(State({}, found["state"]))
-        vars(round.log).update({**found["log"], "clients": {int(k): row for k, row in found["log"]["clients"].items()}})
-        self._by_layer = found["by-layer"]
-        self.strategy.distances.differing = {(a, b): count for a, b, count in found["differing"]}
-        self._renewed = set(found["renewed"])
-        return int(found["layers-done"])
+        content = latest[1].meta
+        self.strategy.restore(State({}, content["state"]))
+        vars(round.log).update(
+            {**content["log"], "clients": {int(k): row for k, row in content["log"]["clients"].items()}}
+        )
+        self._by_layer = content["by-layer"]
+        self.strategy.distances.differing = {(a, b): count for a, b, count in content["differing"]}
+        self._renewed = set(content["renewed"])
+        return int(content["layers-done"])

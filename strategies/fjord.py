@@ -61,9 +61,9 @@ class FjORD(AveragingStrategy):
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield clients of equal width in a row, so that their sub-network is made and encoded once."""
         for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
-            first, *others = clients
+            first, *rest = clients
             payload = Payload(self.sub_network(first))
-            yield from Outgoing.to_each((first, *others), payload, width=width)
+            yield from Outgoing.to_each((first, *rest), payload, width=width)
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         payload = Payload(self.model)
@@ -76,8 +76,8 @@ class FjORD(AveragingStrategy):
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = leading_masks(self.extents_of(client), self.shapes)
-        full = Payload(zero_padded(update.tensors, self.shapes), masks)
-        super().receive(round, client, full)
+        payload = Payload(zero_padded(update.tensors, self.shapes), masks)
+        super().receive(round, client, payload)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         total = 4.0 * sum(t.numel() for k in round.participants for t in self.sub_network(k).values())

@@ -58,11 +58,13 @@ class Gossip(Relay):
         active = [client for client in round.sampled if client not in round.dropped]
         # In the released code others may still draw a dropped client, and the ring serves its old model; where
         # all are connected, clients hear only those that are there.
-        stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
+        serves_stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
-        senders = list(round.sampled) if stale else active
-        drawn = neighbours(self.options.topology, list(self.clients), senders, self.options.neighbours, draw)
-        return {client: () if client in round.dropped else drawn[client] for client in round.participants}
+        senders = list(round.sampled) if serves_stale else active
+        senders_by_client = neighbours(
+            self.options.topology, list(self.clients), senders, self.options.neighbours, draw
+        )
+        return {client: () if client in round.dropped else senders_by_client[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -73,7 +75,7 @@ class Gossip(Relay):
         self.peer_down = dict.fromkeys(round.participants, 0)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        mixed, mixed_of = Payload({}), frozenset[int]()  # neighbours of one group get one average
+        average, average_group = Payload({}), frozenset[int]()  # neighbours of one group get one average
         for client in round.participants:
             senders = [sender for sender in self.links[client] if sender in self.update_rounds]
             for sender in senders:
@@ -85,9 +87,9 @@ class Gossip(Relay):
                 yield Outgoing(client, peer_updates=self.updates_of(senders, round.log))
             else:
                 group = frozenset(senders) | ({client} & self.update_rounds.keys())
-                if mixed_of != group:
-                    mixed, mixed_of = self.average(sorted(group), round.log), group
-                yield Outgoing(client, mixed)
+                if average_group != group:
+                    average, average_group = self.average(sorted(group), round.log), group
+                yield Outgoing(client, average)
 
     def average(self, clients: list[int], log: RoundLog) -> Payload:
         """Return ``Σ_j w_j / Σ_j m_j`` of what these clients published, masked to what at least one of them keeps.
@@ -107,7 +109,7 @@ class Gossip(Relay):
                 else:
                     updates.append(update)
             mean.add_all(updates)
-        masks = {name: held for name, held in mean.held().items() if not bool(held.all())}
+        masks = {name: mask for name, mask in mean.held().items() if not bool(mask.all())}
         return Payload(mean.mixed(), masks)
 
     @abstractmethod
@@ -134,15 +136,15 @@ class Gossip(Relay):
     def traffic(self, round: Round) -> dict[str, Any]:
         """Return the traffic between peers; ``bytes_up`` and ``bytes_down`` beside it are the star's."""
         self.densities |= {k: row["density"] for k, row in round.log.clients.items() if "density" in row}
-        heavier = [max(self.peer_down[k], self.peer_up.get(k, 0)) for k in self.peer_down]
+        node_bytes = [max(self.peer_down[k], self.peer_up.get(k, 0)) for k in self.peer_down]
         _, out_degree = links(self.links)
         total = sum(tensor.numel() for tensor in self.model.values())
-        charged = {k: 4.0 * total * self.densities.get(k, 1.0) for k in {*self.links, *out_degree}}
-        down = [sum(charged[j] for j in senders) for senders in self.links.values()]
-        up = [charged[k] * degree for k, degree in out_degree.items()]
+        charges = {k: 4.0 * total * self.densities.get(k, 1.0) for k in {*self.links, *out_degree}}
+        down = [sum(charges[j] for j in senders) for senders in self.links.values()]
+        up = [charges[k] * degree for k, degree in out_degree.items()]
         return {
             "busiest_node_bytes": max([*self.peer_down.values(), *self.peer_up.values()]),
-            "node_bytes_mean": sum(heavier) / len(heavier),
+            "node_bytes_mean": sum(node_bytes) / len(node_bytes),
             "peer_bytes": sum(self.peer_down.values()),
             "paper_bytes_down": sum(down),
             "paper_bytes_up": sum(up),

@@ -43,15 +43,15 @@ class LDPFedP3(FederatedStrategy):
     # --- lines 1 and 3: S_i and w ---------------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
-        self.places = {client: place for place, client in enumerate(round.participants)}
+        self.places = {client: position for position, client in enumerate(round.participants)}
         draw = rng.generator(self.config.seed, "sketch", round=round.number)
         self.owners = perm_k_owners(self.dimension, len(self.places), draw)
         self.next = torch.cat([self.model[name].flatten() for name in self.order])  # (d,)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         payload = Payload(self.model)
-        for client, place in self.places.items():
-            yield Outgoing(client, payload, fields={"clients": len(self.places), "place": place})
+        for client, position in self.places.items():
+            yield Outgoing(client, payload, fields={"clients": len(self.places), "place": position})
 
     # --- line 11: w ← (1/n) Σ S_i ũ_i -----------------------------------------------------------------------------
 
@@ -60,13 +60,13 @@ class LDPFedP3(FederatedStrategy):
         return Schema({"part": torch.Size([int(count)])}, {"part": self.next.dtype})
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
-        mine = self.owners == self.places[client]  # no other client's: the sum has one term
-        self.next[mine] = update.tensors["part"] / len(self.places)
+        is_own = self.owners == self.places[client]  # no other client's: the sum has one term
+        self.next[is_own] = update.tensors["part"] / len(self.places)
 
     def end(self, round: Round) -> None:
         parts = torch.split(self.next, [self.model[name].numel() for name in self.order])
-        averaged: dict[str, Tensor] = dict(zip(self.order, parts, strict=True))
-        self.model = {name: averaged[name].view(old.shape).clone() for name, old in self.model.items()}
+        parts_by_name: dict[str, Tensor] = dict(zip(self.order, parts, strict=True))
+        self.model = {name: parts_by_name[name].view(tensor.shape).clone() for name, tensor in self.model.items()}
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return Theorem 2's bytes: d/n per client and round, so d from all, and nothing that the server sends."""

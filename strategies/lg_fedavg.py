@@ -57,10 +57,10 @@ class LGFedAvg(FedAvg):
 
     def upper_layers_to(self, clients: Iterable[int]) -> Iterator[Outgoing]:
         """Yield the upper layers; and the lower ones, until a client has trained lower layers of its own."""
-        everything, upper = Payload(self.model), Payload({name: self.model[name] for name in self.upper})
-        pretrained = self.config.lgfedavg.pretrain_rounds
+        full_payload, upper = Payload(self.model), Payload({name: self.model[name] for name in self.upper})
+        pretrain_rounds = self.config.lgfedavg.pretrain_rounds
         for client in clients:
-            yield Outgoing(client, everything if self.state_rounds.get(client, 0) <= pretrained else upper)
+            yield Outgoing(client, full_payload if self.state_rounds.get(client, 0) <= pretrain_rounds else upper)
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({name: self.model[name] for name in self.averaged})

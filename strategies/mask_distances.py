@@ -10,7 +10,7 @@ import numpy as np
 
 from fedprune_app.core.payload import Payload
 
-_MOST_CLIENTS = 64  # whose masks of one layer are compared with each other
+_MOST_CLIENTS = 64  # clients whose masks of one layer are compared with each other
 
 
 class MaskDistances:
@@ -35,9 +35,9 @@ class MaskDistances:
         """Return the mean share of a layer's entries that one client keeps and another does not; None of one client."""
         shares = []
         for a, b in itertools.combinations(sorted(self.masks), 2):
-            differing = int(np.bitwise_count(self.masks[a] ^ self.masks[b]).sum(dtype=np.int64))
-            self.differing[a, b] = self.differing.get((a, b), 0) + differing
-            shares.append(differing / num_entries)
+            num_differing = int(np.bitwise_count(self.masks[a] ^ self.masks[b]).sum(dtype=np.int64))
+            self.differing[a, b] = self.differing.get((a, b), 0) + num_differing
+            shares.append(num_differing / num_entries)
         self.masks = {}
         return sum(shares) / len(shares) if shares else None
 

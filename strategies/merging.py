@@ -120,8 +120,8 @@ class HessianMerge:
         self.cutter = cutter
         self.config, self.options, self.dense, self.clients = config, config.fedspallm, dense, clients
         self.groups = groups
-        like = dense.layer_like(0)
-        self.sizes = {names[0]: like[names[0]].shape[1] for names in groups}
+        shapes = dense.layer_like(0)
+        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in groups}
         self._std = noise_multiplier * config.dp.clip_norm if config.dp.enabled else 0.0  # of a client's noise
         self._sums: dict[str, hessians.HessianSum] = {}
 
@@ -147,26 +147,26 @@ class HessianMerge:
         """Return the layer, empty if nobody sent its Hessians; ``row`` is what the record says of it."""
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
-        dense, found = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
+        dense, results = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
         if self.cutter is not None:
-            new = self.cutter.layer(dense, {names[0]: self._hessian(names[0]) for names in self.groups})
-            row["weights"] = new.num_elements()
-            return new
+            payload = self.cutter.layer(dense, {names[0]: self._hessian(names[0]) for names in self.groups})
+            row["weights"] = payload.num_elements()
+            return payload
         pattern = self.options.n_of_m()
         density = None if pattern else self.config.density
         for names in self.groups:
             hessian = self._hessian(names[0])
-            whole = [dense[name].to(self.dense.device) for name in names]
+            weights = [dense[name].to(self.dense.device) for name in names]
             if self.options.refine:
-                done = alps(whole, hessian, density, pattern)
+                pairs = alps(weights, hessian, density, pattern)
             else:
-                done = sparsegpt_together(whole, hessian, density, pattern, self.options.block_size)
-            found |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, done, strict=True)}
+                pairs = sparsegpt_together(weights, hessian, density, pattern, self.options.block_size)
+            results |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, pairs, strict=True)}
         self._sums = {}
         names = self.dense.prunable(layer)
-        new = Payload({name: found[name][0] for name in names}, {name: found[name][1] for name in names})
-        row["weights"] = new.num_elements()
-        return new
+        payload = Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})
+        row["weights"] = payload.num_elements()
+        return payload
 
     def _hessian(self, name: str) -> Tensor:
         """Return the Hessian of these inputs that all clients' sequences give together."""

@@ -41,21 +41,21 @@ class MTL(Relay):
             for client, update in self.updates_of(sorted(self.update_rounds), round.log).items()
         }
         members = list(models)
-        known = [client for client in round.participants if client in models]
-        if len(members) < 2 or not known:
+        receivers = [client for client in round.participants if client in models]
+        if len(members) < 2 or not receivers:
             yield from map(Outgoing, round.participants)
             return
         # (members, parameters), float64
         columns = torch.stack(list(models.values())).double()
         precision = self._precision(columns)
         for client in round.participants:
-            if client not in known:
+            if client not in receivers:
                 yield Outgoing(client)
                 continue
-            place = members.index(client)
-            strength = float(precision[place, place])
-            shares = -precision[:, place] / strength
-            shares[place] = 0
+            position = members.index(client)
+            strength = float(precision[position, position])
+            shares = -precision[:, position] / strength
+            shares[position] = 0
             parts = torch.split(shares @ columns, [tensor.numel() for tensor in self.model.values()])
             anchor = {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(self.model.items(), parts, strict=True)}
             yield Outgoing(client, Payload(anchor), fields={"precision": strength})

@@ -36,19 +36,19 @@ def client_row(
     A client with a text of its own tells of that text alone. A client that measures no model of its own tells
     of no other text. ``ValueError`` names a field that cannot be.
     """
-    start = "perplexity/"
-    has_own = own_data or start + OWN_TEXT in fields
-    names = [OWN_TEXT] if has_own else sorted(name for name in texts if start + name in fields)
-    judged = OWN_TEXT if has_own else texts[0]
-    if start + judged not in fields and (has_own or has_own_model):
-        raise ValueError(f"the evaluation has no field '{start}{judged}'")
-    found = {name: number_in("perplexity", fields, about=name) for name in names}
+    prefix = "perplexity/"
+    has_own = own_data or prefix + OWN_TEXT in fields
+    names = [OWN_TEXT] if has_own else sorted(name for name in texts if prefix + name in fields)
+    main_text = OWN_TEXT if has_own else texts[0]
+    if prefix + main_text not in fields and (has_own or has_own_model):
+        raise ValueError(f"the evaluation has no field '{prefix}{main_text}'")
+    values = {name: number_in("perplexity", fields, about=name) for name in names}
     windows = ("windows", "windows_in_text") if has_own else ()
     return {
         **row_of(Reply.PERPLEXITY, fields),
         "pruned_layers": number_in("pruned_layers", fields, most=num_layers),
-        "perplexity_personal": found.get(judged),
-        "perplexity": found,
+        "perplexity_personal": values.get(main_text),
+        "perplexity": values,
         **{name: number_in(name, fields) for name in windows},
     }
 
@@ -66,42 +66,42 @@ def over_clients(
     an entry by themselves, since no other model was measured on them. ``dense`` has what the dense model measured.
     ``num_asked`` clients were asked, of whom some may not have answered.
     """
-    whole = [row for row in rows.values() if row["pruned_layers"] == num_layers and row["perplexity"]]
+    complete_rows = [row for row in rows.values() if row["pruned_layers"] == num_layers and row["perplexity"]]
     by_text: dict[str, dict[str, Any]] = {}
-    for name, found in global_model.items():
+    for name, perplexity in global_model.items():
         by_text[name] = {
             "dense": dense[name]["value"],
-            "global": found.value,
-            **_of_clients(whole, name),
+            "global": perplexity.value,
+            **_client_summary(complete_rows, name),
             "asked": num_asked,
-            "window": found.window,
-            "windows": found.windows,
-            "windows_in_text": found.windows_in_text,
-            "tokens": found.tokens,
+            "window": perplexity.window,
+            "windows": perplexity.windows,
+            "windows_in_text": perplexity.windows_in_text,
+            "tokens": perplexity.tokens,
         }
     first = by_text[next(iter(dense))]
-    if with_own := [row for row in whole if OWN_TEXT in row["perplexity"]]:
-        windows = sum(row["windows"] for row in with_own)
+    if own_rows := [row for row in complete_rows if OWN_TEXT in row["perplexity"]]:
+        windows = sum(row["windows"] for row in own_rows)
         by_text[OWN_TEXT] = {
-            **_of_clients(with_own, OWN_TEXT),
+            **_client_summary(own_rows, OWN_TEXT),
             "asked": num_asked,
             "window": first["window"],
             "windows": windows,
-            "windows_in_text": sum(row["windows_in_text"] for row in with_own),
+            "windows_in_text": sum(row["windows_in_text"] for row in own_rows),
             "tokens": windows * first["window"],
         }
     return {
         **round_columns(rows.values(), Reply.PERPLEXITY),
         "perplexity_global": first["global"],
         "perplexity_personal_mean": first["personal_mean"],
-        "personal_models": len(whole),
+        "personal_models": len(complete_rows),
         "perplexity_personal_std": first["personal_std"],
         "perplexity_by_text": by_text,
     }
 
 
-def _of_clients(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
+def _client_summary(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
     """Return mean and spread of the clients' own models on a text, of those that measured it."""
     values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
-    found = metrics.summary(values)
-    return {"personal_mean": found.mean, "personal_std": found.std, "personal_models": len(values)}
+    summary = metrics.summary(values)
+    return {"personal_mean": summary.mean, "personal_std": summary.std, "personal_models": len(values)}

@@ -58,8 +58,8 @@ class PrunedModel:
 
     def schema(self, layer: int) -> Schema:
         """Return what a pruned layer holds: its matrices, each with a mask."""
-        like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
-        return Schema.like({name: like[name] for name in names}, frozenset(names))
+        shapes, names = self.dense.layer_like(layer), self.dense.prunable(layer)
+        return Schema.like({name: shapes[name] for name in names}, frozenset(names))
 
     def never_pruned(self) -> list[int]:
         """Return the layers that are still dense."""
@@ -79,9 +79,9 @@ class PrunedModel:
             total.update((current.digest() if current.tensors else self.dense.layer_digest(layer)).encode())
         return total.hexdigest()
 
-    def install(self, round: int, layer: int, new: Payload, oldest_needed: int) -> None:
-        """Make ``new`` the layer; versions before ``oldest_needed`` leave the disk."""
-        self.files.save(layer, round, new)
+    def install(self, round: int, layer: int, payload: Payload, oldest_needed: int) -> None:
+        """Make ``payload`` the layer; versions before ``oldest_needed`` leave the disk."""
+        self.files.save(layer, round, payload)
         self.files.drop_before(layer, oldest_needed)
         self.versions[layer] = round
 
@@ -93,10 +93,10 @@ def layer_files(folder: Path, run_key: str) -> LayerFiles:
 
 def together(layers: Mapping[int, Payload]) -> Payload:
     """Return one message of some decoder layers: the names of their matrices begin with their layer's number."""
-    named = [(f"{number}/", layer) for number, layer in layers.items()]
+    prefixed_layers = [(f"{number}/", layer) for number, layer in layers.items()]
     return Payload(
-        {start + name: tensor for start, layer in named for name, tensor in layer.tensors.items()},
-        {start + name: mask for start, layer in named for name, mask in layer.masks.items()},
+        {prefix + name: tensor for prefix, layer in prefixed_layers for name, tensor in layer.tensors.items()},
+        {prefix + name: mask for prefix, layer in prefixed_layers for name, mask in layer.masks.items()},
     )
 
 
@@ -126,7 +126,7 @@ def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
     """
     config = context.config
     digests = [dense.layer_digest(layer) for layer in range(dense.num_layers)]
-    found: Roster = {}
+    roster: Roster = {}
     reasons = []
     for client, info in context.clients.items():
         assert isinstance(info, TextClientInfo)
@@ -136,23 +136,23 @@ def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
             )
         elif info.shell_digest != dense.shell_digest():
             reasons.append(f"client {client} has other embeddings or norms than the server's model")
-        elif layer_share(config, info) < 1 and (other := _first_differing(info.layer_digests, digests)) is not None:
-            reasons.append(f"client {client} has another decoder layer {other} than the server's model")
+        elif layer_share(config, info) < 1 and (number := _first_difference(info.layer_digests, digests)) is not None:
+            reasons.append(f"client {client} has another decoder layer {number} than the server's model")
         else:
-            found[client] = info
+            roster[client] = info
     log_left_out(reasons)
     if reasons:
-        before = context.recorder.info.get("clients_left_out", [])
-        context.recorder.annotate(clients_left_out=[*before, *reasons])
-    if len(found) < max(1, config.min_clients):
+        old_reasons = context.recorder.info.get("clients_left_out", [])
+        context.recorder.annotate(clients_left_out=[*old_reasons, *reasons])
+    if len(roster) < max(1, config.min_clients):
         raise ConfigError(
             "model",
             config.model,
-            which=f"is that of {len(found)} of {len(context.clients)} clients alone",
+            which=f"is that of {len(roster)} of {len(context.clients)} clients alone",
             hint=reasons[0],
         )
-    return found
+    return roster
 
 
-def _first_differing(ones: Sequence[str], others: Sequence[str]) -> int | None:
-    return next((i for i, (one, other) in enumerate(zip(ones, others, strict=True)) if one != other), None)
+def _first_difference(digests: Sequence[str], server_digests: Sequence[str]) -> int | None:
+    return next((i for i, (a, b) in enumerate(zip(digests, server_digests, strict=True)) if a != b), None)

@@ -41,12 +41,12 @@ class Recovery:
 
     def layers(self) -> dict[int, Payload]:
         """Return the pruned layers with the mean of the clients' weights."""
-        mixed, found = self._mean.mixed(), {}
+        means, payloads = self._mean.mixed(), {}
         for layer in self._layers:
-            before = self._model.layer(layer)
+            payload = self._model.layer(layer)
             tensors = {}
-            for name, mask in before.masks.items():
-                tensors[name] = torch.zeros_like(before.tensors[name])
-                tensors[name][mask] = mixed[f"{layer}/{name}"].to(tensors[name].dtype)
-            found[layer] = Payload.pruned(tensors, before.masks)
-        return found
+            for name, mask in payload.masks.items():
+                tensors[name] = torch.zeros_like(payload.tensors[name])
+                tensors[name][mask] = means[f"{layer}/{name}"].to(tensors[name].dtype)
+            payloads[layer] = Payload.pruned(tensors, payload.masks)
+        return payloads

@@ -52,26 +52,26 @@ class Relay(FederatedStrategy):
 
     def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, wire.EncodedArrays]:
         """Return the updates of those clients that have one, all in memory; note and leave out a damaged one."""
-        found = {}
+        updates = {}
         for client in clients:
             if client in self.update_rounds:
                 try:
-                    found[client] = self.update_of(client)
+                    updates[client] = self.update_of(client)
                 except ValueError as error:
                     log.note(client, f"its update is lost: {error}")
-        return found
+        return updates
 
     def accept(self, round: Round, client: int, content: RecordDict) -> None:
         schema = self.expect(round, client)
         update = wire.arrays_of(content)
         if update is None:
             raise ValueError(f"the message has no record '{wire.PAYLOAD}'")
-        decoded = wire.from_arrays(update, schema.max_bytes) if self.reads_updates else None
-        if decoded is not None:
-            schema.check(decoded)
+        payload = wire.from_arrays(update, schema.max_bytes) if self.reads_updates else None
+        if payload is not None:
+            schema.check(payload)
         self.updates.put(client, round.number, update, schema.max_bytes)
-        if decoded is not None:
-            self.updates.remember(client, round.number, decoded)
+        if payload is not None:
+            self.updates.remember(client, round.number, payload)
         self._received_bytes[client] = wire.item_bytes(wire.peer_update_name(client), update)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:

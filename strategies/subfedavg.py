@@ -24,11 +24,11 @@ class SubFedAvg(AveragingStrategy):
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
     def doubts(self) -> list[str]:
-        never = (
+        doubt = (
             "local-epochs is 1, so no client prunes: a client compares its masks after the first and the last local "
             "epoch, and with one epoch they are equal"
         )
-        return [*super().doubts(), *([never] if self.config.local_epochs == 1 else [])]
+        return [*super().doubts(), *([doubt] if self.config.local_epochs == 1 else [])]
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         return Outgoing.to_each(round.participants, Payload(self.model))
@@ -42,5 +42,5 @@ class SubFedAvg(AveragingStrategy):
         The paper's formula omits the number of clients per round; its table includes it, and so does this.
         """
         down, dense = super().paper_bytes(round)
-        pruned = self.config.subfedavg.target_rate / 100
-        return down, dense * (1 - pruned) + dense / 32 * pruned
+        pruned_share = self.config.subfedavg.target_rate / 100
+        return down, dense * (1 - pruned_share) + dense / 32 * pruned_share

@@ -41,7 +41,7 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     if not options.tickets:
         masks = full_masks({name: initial[name].shape for name in weights})
         return Ticket(initial, initial, masks, {"tickets": 0, "public_images": 0})
-    started = time.monotonic()
+    start_time = time.monotonic()
     images, labels, public_classes = public_images(config, shape, num_classes)
     if public_classes != num_classes:
         raise ConfigError(
@@ -56,27 +56,27 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     for j in range(options.tickets):
         draw = rng.generator(config.seed, "ticket", j)
         model = vision.build_model(network, shape, public_classes, rng=draw, init=config.init)
-        before = vision.state_tensors(model, include_buffers=True)  # w_0
+        start_tensors = vision.state_tensors(model, include_buffers=True)  # w_0
         _train(config, model, images, labels, j, skips_lone=not trains_on_one(*public_network))
-        trained = vision.state_tensors(model, include_buffers=True)  # w_j
-        masks = ticket_masks({name: trained[name] for name in weights}, config.density, options.rule)
-        vision.load_state_tensors(model, Payload.pruned(trained, masks).tensors)
+        trained_tensors = vision.state_tensors(model, include_buffers=True)  # w_j
+        masks = ticket_masks({name: trained_tensors[name] for name in weights}, config.density, options.rule)
+        vision.load_state_tensors(model, Payload.pruned(trained_tensors, masks).tensors)
         counts.append(evaluate(model, images, labels, device=device_of(config)).correct)
-        tickets.append((before, trained, masks))
+        tickets.append((start_tensors, trained_tensors, masks))
         log.info("ticket %d: %d of %d public images", j, counts[-1], len(labels))
     probabilities = selection_probabilities(counts, len(labels))
-    chosen = int(rng.numpy_generator(config.seed, "ticket selection").choice(len(tickets), p=np.array(probabilities)))
-    before, trained, masks = tickets[chosen]
-    start = {"rewind": before, "trained": trained, "random": dict(initial)}[options.start]
+    index = int(rng.numpy_generator(config.seed, "ticket selection").choice(len(tickets), p=np.array(probabilities)))
+    start_tensors, trained_tensors, masks = tickets[index]
+    start = {"rewind": start_tensors, "trained": trained_tensors, "random": dict(initial)}[options.start]
     about = {
         "tickets": options.tickets,
         "public_images": len(labels),
         "correct": counts,
         "probabilities": probabilities,
-        "chosen": chosen,
-        "seconds": time.monotonic() - started,
+        "chosen": index,
+        "seconds": time.monotonic() - start_time,
     }
-    return Ticket(start, trained, masks, about)
+    return Ticket(start, trained_tensors, masks, about)
 
 
 def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int, *, skips_lone: bool) -> None:
@@ -113,5 +113,5 @@ def public_images(config: Config, shape: tuple[int, int, int], num_classes: int)
         folder, samples = options.public_data_dir, options.public_samples
         return public_dataset(options.public_dataset, folder, shape, samples, config.seed, config.download)
     images, labels = public_part(data_config(config))
-    chosen = some_of(labels.numpy(), options.public_samples, config.seed)
-    return images[chosen], labels[chosen], num_classes
+    indices = some_of(labels.numpy(), options.public_samples, config.seed)
+    return images[indices], labels[indices], num_classes

@@ -59,22 +59,22 @@ class MaskedMean:
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
         is_small = self.check(payload) <= _LARGEST_WIDE
-        rounded = _rounded if is_small else _rounded_large
+        round_values = _round_to_grid if is_small else _round_large
         scale = weight / self.max_weight * _GRID
         for name, tensor in payload.tensors.items():
             mask = payload.masks.get(name)
             self._make_room(name, tensor, has_mask=mask is not None)
             if mask is None:
                 self._weights[name].add_(weight)
-            both = self._sums[name], self._weights[name]
-            if is_small and masked_tensors.add(*both, [tensor], [mask], scale=scale, weight=weight):
+            accumulators = self._sums[name], self._weights[name]
+            if is_small and masked_tensors.add(*accumulators, [tensor], [mask], scale=scale, weight=weight):
                 continue
-            kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
+            mask_blocks, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
             for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
-                addend = rounded(values, scale)
-                if kept is not None:
-                    addend.mul_(kept[i])
-                    weights[i].add_(kept[i], alpha=weight)
+                addend = round_values(values, scale)
+                if mask_blocks is not None:
+                    addend.mul_(mask_blocks[i])
+                    weights[i].add_(mask_blocks[i], alpha=weight)
                 sums.add_(addend)
         self.num_added += 1
 
@@ -94,29 +94,29 @@ class MaskedMean:
                 self.add(payload)
             return
         for name in dict.fromkeys(name for payload in payloads for name in payload.tensors):
-            having = [payload for payload in payloads if name in payload.tensors]
-            for payload in having:
+            senders = [payload for payload in payloads if name in payload.tensors]
+            for payload in senders:
                 self._make_room(name, payload.tensors[name], has_mask=name in payload.masks)
-            masked = [(_blocks(p.tensors[name]), _blocks(p.masks[name])) for p in having if name in p.masks]
-            dense = [_blocks(payload.tensors[name]) for payload in having if name not in payload.masks]
-            self._weights[name].add_(len(dense))
-            both = self._sums[name], self._weights[name]
-            all_masks = [payload.masks.get(name) for payload in having]
-            if masked_tensors.add(*both, [p.tensors[name] for p in having], all_masks, scale=_GRID, weight=1):
+            masked_blocks = [(_blocks(p.tensors[name]), _blocks(p.masks[name])) for p in senders if name in p.masks]
+            dense_blocks = [_blocks(payload.tensors[name]) for payload in senders if name not in payload.masks]
+            self._weights[name].add_(len(dense_blocks))
+            accumulators = self._sums[name], self._weights[name]
+            all_masks = [payload.masks.get(name) for payload in senders]
+            if masked_tensors.add(*accumulators, [p.tensors[name] for p in senders], all_masks, scale=_GRID, weight=1):
                 continue
-            weights = _blocks(self._weights[name]) if masked else ()
+            weights = _blocks(self._weights[name]) if masked_blocks else ()
             for i, sums in enumerate(_blocks(self._sums[name])):
-                wide, total = sums.new_empty((2, *sums.shape), dtype=torch.float64)
+                buffer, total = sums.new_empty((2, *sums.shape), dtype=torch.float64)
                 total.zero_()
-                for values in dense:
-                    total += wide.copy_(values[i]).add_(_ROUNDER).sub_(_ROUNDER)
-                for values, kept in masked:
-                    total += wide.copy_(values[i] * kept[i]).add_(_ROUNDER).sub_(_ROUNDER)
+                for values in dense_blocks:
+                    total += buffer.copy_(values[i]).add_(_ROUNDER).sub_(_ROUNDER)
+                for values, mask in masked_blocks:
+                    total += buffer.copy_(values[i] * mask[i]).add_(_ROUNDER).sub_(_ROUNDER)
                 sums.add_(total.mul_(_GRID).to(torch.int64))
-                if masked:
+                if masked_blocks:
                     count = torch.zeros(sums.shape, dtype=torch.uint8, device=sums.device)
-                    for _, kept in masked:
-                        count += kept[i].view(torch.uint8)
+                    for _, mask in masked_blocks:
+                        count += mask[i].view(torch.uint8)
                     weights[i].add_(count)
         self.num_added += len(payloads)
 
@@ -144,9 +144,9 @@ class MaskedMean:
             self._dtypes[name] = tensor.dtype
             self._weights[name] = torch.zeros((), dtype=self._weight_dtype, device=tensor.device)
         if has_mask and self._weights[name].shape != tensor.shape:
-            so_far = int(self._weights[name])
+            count = int(self._weights[name])
             weights = masked_tensors.zeros(tensor.shape, self._weight_dtype, tensor.device)
-            self._weights[name] = weights.add_(so_far) if so_far else weights
+            self._weights[name] = weights.add_(count) if count else weights
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean in the names, order and dtypes of ``fallback``.
@@ -154,23 +154,23 @@ class MaskedMean:
         A coordinate that nobody kept has its value in ``fallback``.
         """
         result = {}
-        for name, old in fallback.items():
+        for name, default in fallback.items():
             if name not in self._sums:
-                result[name] = old.clone()
+                result[name] = default.clone()
                 continue
-            result[name] = masked_tensors.empty(old.shape, old.dtype, old.device)
-            both = self._sums[name], self._weights[name]
-            if masked_tensors.mean(result[name], *both, self.max_weight / _GRID, otherwise=old):
+            result[name] = masked_tensors.empty(default.shape, default.dtype, default.device)
+            accumulators = self._sums[name], self._weights[name]
+            if masked_tensors.mean(result[name], *accumulators, self.max_weight / _GRID, default=default):
                 continue
-            weights = self._weights[name].expand(old.shape)
-            parts = map(_blocks, (result[name], self._sums[name], weights, old))
-            for out, sums, held, stays in zip(*parts, strict=True):
-                out.copy_(torch.where(held > 0, self._mean(sums, held), stays.double()))
+            weights = self._weights[name].expand(default.shape)
+            parts = map(_blocks, (result[name], self._sums[name], weights, default))
+            for output, sums, counts, defaults in zip(*parts, strict=True):
+                output.copy_(torch.where(counts > 0, self._mean(sums, counts), defaults.double()))
         return result
 
-    def _mean(self, sums: Tensor, held: Tensor) -> Tensor:
+    def _mean(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the means of some coordinates in float64; a coordinate that nobody kept has 0."""
-        return sums.double().div_(held.clamp(min=1)).mul_(self.max_weight / _GRID)
+        return sums.double().div_(counts.clamp(min=1)).mul_(self.max_weight / _GRID)
 
     def mixed(self) -> dict[str, Tensor]:
         """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
@@ -186,8 +186,8 @@ class MaskedMean:
             if masked_tensors.mean(result[name], total, self._weights[name], self.max_weight / _GRID):
                 continue
             parts = map(_blocks, (result[name], total, self._weights[name].expand(total.shape)))
-            for out, sums, held in zip(*parts, strict=True):
-                out.copy_(self._mean(sums, held))
+            for output, sums, counts in zip(*parts, strict=True):
+                output.copy_(self._mean(sums, counts))
         return result
 
     def held(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class MaskedMean:
         return self._weights[name]
 
 
-def _rounded(values: Tensor, scale: float) -> Tensor:
+def _round_to_grid(values: Tensor, scale: float) -> Tensor:
     """Return ``values · scale``, rounded half to even, as int64; the products must be below 2^51 in magnitude.
 
     A float64 between 2^52 and 2^53 has its integer in its last bits, which is many times as fast as a conversion.
@@ -212,7 +212,7 @@ def _rounded(values: Tensor, scale: float) -> Tensor:
     return shifted.view(torch.int64).sub_(_SHIFT_BITS)
 
 
-def _rounded_large(values: Tensor, scale: float) -> Tensor:
+def _round_large(values: Tensor, scale: float) -> Tensor:
     """Return what :func:`_rounded` returns, for products of any magnitude that an int64 holds."""
     return values.double().mul(scale).round_().to(torch.int64)
 
@@ -256,15 +256,15 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
     layer", and no signal from which this layer could learn. The arithmetic is in float64. The order of the clients
     matters to the last bit, so the caller sorts the clients.
     """
-    wide = [[tensor.double() for tensor in layer] for layer in tensors]
-    mean = [torch.stack(parts).mean(0) for parts in zip(*wide, strict=True)]
+    layers = [[tensor.double() for tensor in layer] for layer in tensors]
+    mean = [torch.stack(parts).mean(0) for parts in zip(*layers, strict=True)]
     distances = torch.stack(
-        [torch.stack([(t - m).square().sum() for t, m in zip(layer, mean, strict=True)]).sum() for layer in wide]
+        [torch.stack([(t - m).square().sum() for t, m in zip(layer, mean, strict=True)]).sum() for layer in layers]
     )
     weights = torch.softmax(-distances / (temperature * distances.mean().clamp(min=1e-300)), dim=0)
     return [
         torch.stack([w * part for w, part in zip(weights, parts, strict=True)]).sum(0).to(first.dtype)
-        for parts, first in zip(zip(*wide, strict=True), tensors[0], strict=True)
+        for parts, first in zip(zip(*layers, strict=True), tensors[0], strict=True)
     ]
 
 
@@ -317,37 +317,37 @@ class L0Mean:
                 kept = holders > 0
                 kept &= _most_held_of_m(holders, order, n_of_m, shape[-1])
             else:
-                kept = _most_held(holders, order, holders.numel() - keep_count(holders.numel(), density))
+                kept = _most_held_mask(holders, order, holders.numel() - keep_count(holders.numel(), density))
             masks[name] = kept.view(shape)
         return Payload.pruned(mean.tensors, masks)
 
 
-def _most_held(holders: Tensor, order: Tensor, target: int) -> Tensor:
+def _most_held_mask(holders: Tensor, order: Tensor, target: int) -> Tensor:
     """Return the mask of what stays: without what nobody holds, and without the least held, up to ``target``.
 
     Of entries with as many holders those with the smallest magnitude of ``order`` go first, then the first ones.
     """
-    if (found := masked_tensors.most_held(holders, order, target)) is not None:
-        return found
+    if (mask := masked_tensors.most_held(holders, order, target)) is not None:
+        return mask
     order, kept = order.abs(), holders > 0
-    missing = target - int((~kept).count_nonzero())
+    num_missing = target - int((~kept).count_nonzero())
     level = 1
-    while missing > 0:
+    while num_missing > 0:
         candidates = holders == level
         num_candidates = int(candidates.count_nonzero())
-        if num_candidates > missing:
-            threshold = kth_smallest(order[candidates], missing)
-            gone = candidates & (order < threshold)
-            equal = (candidates & (order == threshold)).nonzero().squeeze(1)
-            gone[equal[: missing - int(gone.count_nonzero())]] = True
-            return kept & ~gone
+        if num_candidates > num_missing:
+            threshold = kth_smallest(order[candidates], num_missing)
+            cut_mask = candidates & (order < threshold)
+            ties = (candidates & (order == threshold)).nonzero().squeeze(1)
+            cut_mask[ties[: num_missing - int(cut_mask.count_nonzero())]] = True
+            return kept & ~cut_mask
         kept &= ~candidates
-        missing, level = missing - num_candidates, level + 1
+        num_missing, level = num_missing - num_candidates, level + 1
     return kept
 
 
 def _most_held_of_m(holders: Tensor, order: Tensor, n_of_m: NOfM, row_length: int) -> Tensor:
-    """Return the mask of the n entries of every m neighbours that go last in the order of :func:`_most_held`."""
+    """Return the mask of the n entries of every m neighbours that go last in the order of :func:`_most_held_mask`."""
     check_n_of_m(n_of_m, row_length)
     n, m = n_of_m
     by_tie = order.abs().view(-1, m).sort(dim=1, stable=True).indices

@@ -39,17 +39,17 @@ def alps(
 
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, and when results are not finite.
     """
-    damped = hessian.detach().float().clone()
-    damped.diagonal().add_(damping * damped.diagonal().mean())
-    sizes = damped.diagonal().clamp(min=_TINY).sqrt()  # (in,)
-    damped /= sizes * sizes[:, None]
+    damped_hessian = hessian.detach().float().clone()
+    damped_hessian.diagonal().add_(damping * damped_hessian.diagonal().mean())
+    sizes = damped_hessian.diagonal().clamp(min=_TINY).sqrt()  # (in,)
+    damped_hessian /= sizes * sizes[:, None]
     rows = [len(matrix) for matrix in matrices]
     dense = torch.cat([matrix.detach().float() for matrix in matrices]) * sizes  # (out, in) * (in,)
-    values, vectors = torch.linalg.eigh(damped)
-    target = dense @ damped
+    values, vectors = torch.linalg.eigh(damped_hessian)
+    target = dense @ damped_hessian
 
     def mask_of(weights: Tensor) -> Tensor:
-        return torch.cat([magnitude_mask(each, density, n_of_m) for each in torch.split(weights, rows)])
+        return torch.cat([magnitude_mask(matrix, density, n_of_m) for matrix in torch.split(weights, rows)])
 
     mask = mask_of(dense)
     sparse, dual, penalty = dense * mask, torch.zeros_like(dense), _FIRST
@@ -59,12 +59,12 @@ def alps(
         mask = mask_of(dual)
         sparse = dual * mask
         dual, penalty = (dual - sparse) / growth, penalty * growth
-    pruned = least_squares(dense, mask, damped, sparse) / sizes
+    pruned = least_squares(dense, mask, damped_hessian, sparse) / sizes
     results = zip(matrices, torch.split(pruned, rows), torch.split(mask, rows), strict=True)
-    found = [(weight.to(matrix.dtype), kept) for matrix, weight, kept in results]
-    if not all(bool(weight.isfinite().all()) for weight, _ in found):
+    pairs = [(weight.to(matrix.dtype), kept_mask) for matrix, weight, kept_mask in results]
+    if not all(bool(weight.isfinite().all()) for weight, _ in pairs):
         raise ValueError("pruned weights are not finite, allowed: finite weights and sums, or a larger damping")
-    return found
+    return pairs
 
 
 def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor, steps: int = 200) -> Tensor:
@@ -75,8 +75,8 @@ def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor, s
     the diagonal, which leaves a diagonal preconditioner nothing to do.
     """
     kept = mask.float()
-    found = start * kept
-    direction = residual = ((dense - found) @ hessian) * kept
+    weights = start * kept
+    direction = residual = ((dense - weights) @ hessian) * kept
     size = residual.square().sum(dim=1, keepdim=True)  # (out, 1)
     limit = 1e-10 * ((dense @ hessian) * kept).square().sum(dim=1, keepdim=True)
     for _ in range(steps):
@@ -85,7 +85,7 @@ def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor, s
             break
         image = (direction @ hessian) * kept
         step = torch.where(is_open, size / (direction * image).sum(dim=1, keepdim=True).clamp(min=_TINY), 0)
-        found, residual = found + step * direction, residual - step * image
-        before, size = size, residual.square().sum(dim=1, keepdim=True)
-        direction = residual + torch.where(is_open, size / before, 0) * direction
-    return found
+        weights, residual = weights + step * direction, residual - step * image
+        last_size, size = size, residual.square().sum(dim=1, keepdim=True)
+        direction = residual + torch.where(is_open, size / last_size, 0) * direction
+    return weights

@@ -154,8 +154,8 @@ def encode(payload: Payload) -> dict[str, Bytes]:
     >>> decode(message).tensors["w"].tolist()
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 7.0]
     """
-    if (known := _KNOWN.get(payload)) is not None:
-        return known
+    if (message := _KNOWN.get(payload)) is not None:
+        return message
     if len(payload.tensors) > MAX_TENSORS:
         raise ValueError(f"a payload of {len(payload.tensors)} tensors, allowed: at most {MAX_TENSORS}")
     entries: list[_Entry] = []
@@ -164,19 +164,19 @@ def encode(payload: Payload) -> dict[str, Bytes]:
     for name, tensor in payload.tensors.items():
         mask = payload.masks.get(name)
         flat_mask = np.empty(0, np.bool_) if mask is None else mask.cpu().numpy().reshape(-1)
-        kept = tensor.numel() if mask is None else int(np.count_nonzero(flat_mask))
-        entry = _Entry(name, tuple(tensor.shape), tensor.dtype, _DENSE if mask is None else _MASKED, kept)
+        num_kept = tensor.numel() if mask is None else int(np.count_nonzero(flat_mask))
+        entry = _Entry(name, tuple(tensor.shape), tensor.dtype, _DENSE if mask is None else _MASKED, num_kept)
         _check_writable(entry)
         entries.append(entry)
         masks.append(flat_mask)
         values.append(_kept_bits(tensor, entry, flat_mask))
 
     bitmaps = [np.packbits(m, bitorder="little") for e, m in zip(entries, masks, strict=True) if e.is_bitmap]
-    coded = [(entry, mask) for entry, mask in zip(entries, masks, strict=True) if entry.is_coded]
+    coded_masks = [(entry, mask) for entry, mask in zip(entries, masks, strict=True) if entry.is_coded]
     words = np.empty(0, np.uint8)
-    if coded:
+    if coded_masks:
         lender = next((index for index, piece in enumerate(values) if piece.size), 0)  # masks alone have no values
-        words = _ans_encode(coded, values[lender][:_LENT_BYTES])
+        words = _ans_encode(coded_masks, values[lender][:_LENT_BYTES])
         values[lender] = values[lender][_LENT_BYTES:]
     return {KEY: np.concatenate([np.frombuffer(_write_header(entries), np.uint8), *bitmaps, words, *values])}
 
@@ -199,16 +199,16 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     against the bytes present before memory is taken. Every mask is checked against its declared count after
     decoding.
     """
-    body = _body_of(arrays)
+    body = _message_body(arrays)
     reader = _Reader(body.data)
     entries = _read_header(reader, max_bytes)
-    coded = [entry for entry in entries if entry.is_coded]
-    lender = next((entry for entry in entries if entry.value_bytes), None) if coded else None
+    coded_entries = [entry for entry in entries if entry.is_coded]
+    lender = next((entry for entry in entries if entry.value_bytes), None) if coded_entries else None
     num_lent = min(_LENT_BYTES, lender.value_bytes) if lender else 0
-    declared = sum(e.bitmap_bytes + e.value_bytes for e in entries)
-    num_ans = len(body) - reader.position - (declared - num_lent)  # the one section of undeclared length
-    if num_ans < 0 or (num_ans > 0 and not coded):
-        raise ValueError(f"a message of {len(body)} bytes, its header declares {reader.position + declared}")
+    num_declared = sum(e.bitmap_bytes + e.value_bytes for e in entries)
+    num_ans = len(body) - reader.position - (num_declared - num_lent)  # the one section of undeclared length
+    if num_ans < 0 or (num_ans > 0 and not coded_entries):
+        raise ValueError(f"a message of {len(body)} bytes, its header declares {reader.position + num_declared}")
 
     masks: dict[str, Bools] = {}
     for entry in entries:
@@ -217,17 +217,17 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     for entry in entries:
         if entry.is_bitmap:
             masks[entry.name] = _unpack(entry, np.frombuffer(reader.take(entry.bitmap_bytes), np.uint8))
-    lent = np.empty(0, np.uint8)
-    if coded:
-        decoded, lent = _ans_decode(coded, reader.take(num_ans), num_lent)
-        masks |= decoded
+    lent_bytes = np.empty(0, np.uint8)
+    if coded_entries:
+        coded_masks, lent_bytes = _ans_decode(coded_entries, reader.take(num_ans), num_lent)
+        masks |= coded_masks
 
     tensors = {}
     for entry in entries:
         piece = np.frombuffer(reader.take(entry.value_bytes - (num_lent if entry is lender else 0)), np.uint8)
         if entry is lender:
-            piece = np.concatenate([lent, piece])
-        tensors[entry.name] = _tensor_of(entry, piece, masks.get(entry.name))
+            piece = np.concatenate([lent_bytes, piece])
+        tensors[entry.name] = _decode_tensor(entry, piece, masks.get(entry.name))
     return Payload(
         tensors,
         {e.name: torch.from_numpy(masks[e.name]).reshape(e.shape) for e in entries if e.kind != _DENSE},
@@ -248,22 +248,22 @@ def unpack(data: bytes | memoryview, max_bytes: int) -> Payload:
 
 
 def _write_header(entries: Sequence[_Entry]) -> bytes:
-    out = bytearray()
+    header = bytearray()
     for index, entry in enumerate(entries):
         name = entry.name.encode()
-        last = _LAST if index == len(entries) - 1 else 0
+        last_flag = _LAST if index == len(entries) - 1 else 0
         is_plain = entry.kind == _MASKED and entry.dtype == torch.float32
         if is_plain and 1 <= len(entry.shape) <= 4 and len(name) < 16:
-            out.append(last | (len(entry.shape) - 1) << 4 | len(name))
+            header.append(last_flag | (len(entry.shape) - 1) << 4 | len(name))
         else:
-            out.append(last | _LONG | entry.kind << 3 | _DTYPES.index(entry.dtype))
-            out += varint(len(entry.shape)) + varint(len(name))
-        out += name
+            header.append(last_flag | _LONG | entry.kind << 3 | _DTYPES.index(entry.dtype))
+            header += varint(len(entry.shape)) + varint(len(name))
+        header += name
         for size in entry.shape:
-            out += varint(size)
+            header += varint(size)
         if entry.kind != _DENSE:
-            out += varint(entry.kept)
-    return bytes(out)
+            header += varint(entry.kept)
+    return bytes(header)
 
 
 def _read_header(reader: _Reader, max_bytes: int) -> list[_Entry]:
@@ -296,20 +296,20 @@ def _read_entry(reader: _Reader, label: str) -> tuple[bool, _Entry]:
     if lead & _LONG:
         kind, dtype = lead >> 3 & 7, _DTYPES[lead & 7]
         num_dims, num_name_bytes = reader.varint(), reader.varint()
-    for what, value, allowed in (
+    for field_name, value, limit in (
         ("kind", kind, _MASKED),
         ("number of dimensions", num_dims, MAX_DIMENSIONS),
         ("name length", num_name_bytes, MAX_NAME_BYTES),
     ):
-        if value > allowed:
-            raise ValueError(f"{label} of a message has {what} {value}, allowed: at most {allowed}")
+        if value > limit:
+            raise ValueError(f"{label} of a message has {field_name} {value}, allowed: at most {limit}")
     try:
         name = bytes(reader.take(num_name_bytes)).decode()
     except UnicodeDecodeError:
         raise ValueError(f"{label} of a message has a name that is not UTF-8") from None
     shape = tuple(reader.varint() for _ in range(num_dims))
-    kept = math.prod(shape) if kind == _DENSE else reader.varint()
-    return bool(lead & _LAST), _Entry(name, shape, dtype, kind, kept)
+    num_kept = math.prod(shape) if kind == _DENSE else reader.varint()
+    return bool(lead & _LAST), _Entry(name, shape, dtype, kind, num_kept)
 
 
 def _check_writable(entry: _Entry) -> None:
@@ -332,12 +332,12 @@ def varint(value: int) -> bytes:
     >>> varint(300).hex()
     'ac02'
     """
-    out = bytearray()
+    result = bytearray()
     while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
+        result.append(value & 0x7F | 0x80)
         value >>= 7
-    out.append(value)
-    return bytes(out)
+    result.append(value)
+    return bytes(result)
 
 
 class _Reader:
@@ -370,13 +370,13 @@ class _Reader:
         raise ValueError("a message holds a number above 2^63 - 1")
 
 
-def _body_of(arrays: Mapping[str, np.ndarray]) -> Bytes:
+def _message_body(arrays: Mapping[str, np.ndarray]) -> Bytes:
     if list(arrays) != [KEY]:
         raise ValueError(f"a message has the arrays {_brief(list(arrays))}, allowed: exactly {KEY!r}")
     body = arrays[KEY]
     if not isinstance(body, np.ndarray) or body.dtype != np.uint8 or body.ndim != 1:
-        found = f"{body.dtype} with {body.ndim} dimensions" if isinstance(body, np.ndarray) else type(body).__name__
-        raise ValueError(f"array {KEY!r} of a message is {found}, allowed: uint8 with 1 dimension")
+        kind = f"{body.dtype} with {body.ndim} dimensions" if isinstance(body, np.ndarray) else type(body).__name__
+        raise ValueError(f"array {KEY!r} of a message is {kind}, allowed: uint8 with 1 dimension")
     return np.ascontiguousarray(body)
 
 
@@ -411,11 +411,11 @@ def _bernoulli(entry: _Entry) -> Any:
     return constriction.stream.model.Bernoulli(min(max(numerator, 1), scale - 1) / scale, perfect=True)
 
 
-def _ans_encode(coded: Sequence[tuple[_Entry, Bools]], lent: Bytes) -> Bytes:
+def _ans_encode(coded_masks: Sequence[tuple[_Entry, Bools]], lent_bytes: Bytes) -> Bytes:
     """Return one stack of all masks, the last mask at the bottom, over the bytes lent to the stack."""
-    base = np.array([int.from_bytes(lent.tobytes(), "little")], np.uint32)
+    base = np.array([int.from_bytes(lent_bytes.tobytes(), "little")], np.uint32)
     coder = constriction.stream.stack.AnsCoder(base, seal=True)  # seals with a 1 word
-    for entry, mask in reversed(coded):
+    for entry, mask in reversed(coded_masks):
         model = _bernoulli(entry)
         for start in reversed(range(0, mask.size, _CHUNK)):
             coder.encode_reverse(mask[start : start + _CHUNK].astype(np.int32), model)
@@ -424,14 +424,14 @@ def _ans_encode(coded: Sequence[tuple[_Entry, Bools]], lent: Bytes) -> Bytes:
     return words.astype("<u4").view(np.uint8)[: 4 * len(words) - num_zero_bytes]
 
 
-def _ans_decode(coded: Sequence[_Entry], words: memoryview, num_lent: int) -> tuple[dict[str, Bools], Bytes]:
+def _ans_decode(entries: Sequence[_Entry], words: memoryview, num_lent: int) -> tuple[dict[str, Bools], Bytes]:
     """Return the masks and the bytes lent; these bytes and the 1 word must be all that remains of the stack."""
     if not words or words[-1] == 0:
         raise ValueError("a message whose entropy-coded masks are missing or end in a zero byte")
-    padded = bytes(words) + bytes(-len(words) % 4)
-    coder = constriction.stream.stack.AnsCoder(np.frombuffer(padded, "<u4").astype(np.uint32))
+    data = bytes(words) + bytes(-len(words) % 4)
+    coder = constriction.stream.stack.AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
     masks = {}
-    for entry in coded:
+    for entry in entries:
         model = _bernoulli(entry)
         mask = np.empty(entry.numel, np.bool_)
         for start in range(0, mask.size, _CHUNK):
@@ -454,12 +454,12 @@ def _kept_bits(tensor: Tensor, entry: _Entry, mask: Bools) -> Bytes:
         return np.empty(0, np.uint8)
     flat = np.ascontiguousarray(tensor.detach().cpu().reshape(-1).view(_BITS[entry.dtype.itemsize]).numpy())
     if entry.kept < entry.numel:
-        found = masked_tensors.gather(flat, mask, entry.kept)
-        flat = flat[np.flatnonzero(mask)] if found is None else found  # five times as fast as flat[mask]
+        values = masked_tensors.gather(flat, mask, entry.kept)
+        flat = flat[np.flatnonzero(mask)] if values is None else values  # five times as fast as flat[mask]
     return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 
-def _tensor_of(entry: _Entry, piece: Bytes, mask: Bools | None) -> Tensor:
+def _decode_tensor(entry: _Entry, piece: Bytes, mask: Bools | None) -> Tensor:
     if mask is not None and entry.is_mask_alone:
         return torch.from_numpy(mask.copy()).reshape(entry.shape)
     if entry.dtype == torch.bool and (piece > 1).any():

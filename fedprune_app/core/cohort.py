@@ -15,29 +15,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
-Asked = TypeVar("Asked")
-Got = TypeVar("Got")
+Request = TypeVar("Request")
+Result = TypeVar("Result")
 PATIENCE_SECONDS = 5.0
 _HARDLY_ANY_SECONDS = 1e-3
 LARGEST_COHORT = 8
 """So many clients are trained together at most, if the configuration does not say; more gain little."""
-TrainTogether = Callable[[Sequence[Asked]], list["Got | Exception"]]
+TrainTogether = Callable[[Sequence[Request]], list["Result | Exception"]]
 
 
-def together(asked: Asked, train_together: TrainTogether[Asked, Got], waits: bool = True) -> Got:
+def together(request: Request, train_together: TrainTogether[Request, Result], waits: bool = True) -> Result:
     """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
 
     A client with which nobody can train has no reason to wait for the others: ``waits`` is then False. Raises the
     exception that is this one's result.
     """
     member = _member.get() if waits else None
-    result = train_together([asked])[0] if member is None else member.trained(asked, train_together)
+    result = train_together([request])[0] if member is None else member.train(request, train_together)
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def work_in_cohort(works: Sequence[Callable[[], Got]], patience: float = PATIENCE_SECONDS) -> Iterator[tuple[int, Got]]:
+def work_in_cohort(
+    works: Sequence[Callable[[], Result]], patience: float = PATIENCE_SECONDS
+) -> Iterator[tuple[int, Result]]:
     """Do several clients' works as a cohort; yield the number of each and what it returned, once it is done.
 
     The works handle their errors themselves: one that raises ends the cohort. A client that takes no CPU time for
@@ -53,24 +55,24 @@ def work_in_cohort(works: Sequence[Callable[[], Got]], patience: float = PATIENC
             member.go_on(patience)
         for number in [number for number, member in members.items() if member.is_done]:
             yield number, members.pop(number).outcome()
-        waiting = [member for member in members.values() if not member.is_on_its_own]
-        if waiting:
-            results = waiting[0].train_together([member.asked for member in waiting])
-            for member, result in zip(waiting, results, strict=True):
-                member.got = result
+        participants = [member for member in members.values() if not member.is_on_its_own]
+        if participants:
+            results = participants[0].train_together([member.request for member in participants])
+            for member, result in zip(participants, results, strict=True):
+                member.result = result
         else:
             for number, member in members.items():
                 yield number, member.outcome()
             return
 
 
-def share_of(waiting: int, workers: int, largest: int) -> int:
-    """Return how many of the ``waiting`` messages each worker without work gets now, from 1 to ``largest``.
+def share_of(num_messages: int, num_workers: int, max_size: int) -> int:
+    """Return how many of ``num_messages`` each worker without work gets now, from 1 to ``max_size``.
 
-    Where the ``workers`` have to go several times, each time is as long as the others, so that all end together.
+    Where the workers have to go several times, each time is as long as the others, so that all end together.
     """
-    times = max(1, math.ceil(waiting / (workers * largest)))
-    return max(1, math.ceil(waiting / (workers * times)))
+    times = max(1, math.ceil(num_messages / (num_workers * max_size)))
+    return max(1, math.ceil(num_messages / (num_workers * times)))
 
 
 def largest_cohort(run_config: Mapping[str, Any]) -> int:
@@ -78,18 +80,18 @@ def largest_cohort(run_config: Mapping[str, Any]) -> int:
     return int(run_config.get("cohort", 0)) or LARGEST_COHORT
 
 
-class _Member(Generic[Got]):
+class _Member(Generic[Result]):
     """A member works in a thread of its own while :meth:`go_on` waits, until it is done or wants to train."""
 
-    asked: Any
-    got: Any = None
+    request: Any
+    result: Any = None
     train_together: Callable[[Sequence[Any]], list[Any]]
 
-    def __init__(self, work: Callable[[], Got]) -> None:
+    def __init__(self, work: Callable[[], Result]) -> None:
         self.is_done = self.is_on_its_own = False
         self._clock: int | None = None  # of its thread's CPU time
         self._work = work
-        self._outcome: list[Got] = []
+        self._outcome: list[Result] = []
         self._error: BaseException | None = None
         self._may_go, self._stopped, self._lock = threading.Semaphore(0), threading.Semaphore(0), threading.Lock()
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
@@ -102,10 +104,10 @@ class _Member(Generic[Got]):
             self._thread.start()
         else:
             self._may_go.release()
-        worked = self._cpu_seconds()
+        seconds = self._cpu_seconds()
         while not self._stopped.acquire(timeout=patience):
-            before, worked = worked, self._cpu_seconds()
-            if worked - before < _HARDLY_ANY_SECONDS:
+            last_seconds, seconds = seconds, self._cpu_seconds()
+            if seconds - last_seconds < _HARDLY_ANY_SECONDS:
                 with self._lock:
                     self.is_on_its_own = not self._stopped.acquire(blocking=False)
                 return
@@ -119,24 +121,24 @@ class _Member(Generic[Got]):
         except OSError:  # the thread has just ended
             return math.inf
 
-    def outcome(self) -> Got:
+    def outcome(self) -> Result:
         """Wait for the end of the member's work, and return what it returned or raise what it raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
         return self._outcome[0]
 
-    def trained(self, asked: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    def train(self, request: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
         with self._lock:
             if not self.is_on_its_own:
-                self.asked, self.train_together = asked, train_together
+                self.request, self.train_together = request, train_together
                 self._stopped.release()
         if self.is_on_its_own:
-            return train_together([asked])[0]
+            return train_together([request])[0]
         self._may_go.acquire()
-        got, self.asked, self.got = self.got, None, None
-        return got
+        result, self.request, self.result = self.result, None, None
+        return result
 
     def _run(self) -> None:
         _member.set(self)

@@ -21,12 +21,12 @@ def library(name: str) -> ctypes.CDLL | None:
     """
     try:
         source = (FOLDER / f"{name}.c").read_bytes()
-        found = ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
+        handle = ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
     except OSError:
         return None
     try:
-        compiled_from = found.fedprune_source
+        source_digest = handle.fedprune_source
     except AttributeError:
         return None
-    compiled_from.restype = ctypes.c_char_p
-    return found if compiled_from().decode() == hashlib.sha256(source).hexdigest() else None
+    source_digest.restype = ctypes.c_char_p
+    return handle if source_digest().decode() == hashlib.sha256(source).hexdigest() else None

@@ -27,25 +27,25 @@ def cut_inputs(
     num_groups = num_inputs // size
     if num_inputs % size or not 1 <= num_kept <= num_groups:
         raise ValueError(f"{num_kept} of {num_inputs / size:g} groups of {size} inputs, allowed: 1 to {num_groups}")
-    damped = hessian.double().clone()
-    damped.diagonal().add_(damping * damped.diagonal().mean())
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    if bool(failed):
+    damped_hessian = hessian.double().clone()
+    damped_hessian.diagonal().add_(damping * damped_hessian.diagonal().mean())
+    factor, failure = torch.linalg.cholesky_ex(damped_hessian)
+    if bool(failure):
         raise ValueError("the Hessian is not positive definite")
-    inverse, left = torch.cholesky_inverse(factor), weight.detach().double().clone()
+    inverse, result = torch.cholesky_inverse(factor), weight.detach().double().clone()
     groups = torch.arange(num_inputs, device=weight.device).view(num_groups, size)
-    at_once = max(1, -(-(num_groups - num_kept) // _STEPS))
+    step_size = max(1, -(-(num_groups - num_kept) // _STEPS))
     while len(groups) > num_kept:
         blocks = inverse[groups[:, :, None], groups[:, None, :]]  # (groups, size, size)
-        parts = left[:, groups].movedim(1, 0)  # (groups, out, size)
+        parts = result[:, groups].movedim(1, 0)  # (groups, out, size)
         errors = (torch.linalg.solve(blocks, parts, left=False) * parts).sum((1, 2))
         order = errors.argsort(stable=True)
-        count = min(at_once, len(groups) - num_kept)
-        gone, groups = groups[order[:count]].flatten(), groups[order[count:].sort().values]
-        moved = torch.linalg.solve(inverse[gone][:, gone], inverse[gone])  # (gone, in)
-        left -= left[:, gone] @ moved
-        inverse = inverse - inverse[:, gone] @ moved
-        left[:, gone] = 0
+        count = min(step_size, len(groups) - num_kept)
+        inputs, groups = groups[order[:count]].flatten(), groups[order[count:].sort().values]
+        coefficients = torch.linalg.solve(inverse[inputs][:, inputs], inverse[inputs])  # (inputs, in)
+        result -= result[:, inputs] @ coefficients
+        inverse = inverse - inverse[:, inputs] @ coefficients
+        result[:, inputs] = 0
     is_kept = torch.zeros(num_inputs, dtype=torch.bool, device=weight.device)
     is_kept[groups.flatten()] = True
-    return torch.where(is_kept, left, 0).to(weight.dtype), is_kept
+    return torch.where(is_kept, result, 0).to(weight.dtype), is_kept

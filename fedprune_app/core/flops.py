@@ -27,8 +27,8 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     first = next(model.parameters())
     example = torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device)
     # the other kernels of attention are not counted on every device
-    counting = FlopCounterMode(display=False)
-    with module_mode(model, training=False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counting as counter:
+    counter_mode = FlopCounterMode(display=False)
+    with module_mode(model, training=False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter_mode as counter:
         torch.func.functional_call(model, state, (example,))
 
     root = type(model).__name__
@@ -36,9 +36,9 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     layers: dict[str, int] = {}
     for name, module in model.named_modules():
         path = f"{root}.{name}" if name else root
-        within = sum(counts.get(f"{path}.{child}", 0) for child, _ in module.named_children())
-        if own := counts.get(path, 0) - within:
-            layers[name] = own
+        child_flops = sum(counts.get(f"{path}.{child}", 0) for child, _ in module.named_children())
+        if own_flops := counts.get(path, 0) - child_flops:
+            layers[name] = own_flops
     return layers
 
 

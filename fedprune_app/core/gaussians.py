@@ -12,8 +12,8 @@ def kl_divergence(mean_p: Tensor, std_p: Tensor, mean_q: Tensor, std_q: Tensor) 
     ``std_p`` and ``std_q`` are standard deviations, above 0.
     """
     ratio = (std_p / std_q).square()
-    apart = ((mean_p - mean_q) / std_q).square()
-    return 0.5 * (ratio + apart - 1 - ratio.log()).sum(-1)
+    distance = ((mean_p - mean_q) / std_q).square()
+    return 0.5 * (ratio + distance - 1 - ratio.log()).sum(-1)
 
 
 def experts_by_class(mean: Tensor, std: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

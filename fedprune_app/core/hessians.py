@@ -63,9 +63,9 @@ class ClippedMoments:
         is_finite = norms.isfinite().all(dim=1, keepdim=True)
         tokens = torch.where(is_finite & (norms > 0), tokens / norms, 0) / math.sqrt(tokens.shape[1])
         # ‖XᵀX‖ = ‖XXᵀ‖: the smaller of the two is enough, a few sequences at a time
-        smaller = tokens if tokens.shape[1] <= tokens.shape[2] else tokens.mT
-        at_a_time = max(1, _PRODUCTS // smaller.shape[1] ** 2)
-        sizes = torch.cat([(some @ some.mT).flatten(1).norm(dim=1) for some in torch.split(smaller, at_a_time)])
+        factors = tokens if tokens.shape[1] <= tokens.shape[2] else tokens.mT
+        chunk_size = max(1, _PRODUCTS // factors.shape[1] ** 2)
+        sizes = torch.cat([(chunk @ chunk.mT).flatten(1).norm(dim=1) for chunk in torch.split(factors, chunk_size)])
         # A norm of 0 is that of a sequence that adds nothing.
         shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
         rows = (tokens * shares[:, None, None]).flatten(0, 1)
@@ -82,16 +82,16 @@ def isometric(matrix: Tensor) -> Tensor:
     """
     upper = packed_upper(matrix)
     vector = upper * math.sqrt(2)
-    where = _diagonal(len(matrix))
-    vector[where] = upper[where]
+    diagonal = _diagonal(len(matrix))
+    vector[diagonal] = upper[diagonal]
     return vector
 
 
 def from_isometric(vector: Tensor, size: int) -> Tensor:
     """Return the upper triangle of the matrix (n, n) whose :func:`isometric` vector this is."""
     upper = vector / math.sqrt(2)
-    where = _diagonal(size)
-    upper[where] = vector[where]
+    diagonal = _diagonal(size)
+    upper[diagonal] = vector[diagonal]
     return upper
 
 
@@ -109,12 +109,12 @@ def denoised(matrix: Tensor, std: float) -> Tensor:
     if std:
         size = len(values)
         tau = std * math.sqrt(size / 2)
-        apart = values[:, None] - values
-        smoothed = apart / (apart.square() + 4 * tau**2 / size)
-        least = _LEAST * values.mean().clamp(min=tau / size)  # the mean has about as much noise
-        values = (values - 2 * tau**2 * smoothed.mean(dim=1)).cummax(dim=0).values.clamp(min=least)
-    found: Tensor = (vectors * values) @ vectors.mT
-    return found.float()
+        gaps = values[:, None] - values
+        inverse_gaps = gaps / (gaps.square() + 4 * tau**2 / size)
+        minimum = _LEAST * values.mean().clamp(min=tau / size)  # the mean has about as much noise
+        values = (values - 2 * tau**2 * inverse_gaps.mean(dim=1)).cummax(dim=0).values.clamp(min=minimum)
+    estimate: Tensor = (vectors * values) @ vectors.mT
+    return estimate.float()
 
 
 _LEAST = 0.05  # of the mean eigenvalue; 0.02 and 0.1 gave worse models at an ε of 2
@@ -141,9 +141,9 @@ class HessianSum:
         An error leaves the sum as if these tensors had not come.
         """
         upper = self.check(name, tensors, weight)
-        whole = upper.round()
-        self._whole += whole.long()
-        self._fraction += ((upper - whole) * _FRACTION).round().long()
+        integers = upper.round()
+        self._whole += integers.long()
+        self._fraction += ((upper - integers) * _FRACTION).round().long()
         self.weight += weight
         self.num_added += 1
 

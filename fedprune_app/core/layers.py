@@ -56,18 +56,18 @@ def consecutive(layers: Sequence[str], first: int, count: int) -> tuple[str, ...
     >>> consecutive(["conv1", "conv2", "fc1"], first=2, count=2)
     ('conv1', 'fc1')
     """
-    chosen = {layers[(first + i) % len(layers)] for i in range(_checked(count, layers))}
-    return tuple(layer for layer in layers if layer in chosen)
+    selection = {layers[(first + i) % len(layers)] for i in range(_valid_count(count, layers))}
+    return tuple(layer for layer in layers if layer in selection)
 
 
 def drawn(layers: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> tuple[str, ...]:
     """Draw a number of layers uniformly from ``counts``, then draw that many layers uniformly without replacement."""
-    count = _checked(counts[int(rng.integers(len(counts)))], layers)
-    chosen = {layers[i] for i in rng.permutation(len(layers))[:count]}
-    return tuple(layer for layer in layers if layer in chosen)
+    count = _valid_count(counts[int(rng.integers(len(counts)))], layers)
+    selection = {layers[i] for i in rng.permutation(len(layers))[:count]}
+    return tuple(layer for layer in layers if layer in selection)
 
 
-def _checked(count: int, layers: Sequence[str]) -> int:
+def _valid_count(count: int, layers: Sequence[str]) -> int:
     if not 1 <= count <= len(layers):
         raise ValueError(f"{count} of {len(layers)} layers, allowed: 1 to {len(layers)}")
     return count
@@ -86,16 +86,16 @@ def matching(layers: Sequence[str], pattern: str) -> tuple[str, ...]:
     (('layer2.0', 'layer2.1'), ('conv1', 'layer2.1'))
     """
     parts = pattern.replace(",", " ").split()
-    chosen = set(layers) if parts and parts[0].startswith("-") else set()
+    selection = set(layers) if parts and parts[0].startswith("-") else set()
     for part in parts:
         name = part.removeprefix("-")
-        found = {layer for layer in layers if layer == name or layer.startswith(f"{name}.")}
-        if not found:
+        matches = {layer for layer in layers if layer == name or layer.startswith(f"{name}.")}
+        if not matches:
             raise ValueError(f"'{name}' names no hidden layer, allowed: {', '.join(layers)}")
-        chosen = chosen - found if part.startswith("-") else chosen | found
-    if not chosen:
+        selection = selection - matches if part.startswith("-") else selection | matches
+    if not selection:
         raise ValueError(f"'{pattern}' names no hidden layer, allowed: at least one of {', '.join(layers)}")
-    return tuple(layer for layer in layers if layer in chosen)
+    return tuple(layer for layer in layers if layer in selection)
 
 
 def within_capacity(
@@ -112,19 +112,19 @@ def within_capacity(
     """
     room = capacity * sum(sizes.values()) + 1e-6
     hidden = [layer for layer in sizes if layer != head]
-    chosen: set[str] = set()
+    selection: set[str] = set()
     for layer in hidden[first:] + hidden[:first]:
-        if deployed(sizes, prunable, {*chosen, layer, head}, density) <= room:
-            chosen.add(layer)
-    if not chosen:
-        chosen = {min(hidden, key=lambda layer: sizes[layer])}
-        least = deployed(sizes, prunable, {*chosen, head}, 0.0)
-        rest = deployed(sizes, prunable, {*chosen, head}, 1.0) - least
-        if room <= least:
-            share = least / sum(sizes.values())
+        if deployed(sizes, prunable, {*selection, layer, head}, density) <= room:
+            selection.add(layer)
+    if not selection:
+        selection = {min(hidden, key=lambda layer: sizes[layer])}
+        minimum = deployed(sizes, prunable, {*selection, head}, 0.0)
+        remainder = deployed(sizes, prunable, {*selection, head}, 1.0) - minimum
+        if room <= minimum:
+            share = minimum / sum(sizes.values())
             raise ValueError(f"capacity is {capacity:g}, allowed: above {share:.3g}, the last and the smallest layer")
-        density = min(density, (room - least) / rest)
-    return tuple(layer for layer in hidden if layer in chosen), density
+        density = min(density, (room - minimum) / remainder)
+    return tuple(layer for layer in hidden if layer in selection), density
 
 
 def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Collection[str], density: float) -> float:
@@ -148,11 +148,11 @@ def assign_layers(
     """
     order = sorted(rng.permutation(num_layers).tolist(), key=lambda layer: layer not in first)
     clients = rng.permutation(sorted(shares)).tolist()
-    assigned, start = {}, 0
+    layers_by_client, start = {}, 0
     for client, count in layer_counts(num_layers, {client: shares[client] for client in clients}).items():
-        assigned[client] = sorted(order[(start + i) % num_layers] for i in range(count))
+        layers_by_client[client] = sorted(order[(start + i) % num_layers] for i in range(count))
         start += count
-    return dict(sorted(assigned.items()))
+    return dict(sorted(layers_by_client.items()))
 
 
 def layer_counts(num_layers: int, shares: Mapping[int, float]) -> dict[int, int]:
@@ -164,13 +164,13 @@ def layer_counts(num_layers: int, shares: Mapping[int, float]) -> dict[int, int]
     >>> layer_counts(5, {0: 0.5, 1: 0.3, 2: 0.2})
     {0: 3, 1: 1, 2: 1}
     """
-    if wrong := [share for share in shares.values() if not 0 < share <= 1]:
-        raise ValueError(f"a client's share of the layers is {wrong[0]:g}, allowed: above 0 and at most 1")
-    wanted = {client: num_layers * share for client, share in shares.items()}
-    counts = {client: max(1, math.floor(number + 1e-6)) for client, number in wanted.items()}
-    missing = math.floor(sum(wanted.values()) + 0.5 + 1e-6) - sum(counts.values())
-    by_remainder = sorted(wanted, key=lambda client: round(counts[client] - wanted[client], 6))  # stable
-    return {client: counts[client] + (client in by_remainder[: max(missing, 0)]) for client in wanted}
+    if invalid_shares := [share for share in shares.values() if not 0 < share <= 1]:
+        raise ValueError(f"a client's share of the layers is {invalid_shares[0]:g}, allowed: above 0 and at most 1")
+    targets = {client: num_layers * share for client, share in shares.items()}
+    counts = {client: max(1, math.floor(number + 1e-6)) for client, number in targets.items()}
+    num_missing = math.floor(sum(targets.values()) + 0.5 + 1e-6) - sum(counts.values())
+    order = sorted(targets, key=lambda client: round(counts[client] - targets[client], 6))  # stable
+    return {client: counts[client] + (client in order[: max(num_missing, 0)]) for client in targets}
 
 
 def _layer(name: str) -> str:

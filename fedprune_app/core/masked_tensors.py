@@ -60,41 +60,41 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.from_numpy(np.empty(shape, _NUMPY[dtype.itemsize])).view(dtype)
 
 
-def add(sums: Tensor, held: Tensor, values: Sequence[Tensor], masks: Sequence[Tensor | None], *, scale: float,
+def add(sums: Tensor, counts: Tensor, values: Sequence[Tensor], masks: Sequence[Tensor | None], *, scale: float,
         weight: int) -> bool | None:  # fmt: skip
-    """Add ``round(scale · values)``, half to even, to ``sums`` where the masks keep; add ``weight`` to ``held`` there.
+    """Add ``round(scale · values)``, half to even, to ``sums`` where masks keep; add ``weight`` to ``counts`` there.
 
-    ``sums`` is int64. ``held`` is int32 of the same shape, or anything if no tensor has a mask. A tensor without mask
-    is added everywhere and is not counted in ``held``. All products must be below 2^51 in magnitude.
+    ``sums`` is int64. ``counts`` is int32 of the same shape, or anything if no tensor has a mask. A tensor without mask
+    is added everywhere and is not counted in ``counts``. All products must be below 2^51 in magnitude.
     """
     is_masked = any(mask is not None for mask in masks)
     shape = sums.shape
-    if not _fits(sums, torch.int64, shape) or (is_masked and not _fits(held, torch.int32, shape)):
+    if not _fits(sums, torch.int64, shape) or (is_masked and not _fits(counts, torch.int32, shape)):
         return None
-    if not all(_fits(each, torch.float32, shape) for each in values):
+    if not all(_fits(value, torch.float32, shape) for value in values):
         return None
     if not all(mask is None or _fits(mask, torch.bool, shape) for mask in masks):
         return None
     lists = _Pointer * len(values)
-    addresses = lists(*(each.data_ptr() for each in values))
+    addresses = lists(*(value.data_ptr() for value in values))
     mask_addresses = lists(*(None if mask is None else mask.data_ptr() for mask in masks))
-    held_address = held.data_ptr() if is_masked else None
+    held_address = counts.data_ptr() if is_masked else None
     _call("add", addresses, mask_addresses, len(values), sums.data_ptr(), held_address, sums.numel(), scale, weight,
           torch.get_num_threads())  # fmt: skip
     return True
 
 
-def mean(out: Tensor, sums: Tensor, held: Tensor, factor: float, otherwise: Tensor | None = None) -> bool | None:
-    """Write ``sums / held · factor`` to ``out`` (float32), and ``otherwise`` (or 0) where ``held`` is 0."""
+def mean(out: Tensor, sums: Tensor, counts: Tensor, factor: float, default: Tensor | None = None) -> bool | None:
+    """Write ``sums / counts · factor`` to ``out`` (float32), and ``default`` (or 0) where ``counts`` is 0."""
     shape = sums.shape
-    if not _fits(sums, torch.int64, shape) or not _fits(held, torch.int32, shape):
+    if not _fits(sums, torch.int64, shape) or not _fits(counts, torch.int32, shape):
         return None
     if not _fits(out, torch.float32, shape):
         return None
-    if otherwise is not None and not _fits(otherwise, torch.float32, shape):
+    if default is not None and not _fits(default, torch.float32, shape):
         return None
-    stays = None if otherwise is None else otherwise.data_ptr()
-    _call("mean", sums.data_ptr(), held.data_ptr(), stays, out.data_ptr(), sums.numel(), factor,
+    default_address = None if default is None else default.data_ptr()
+    _call("mean", sums.data_ptr(), counts.data_ptr(), default_address, out.data_ptr(), sums.numel(), factor,
           torch.get_num_threads())  # fmt: skip
     return True
 
@@ -104,9 +104,9 @@ def keep(values: Tensor, mask: Tensor) -> Tensor | None:
     shape = values.shape
     if not _fits(mask, torch.bool, shape) or not _fits(values, values.dtype, shape) or values.dtype.is_complex:
         return None
-    found = empty(shape, values.dtype, values.device)
-    _call("keep", mask.data_ptr(), values.data_ptr(), found.data_ptr(), values.numel(), values.element_size())
-    return found
+    result = empty(shape, values.dtype, values.device)
+    _call("keep", mask.data_ptr(), values.data_ptr(), result.data_ptr(), values.numel(), values.element_size())
+    return result
 
 
 def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any] | None:
@@ -116,19 +116,19 @@ def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any
     """
     if not _is_usable():
         return None
-    found = np.empty(mask.size, dtype)
-    _call("spread", mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, found.ctypes.data, mask.size,
+    result = np.empty(mask.size, dtype)
+    _call("spread", mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, result.ctypes.data, mask.size,
           dtype.itemsize)  # fmt: skip
-    return found
+    return result
 
 
 def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDArray[Any] | None:
     """Return the ``num_kept`` values that ``mask`` keeps. ``values`` is flat and of integers."""
     if not _is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
         return None
-    found = np.empty(num_kept + 1, values.dtype)
-    _call("gather", mask.ctypes.data, values.ctypes.data, mask.size, found.ctypes.data, values.dtype.itemsize)
-    return found[:num_kept]
+    result = np.empty(num_kept + 1, values.dtype)
+    _call("gather", mask.ctypes.data, values.ctypes.data, mask.size, result.ctypes.data, values.dtype.itemsize)
+    return result[:num_kept]
 
 
 def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
@@ -143,33 +143,33 @@ def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
     size = holders.numel()
     levels = np.empty(int(holders.max()) + 1, np.int64)
     _call("levels", holders.data_ptr(), size, levels.ctypes.data, len(levels) - 1)
-    missing = target - int(levels[0])
-    level, threshold, equal = 1, 0, 0  # all with fewer holders go, and of those with so many none
-    while missing > 0 and level < len(levels):
-        if levels[level] > missing:
-            place = (holders.data_ptr(), order.data_ptr(), size, level)
-            high, missing = _position(_histogram(*place, -1), missing)
-            low, equal = _position(_histogram(*place, high), missing)
+    num_missing = target - int(levels[0])
+    level, threshold, num_ties = 1, 0, 0  # all with fewer holders go, and of those with so many none
+    while num_missing > 0 and level < len(levels):
+        if levels[level] > num_missing:
+            arguments = (holders.data_ptr(), order.data_ptr(), size, level)
+            high, num_missing = _position(_histogram(*arguments, -1), num_missing)
+            low, num_ties = _position(_histogram(*arguments, high), num_missing)
             threshold = high << 16 | low
             break
-        missing -= int(levels[level])
+        num_missing -= int(levels[level])
         level += 1
-    found = empty(shape, torch.bool, holders.device)
-    _call("cut", holders.data_ptr(), order.data_ptr(), size, level, threshold, equal, found.data_ptr())
-    return found
+    mask = empty(shape, torch.bool, holders.device)
+    _call("cut", holders.data_ptr(), order.data_ptr(), size, level, threshold, num_ties, mask.data_ptr())
+    return mask
 
 
 def _histogram(*arguments: int) -> NDArray[np.int64]:
-    found = np.empty(_BINS, np.int64)
-    _call("histogram", *arguments, found.ctypes.data)
-    return found
+    histogram = np.empty(_BINS, np.int64)
+    _call("histogram", *arguments, histogram.ctypes.data)
+    return histogram
 
 
 def _position(histogram: NDArray[np.int64], rank: int) -> tuple[int, int]:
     """Return the bin of the ``rank``-th smallest value, counted from 1, and the rank of that value within the bin."""
-    up_to = histogram.cumsum()
-    place = int(np.searchsorted(up_to, rank))
-    return place, rank - int(up_to[place] - histogram[place])
+    cumulative = histogram.cumsum()
+    position = int(np.searchsorted(cumulative, rank))
+    return position, rank - int(cumulative[position] - histogram[position])
 
 
 def _is_usable() -> bool:

@@ -131,11 +131,11 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
     masks = {}
     for name, weight in weights.items():
         count = keep_count(weight.numel(), density)
-        everywhere = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+        full_mask = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
         if 0 < count < weight.numel():
-            masks[name] = _largest(weight.detach().abs(), everywhere, count)
+            masks[name] = _largest(weight.detach().abs(), full_mask, count)
         else:
-            masks[name] = everywhere if count else ~everywhere
+            masks[name] = full_mask if count else ~full_mask
     return masks
 
 
@@ -161,16 +161,16 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
     """
     if not 0.0 <= percent <= 100.0:
         raise ValueError(f"percent is {percent}, allowed: 0 to 100")
-    pruned = {}
+    new_masks = {}
     for name, mask in masks.items():
         magnitude = weights[name].detach().abs()
-        alive = magnitude[mask & (magnitude != 0)]
-        if alive.numel() == 0:
-            pruned[name] = mask.clone()
+        magnitudes = magnitude[mask & (magnitude != 0)]
+        if magnitudes.numel() == 0:
+            new_masks[name] = mask.clone()
             continue
-        threshold = float(np.percentile(alive.double().cpu().numpy(), percent))
-        pruned[name] = mask & ~(magnitude.double() < threshold)
-    return pruned
+        threshold = float(np.percentile(magnitudes.double().cpu().numpy(), percent))
+        new_masks[name] = mask & ~(magnitude.double() < threshold)
+    return new_masks
 
 
 def relative_threshold_masks(weights: Mapping[str, Tensor], ratio: float) -> Masks:
@@ -184,13 +184,13 @@ def relative_threshold_masks(weights: Mapping[str, Tensor], ratio: float) -> Mas
     """
     if not 0.0 <= ratio < 1.0:
         raise ValueError(f"ratio is {ratio}, allowed: at least 0 and below 1")
-    kept = {}
+    new_masks = {}
     for name, weight in weights.items():
         magnitude = weight.detach().abs()
         if magnitude.isnan().any():
             raise ValueError(f"weight '{name}' holds NaN, allowed: numbers")
-        kept[name] = magnitude > ratio * magnitude.max() if magnitude.numel() else magnitude.bool()
-    return kept
+        new_masks[name] = magnitude > ratio * magnitude.max() if magnitude.numel() else magnitude.bool()
+    return new_masks
 
 
 def prune_and_grow(
@@ -219,20 +219,20 @@ def prune_and_grow(
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction is {fraction}, allowed: 0 to 1")
-    moved = {}
+    new_masks = {}
     for name, mask in masks.items():
         magnitude, growth = weights[name].detach().abs(), gradients[name].detach().abs()
         for kind, scores in (("weight", magnitude), ("gradient", growth)):
             if scores.sum().isnan():  # a sum of magnitudes is NaN only if one of them is
                 raise ValueError(f"{kind} '{name}' holds NaN, allowed: numbers")
-        kept = int(mask.count_nonzero())
-        if fraction == 0 or kept in (0, mask.numel()):
-            moved[name] = mask.clone()
+        num_kept = int(mask.count_nonzero())
+        if fraction == 0 or num_kept in (0, mask.numel()):
+            new_masks[name] = mask.clone()
             continue
-        count = max(1, math.ceil(fraction * kept - 1e-6))  # 0.28 * 25 is 7, not 8
-        stay = mask & ~_largest(-magnitude, mask, count)
-        moved[name] = stay | _largest(growth, ~stay, count)
-    return moved
+        count = max(1, math.ceil(fraction * num_kept - 1e-6))  # 0.28 * 25 is 7, not 8
+        kept = mask & ~_largest(-magnitude, mask, count)
+        new_masks[name] = kept | _largest(growth, ~kept, count)
+    return new_masks
 
 
 def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
@@ -244,13 +244,13 @@ def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
     shape, scores, eligible = eligible.shape, scores.reshape(-1), eligible.reshape(-1)
     if scores.device.type == "cpu":
         candidates = scores.numpy()[np.flatnonzero(eligible.numpy())]  # both outrun torch's on a CPU
-        last = float(np.partition(candidates, -count)[-count])
+        threshold = float(np.partition(candidates, -count)[-count])
     else:
-        last = float(scores[eligible].topk(count, sorted=False).values.min())
-    chosen = eligible & (scores > last)
-    ties = (eligible & (scores == last)).nonzero().squeeze(1)
-    chosen[ties[: count - int(chosen.count_nonzero())]] = True
-    return chosen.view(shape)
+        threshold = float(scores[eligible].topk(count, sorted=False).values.min())
+    selection = eligible & (scores > threshold)
+    ties = (eligible & (scores == threshold)).nonzero().squeeze(1)
+    selection[ties[: count - int(selection.count_nonzero())]] = True
+    return selection.view(shape)
 
 
 def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

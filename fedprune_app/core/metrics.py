@@ -26,10 +26,10 @@ def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
     >>> worst_decile([0.9, 0.2, 0.7])
     0.2
     """
-    ordered = np.sort(np.asarray(values, dtype=np.float64))  # NaN sorts last
-    if ordered.size == 0 or np.isnan(ordered[-1]):
+    sorted_values = np.sort(np.asarray(values, dtype=np.float64))  # NaN sorts last
+    if sorted_values.size == 0 or np.isnan(sorted_values[-1]):
         return float("nan")
-    return float(ordered[: -(-ordered.size // 10)].mean())
+    return float(sorted_values[: -(-sorted_values.size // 10)].mean())
 
 
 def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:

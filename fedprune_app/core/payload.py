@@ -53,10 +53,11 @@ class Payload:
     @classmethod
     def pruned(cls, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Payload:
         """Return a payload of new tensors, zero wherever their mask is False."""
-        kept = {
-            name: _kept(tensor, masks[name]) if name in masks else tensor.clone() for name, tensor in tensors.items()
+        pruned_tensors = {
+            name: _apply_mask(tensor, masks[name]) if name in masks else tensor.clone()
+            for name, tensor in tensors.items()
         }
-        return cls(kept, {name: mask.clone() for name, mask in masks.items()})
+        return cls(pruned_tensors, {name: mask.clone() for name, mask in masks.items()})
 
     def num_elements(self) -> int:
         """Return the number of coordinates of all tensors, kept or not."""
@@ -115,9 +116,9 @@ class Payload:
         )
 
 
-def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
-    found = masked_tensors.keep(tensor, mask)
-    return torch.where(mask, tensor, tensor.new_zeros(())) if found is None else found
+def _apply_mask(tensor: Tensor, mask: Tensor) -> Tensor:
+    result = masked_tensors.keep(tensor, mask)
+    return torch.where(mask, tensor, tensor.new_zeros(())) if result is None else result
 
 
 def _to_ndarray(tensor: Tensor) -> np.ndarray:

@@ -39,12 +39,12 @@ def global_draws_of(rng: torch.Generator) -> Iterator[None]:
     Such layers take torch's global generators. That of the CPU is afterwards as it was.
     """
     # torch.manual_seed formats the whole stack for a device that is not there, which takes as long as a small step
-    of_cpu, seed = torch.default_generator, rng.initial_seed()
-    before = of_cpu.get_state()
-    of_cpu.manual_seed(seed)
+    cpu_generator, seed = torch.default_generator, rng.initial_seed()
+    state = cpu_generator.get_state()
+    cpu_generator.manual_seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:
-        of_cpu.set_state(before)
+        cpu_generator.set_state(state)

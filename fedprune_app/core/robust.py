@@ -18,10 +18,10 @@ def move_norm(update: Payload, base: Mapping[str, Tensor]) -> float:
     """Return the L2 norm of ``update - base`` over the coordinates that ``update`` keeps, summed in float64."""
     squares = 0.0
     for name, tensor in update.tensors.items():
-        away = tensor.double() - base[name].double()
+        move = tensor.double() - base[name].double()
         if name in update.masks:
-            away = away.where(update.masks[name], 0)
-        squares += float(away.square().sum())
+            move = move.where(update.masks[name], 0)
+        squares += float(move.square().sum())
     return math.sqrt(squares)
 
 
@@ -37,8 +37,8 @@ def clipped(update: Payload, base: Mapping[str, Tensor], bound: float) -> Payloa
     tensors = {}
     for name, tensor in update.tensors.items():
         start = base[name].double()
-        moved = (start + (tensor.double() - start) * (bound / norm)).to(tensor.dtype)
-        tensors[name] = moved.where(update.masks[name], 0) if name in update.masks else moved
+        values = (start + (tensor.double() - start) * (bound / norm)).to(tensor.dtype)
+        tensors[name] = values.where(update.masks[name], 0) if name in update.masks else values
     return Payload(tensors, update.masks)
 
 
@@ -90,9 +90,9 @@ class TrimmedMean:
         for name, tensor in payload.tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"tensor '{name}' has values that are not finite")
-            before = next((each.tensors[name] for each in self._added if name in each.tensors), tensor)
-            if before.shape != tensor.shape:
-                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(before.shape)}")
+            reference = next((other.tensors[name] for other in self._added if name in other.tensors), tensor)
+            if reference.shape != tensor.shape:
+                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(reference.shape)}")
         self._added.append(payload)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -101,20 +101,20 @@ class TrimmedMean:
         A coordinate that nobody kept has its value in ``fallback``. Afterwards ``stayed`` names the tensors of which
         too few were sent for any coordinate to move.
         """
-        sent = {name: sum(name in payload.tensors for payload in self._added) for name in fallback}
-        least = self.trim and math.ceil(1 / self.trim - 1e-9)
-        self.stayed = tuple(name for name, count in sent.items() if 0 < count < least)
-        return {name: self._mean_of(name, old) for name, old in fallback.items()}
+        counts = {name: sum(name in payload.tensors for payload in self._added) for name in fallback}
+        minimum = self.trim and math.ceil(1 / self.trim - 1e-9)
+        self.stayed = tuple(name for name, count in counts.items() if 0 < count < minimum)
+        return {name: self._tensor_mean(name, default) for name, default in fallback.items()}
 
-    def _mean_of(self, name: str, old: Tensor) -> Tensor:
+    def _tensor_mean(self, name: str, default: Tensor) -> Tensor:
         senders = [payload for payload in self._added if name in payload.tensors]
         if not senders:
-            return old.clone()
-        result = torch.empty(old.numel(), dtype=old.dtype, device=old.device)
+            return default.clone()
+        result = torch.empty(default.numel(), dtype=default.dtype, device=default.device)
         values = [payload.tensors[name].reshape(-1) for payload in senders]
         masks = [payload.masks[name].reshape(-1) if name in payload.masks else None for payload in senders]
-        stays = old.reshape(-1)
-        for start in range(0, old.numel(), _BLOCK):
+        defaults = default.reshape(-1)
+        for start in range(0, default.numel(), _BLOCK):
             part = slice(start, start + _BLOCK)
             table = torch.stack([value[part].double() for value in values])  # (senders, coordinates)
             for row, mask in zip(table, masks, strict=True):
@@ -126,6 +126,6 @@ class TrimmedMean:
             rank = torch.arange(len(table), device=table.device).unsqueeze(1)
             table.masked_fill_((rank < cut) | (rank >= kept - cut), 0)
             mean = table.sum(dim=0) / (kept - 2 * cut).clamp(min=1)
-            trusted = cut > 0 if self.trim else kept > 0
-            result[part] = torch.where(trusted, mean, stays[part].double()).to(old.dtype)
-        return result.view(old.shape)
+            has_values = cut > 0 if self.trim else kept > 0
+            result[part] = torch.where(has_values, mean, defaults[part].double()).to(default.dtype)
+        return result.view(default.shape)

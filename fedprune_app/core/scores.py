@@ -31,10 +31,10 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     if count >= len(flat):
         return torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
     threshold = kth_smallest(flat, count)
-    chosen = flat < threshold
-    equal = (flat == threshold).nonzero().squeeze(1)
-    chosen[equal[: count - int(chosen.count_nonzero())]] = True
-    return chosen.view(scores.shape)
+    selection = flat < threshold
+    ties = (flat == threshold).nonzero().squeeze(1)
+    selection[ties[: count - int(selection.count_nonzero())]] = True
+    return selection.view(scores.shape)
 
 
 def kth_smallest(flat: Tensor, rank: int) -> Tensor | float:
@@ -97,18 +97,18 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None
     if n_of_m is not None and density is None:
         return n_of_m_mask(scores, n_of_m)
     num_inputs = scores.shape[1]
-    removed = keep_count(num_inputs, 1 - one_target(density, n_of_m))
+    num_removed = keep_count(num_inputs, 1 - one_target(density, n_of_m))
     if bool(scores.isnan().any()):
         raise ValueError("scores hold NaN, allowed: numbers")
-    in_order = scores.sort(dim=1, stable=True).indices
+    order = scores.sort(dim=1, stable=True).indices
     if not bool(zeros.any()):
         mask = torch.ones_like(scores, dtype=torch.bool)
-        return mask.scatter_(1, in_order[:, :removed], False)
-    alive = (~zeros).sum(dim=1).cumsum(0)
-    until = missing_until(alive, (removed * len(scores) - zeros.sum()).clamp(min=0))
-    gone = zeros.sum(dim=1) + until.diff(prepend=until.new_zeros(1))
+        return mask.scatter_(1, order[:, :num_removed], False)
+    alive_counts = (~zeros).sum(dim=1).cumsum(0)
+    missing_counts = missing_until(alive_counts, (num_removed * len(scores) - zeros.sum()).clamp(min=0))
+    removed_counts = zeros.sum(dim=1) + missing_counts.diff(prepend=missing_counts.new_zeros(1))
     places = torch.arange(num_inputs, device=scores.device)
-    return torch.empty_like(zeros).scatter_(1, in_order, places >= gone[:, None])
+    return torch.empty_like(zeros).scatter_(1, order, places >= removed_counts[:, None])
 
 
 def missing_until(alive: Tensor, missing: int | Tensor) -> Tensor:

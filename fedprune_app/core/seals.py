@@ -23,8 +23,8 @@ def json_digest(content: Mapping[str, Any]) -> str:
 
 def sealed_json(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object with its digest as a last field."""
-    plain = {key: value for key, value in content.items() if key != KEY}
-    return {**plain, KEY: json_digest(plain)}
+    fields = {key: value for key, value in content.items() if key != KEY}
+    return {**fields, KEY: json_digest(fields)}
 
 
 def check_json(content: Mapping[str, Any]) -> None:
@@ -61,14 +61,14 @@ def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
     end = content.find(b"\n", 0, _MAX_LINE)
     try:
         line = json.loads(content[len(_START) : end])
-        said, digest = dict(line["about"]), line["sha256"]
+        header, digest = dict(line["about"]), line["sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError("its first line is damaged") from None
     body = memoryview(content)[end + 1 :]
-    if digest != _digest(body, said):
+    if digest != _digest(body, header):
         raise ValueError("its content is not what was written")
-    if about.items() - said.items():
-        raise ValueError(f"it is {said}, allowed here: {dict(about)}")
+    if about.items() - header.items():
+        raise ValueError(f"it is {header}, allowed here: {dict(about)}")
     return body
 
 

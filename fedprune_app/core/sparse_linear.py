@@ -81,7 +81,7 @@ class PackedMatrix:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of the matrix in memory."""
-        return sum(each.numel() * each.element_size() for each in (self.words, self.starts, self.values))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.words, self.starts, self.values))
 
     def dense(self) -> Tensor:
         """Return the matrix (rows, columns) with its zeros."""
@@ -99,14 +99,14 @@ def pack(matrix: Tensor) -> PackedMatrix:
     if matrix.dim() != 2 or matrix.dtype not in DTYPES:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ValueError(f"a tensor of shape {tuple(matrix.shape)} and {matrix.dtype}, allowed: a matrix of {allowed}")
-    kept = matrix.detach().cpu() != 0
+    mask = matrix.detach().cpu() != 0
     rows, columns = matrix.shape
     count = -(-columns // _WORD)
     words = np.zeros((rows, 8 * count), dtype=np.uint8)
-    words[:, : -(-columns // 8)] = np.packbits(kept.numpy(), axis=1, bitorder="little")
+    words[:, : -(-columns // 8)] = np.packbits(mask.numpy(), axis=1, bitorder="little")
     starts = torch.zeros(rows + 1, dtype=torch.int64)
-    torch.cumsum(kept.sum(1), 0, out=starts[1:])
-    values = matrix.detach().cpu()[kept]
+    torch.cumsum(mask.sum(1), 0, out=starts[1:])
+    values = matrix.detach().cpu()[mask]
     return PackedMatrix(
         columns, torch.from_numpy(words.view(np.int64)), starts, torch.cat([values, values.new_zeros(_PADDING)])
     )
@@ -131,14 +131,14 @@ def linear(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, 
     flat = inputs.reshape(-1, matrix.columns)
     if len(flat) > _FEW:
         tiles = [F.linear(flat.to(tile.dtype), tile) for tile in _tiles(library, matrix, level)]
-        found = torch.cat(tiles, dim=1)
+        outputs = torch.cat(tiles, dim=1)
         if bias is not None:
-            found += bias
-        return found.to(inputs.dtype).reshape(*inputs.shape[:-1], matrix.rows)
+            outputs += bias
+        return outputs.to(inputs.dtype).reshape(*inputs.shape[:-1], matrix.rows)
     width = matrix.words.shape[1] * _WORD
     x = flat.float()
     x = F.pad(x, (0, width - matrix.columns)) if width > matrix.columns else x.contiguous()
-    added = None if bias is None else bias.float().contiguous()
+    bias_values = None if bias is None else bias.float().contiguous()
     y = torch.empty(len(x), matrix.rows)
     library.fedprune_linear(
         x.data_ptr(),
@@ -147,7 +147,7 @@ def linear(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, 
         matrix.words.data_ptr(),
         matrix.starts.data_ptr(),
         matrix.values.data_ptr(),
-        None if added is None else added.data_ptr(),
+        None if bias_values is None else bias_values.data_ptr(),
         y.data_ptr(),
         matrix.rows,
         DTYPES.index(matrix.values.dtype),
@@ -160,10 +160,10 @@ def linear(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, 
 def _tiles(library: ctypes.CDLL, matrix: PackedMatrix, level: int) -> Iterator[Tensor]:
     """Yield the matrix as dense rows, some at a time, always in the same memory."""
     size = matrix.values.element_size()
-    some = max(16, _TILE // max(1, matrix.columns * size))
-    tile = torch.empty(min(some, matrix.rows), matrix.columns, dtype=matrix.values.dtype)
-    for first in range(0, matrix.rows, some):
-        last = min(first + some, matrix.rows)
+    num_rows = max(16, _TILE // max(1, matrix.columns * size))
+    tile = torch.empty(min(num_rows, matrix.rows), matrix.columns, dtype=matrix.values.dtype)
+    for first in range(0, matrix.rows, num_rows):
+        last = min(first + num_rows, matrix.rows)
         library.fedprune_dense(
             matrix.columns,
             matrix.words.data_ptr(),

@@ -44,8 +44,8 @@ class Hessian:
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs (sequences, ..., in) of some sequences."""
-        added, size = inputs.shape[0], inputs.shape[-1]
-        total = self.num_sequences + added
+        num_added, size = inputs.shape[0], inputs.shape[-1]
+        total = self.num_sequences + num_added
         tokens = inputs.detach().reshape(-1, size).float() * math.sqrt(2 / total)
         self._upper.mul_(self.num_sequences / total)
         for start in range(0, size, self._panel):
@@ -113,8 +113,8 @@ def sparsegpt(
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
     and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
-    (found,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
-    return found
+    (result,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
+    return result
 
 
 def sparsegpt_together(
@@ -137,43 +137,45 @@ def sparsegpt_together(
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
     pruned_before = weights == 0
-    unseen = hessian.diagonal() == 0
-    weights[:, unseen] = 0
-    factor = _inverse_factor(hessian, unseen, damping)
+    is_unseen = hessian.diagonal() == 0
+    weights[:, is_unseen] = 0
+    factor = _inverse_factor(hessian, is_unseen, damping)
     mask = torch.ones_like(weights, dtype=torch.bool)
     bounds = [*range(0, num_columns, block_size), num_columns]
     zeros = torch.split(pruned_before, sizes)
-    kept_until = [_kept_until(bounds, each, density) for each in zeros] if density is not None else []
+    kept_until = [_kept_until(bounds, matrix_zeros, density) for matrix_zeros in zeros] if density is not None else []
     was_pruned = bool(pruned_before.any())
 
-    repeated = None if recorder is None else RepeatedSteps(recorder)
+    repeated_steps = None if recorder is None else RepeatedSteps(recorder)
     blocks = dict[int, _Block]()
     for number, (start, stop) in enumerate(pairwise(bounds)):
         if density is not None:
             scores = (weights[:, start:stop] / factor.diagonal()[start:stop]).square()  # (rows, block) / (block,)
             if was_pruned:  # the columns before have updated what was 0
                 scores.masked_fill_(pruned_before[:, start:stop], PRUNED)
-            each = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
-            for scored, kept_rows, kept in each:
-                kept_rows[:, start:stop] = ~smallest(scored, scored.numel() - (kept[number + 1] - kept[number]))
+            parts = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
+            for part_scores, part_mask, kept_counts in parts:
+                part_mask[:, start:stop] = ~smallest(
+                    part_scores, part_scores.numel() - (kept_counts[number + 1] - kept_counts[number])
+                )
         if stop - start not in blocks:
             blocks[stop - start] = _Block(stop - start, weights, n_of_m)
         block = blocks[stop - start]
         columns = slice(start, stop)
         block.put(weights[:, columns], mask[:, columns], pruned_before[:, columns], factor[columns, columns])
-        if repeated is None:
+        if repeated_steps is None:
             block.sweep()
         else:
-            repeated(stop - start, block.sweep)
+            repeated_steps(stop - start, block.sweep)
         weights[:, start:stop], mask[:, start:stop] = block.weights.T, block.kept.T
         weights[:, stop:].addmm_(block.errors.T, factor[start:stop, stop:], alpha=-1)
     weights.mul_(mask)
     results = []
-    for matrix, pruned, kept_rows in zip(matrices, torch.split(weights, sizes), torch.split(mask, sizes), strict=True):
+    for matrix, pruned, part_mask in zip(matrices, torch.split(weights, sizes), torch.split(mask, sizes), strict=True):
         pruned = pruned.to(matrix.dtype)
         if not bool(pruned.isfinite().all()):
             raise ValueError(f"updated weights are not finite in {matrix.dtype}; allowed: a larger damping")
-        results.append((pruned, kept_rows))
+        results.append((pruned, part_mask))
     return results
 
 
@@ -183,12 +185,12 @@ class _Block:
     Columns are rows here: the sweep reads and writes them whole.
     """
 
-    def __init__(self, columns: int, like: Tensor, n_of_m: NOfM | None) -> None:
-        self.weights = like.new_zeros(columns, len(like))
-        self.errors = like.new_zeros(columns, len(like))
+    def __init__(self, columns: int, template: Tensor, n_of_m: NOfM | None) -> None:
+        self.weights = template.new_zeros(columns, len(template))
+        self.errors = template.new_zeros(columns, len(template))
         self.kept = self.weights.bool()
         self._pruned_before = self.kept.clone()
-        self._factor = like.new_zeros(columns, columns)
+        self._factor = template.new_zeros(columns, columns)
         self._n_of_m = n_of_m
 
     def put(self, weights: Tensor, kept: Tensor, pruned_before: Tensor, factor: Tensor) -> None:
@@ -212,23 +214,23 @@ class _Block:
             block[i:].addr_(self._factor[i, i:], self.errors[i], alpha=-1)
 
 
-def _inverse_factor(hessian: Tensor, unseen: Tensor, damping: float) -> Tensor:
+def _inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``.
 
     The inverse itself is never made. With rows and columns in reverse order, ``H = V Vᵀ`` has an upper triangle ``V``
     by one factorisation, and ``U`` is the inverse of ``V``. That is half of the operations.
     """
-    damped = hessian.detach().float().clone()
-    diagonal = damped.diagonal()
-    diagonal[unseen] = 1
+    damped_hessian = hessian.detach().float().clone()
+    diagonal = damped_hessian.diagonal()
+    diagonal[is_unseen] = 1
     diagonal.add_(damping * diagonal.mean())
-    reverse: Tensor
-    reverse, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-    factor = reverse if int(failed) else _upper_inverse(reverse.flip(0, 1))
-    if int(failed) or not bool(factor.isfinite().all()):
-        where = f" (Cholesky fails at input {len(damped) - int(failed)})" if int(failed) else ""
+    reverse_factor: Tensor
+    reverse_factor, failure = torch.linalg.cholesky_ex(damped_hessian.flip(0, 1))
+    factor = reverse_factor if int(failure) else _upper_inverse(reverse_factor.flip(0, 1))
+    if int(failure) or not bool(factor.isfinite().all()):
+        place = f" (Cholesky fails at input {len(damped_hessian) - int(failure)})" if int(failure) else ""
         raise ValueError(
-            f"the hessian with damping {damping} is not positive definite{where}, "
+            f"the hessian with damping {damping} is not positive definite{place}, "
             "allowed: more calibration text, or a larger damping"
         )
     return factor
@@ -238,8 +240,8 @@ def _upper_inverse(upper: Tensor) -> Tensor:
     """Return the inverse of an upper triangle (n, n): by halves, so that nearly all of the work is products."""
     size = len(upper)
     if size <= _SMALL:
-        small: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size, device=upper.device), upper=True)
-        return small
+        small_inverse: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size, device=upper.device), upper=True)
+        return small_inverse
     half = size // 2
     left, right = _upper_inverse(upper[:half, :half]), _upper_inverse(upper[half:, half:])
     inverse = torch.zeros_like(upper)
@@ -257,10 +259,10 @@ def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[in
     rows, num_columns = zeros.shape
     if not bool(zeros.any()):
         return [keep_count(rows * columns, density) for columns in bounds]
-    alive = (~zeros).sum(dim=0).cumsum(0)
-    missing = (alive[-1] - keep_count(rows * num_columns, density)).clamp(min=0)
-    kept = [0, *(alive - missing_until(alive, missing)).tolist()]
-    return [kept[columns] for columns in bounds]
+    alive_counts = (~zeros).sum(dim=0).cumsum(0)
+    num_missing = (alive_counts[-1] - keep_count(rows * num_columns, density)).clamp(min=0)
+    kept_counts = [0, *(alive_counts - missing_until(alive_counts, num_missing)).tolist()]
+    return [kept_counts[columns] for columns in bounds]
 
 
 def _check(

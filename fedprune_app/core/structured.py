@@ -70,16 +70,16 @@ def choose_channels(
     for key, value in (("fraction", fraction), ("floor", floor)):
         if not 0 <= value < 1:
             raise ValueError(f"{key} is {value}, allowed: 0 to below 1")
-    chosen = {}
+    new_masks = {}
     for group in groups:
         mask = kept[group.name]
         scale = torch.stack([tensors[name].detach().abs().cpu().double() for name in group.scales]).mean(0)  # (size,)
-        least = max(1, int(group.size * floor + 1e-6))
+        minimum = max(1, int(group.size * floor + 1e-6))
         count = int(mask.sum())
-        threshold = scale[mask].sort().values[int(count * fraction + 1e-6)] if count > least else None
-        fewer = mask if threshold is None else mask & (scale > threshold)
-        chosen[group.name] = fewer if int(fewer.sum()) >= least else mask.clone()
-    return chosen
+        threshold = scale[mask].sort().values[int(count * fraction + 1e-6)] if count > minimum else None
+        new_mask = mask if threshold is None else mask & (scale > threshold)
+        new_masks[group.name] = new_mask if int(new_mask.sum()) >= minimum else mask.clone()
+    return new_masks
 
 
 def channel_distance(a: Kept, b: Kept) -> float:
@@ -106,14 +106,14 @@ def coordinate_masks(
     A convolution's weight (o, i) is kept if both output channel o and input channel i are.
     """
     masks = {}
-    for name, by_dim in _indices(groups, kept).items():
+    for name, indices_by_dim in _indices(groups, kept).items():
         if name not in shapes:
             continue
         mask = torch.ones(tuple(shapes[name]), dtype=torch.bool)
-        for dim, index in by_dim.items():
-            along = torch.zeros(mask.shape[dim], dtype=torch.bool)
-            along[index] = True
-            mask &= along.view(-1, *[1] * (mask.dim() - dim - 1))
+        for dim, index in indices_by_dim.items():
+            axis_mask = torch.zeros(mask.shape[dim], dtype=torch.bool)
+            axis_mask[index] = True
+            mask &= axis_mask.view(-1, *[1] * (mask.dim() - dim - 1))
         masks[name] = mask
     return masks
 
@@ -123,12 +123,12 @@ def gather(tensors: Mapping[str, Tensor], groups: Sequence[ChannelGroup], kept: 
 
     Tensors that no group cuts stay as they are.
     """
-    small = dict(tensors)
-    for name, by_dim in _indices(groups, kept).items():
-        if name in small:
-            for dim, index in by_dim.items():
-                small[name] = small[name].index_select(dim, index.to(small[name].device))
-    return small
+    result = dict(tensors)
+    for name, indices_by_dim in _indices(groups, kept).items():
+        if name in result:
+            for dim, index in indices_by_dim.items():
+                result[name] = result[name].index_select(dim, index.to(result[name].device))
+    return result
 
 
 def scatter(
@@ -138,15 +138,17 @@ def scatter(
     shapes: Mapping[str, torch.Size | tuple[int, ...]],
 ) -> dict[str, Tensor]:
     """Undo :func:`gather`: return full tensors of ``shapes``, 0 (or False) where channels are gone."""
-    full = dict(small)
-    for name, by_dim in _indices(groups, kept).items():
-        if name not in full:
+    full_tensors = dict(small)
+    for name, indices_by_dim in _indices(groups, kept).items():
+        if name not in full_tensors:
             continue
-        for dim, index in by_dim.items():
-            shape = list(full[name].shape)
+        for dim, index in indices_by_dim.items():
+            shape = list(full_tensors[name].shape)
             shape[dim] = shapes[name][dim]
-            full[name] = torch.zeros(shape, dtype=full[name].dtype).index_copy(dim, index, full[name].cpu())
-    return full
+            full_tensors[name] = torch.zeros(shape, dtype=full_tensors[name].dtype).index_copy(
+                dim, index, full_tensors[name].cpu()
+            )
+    return full_tensors
 
 
 def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.Module:
@@ -198,11 +200,11 @@ def hidden_groups(
     ``weight`` is (out, in, ...). ``ValueError`` for a network that is no such chain.
     """
     groups = []
-    for (name, tensors), (follower, following) in pairwise(layers.items()):
+    for (name, tensors), (follower, follower_tensors) in pairwise(layers.items()):
         size = shapes[f"{name}.weight"][0]
         inputs = shapes[f"{follower}.weight"][1]
-        others = [t for t in following if len(shapes[t]) > 1 and t != f"{follower}.weight"]
-        if inputs % size or others:
+        other_matrices = [t for t in follower_tensors if len(shapes[t]) > 1 and t != f"{follower}.weight"]
+        if inputs % size or other_matrices:
             raise ValueError(
                 f"the model's layer '{follower}' does not follow '{name}' alone, allowed: a chain of layers"
             )
@@ -226,12 +228,12 @@ def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[s
 
     Groups and dimensions that are whole are left out.
     """
-    found: dict[str, dict[int, int]] = {}
+    result: dict[str, dict[int, int]] = {}
     for group in groups:
         if counts[group.name] < group.size:
             for piece in group.slices:
-                found.setdefault(piece.tensor, {})[piece.dim] = counts[group.name] * piece.repeat
-    return found
+                result.setdefault(piece.tensor, {})[piece.dim] = counts[group.name] * piece.repeat
+    return result
 
 
 def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
@@ -243,13 +245,13 @@ def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
 
 def zero_padded(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
     """Undo :func:`leading_block`: return tensors of the full ``shapes``, 0 beyond the leading blocks."""
-    full = {}
+    full_tensors = {}
     for name, tensor in small.items():
-        full[name] = tensor
+        full_tensors[name] = tensor
         if tensor.shape != shapes[name]:
-            full[name] = tensor.new_zeros(tuple(shapes[name]))
-            full[name][tuple(slice(size) for size in tensor.shape)] = tensor
-    return full
+            full_tensors[name] = tensor.new_zeros(tuple(shapes[name]))
+            full_tensors[name][tuple(slice(size) for size in tensor.shape)] = tensor
+    return full_tensors
 
 
 def leading_masks(cut: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:

@@ -75,10 +75,10 @@ def nested_levels(
     levels = {}
     for name, mask in masks.items():
         scores = torch.where(mask, weights[name].detach().abs().float(), -1.0)
-        kept = int(mask.count_nonzero())
+        num_kept = int(mask.count_nonzero())
         levels[name] = torch.zeros(mask.shape, dtype=torch.int16)
         for i in range(1, num_models + 1):
-            count = keep_count(kept, (1 - pruned_share) ** i)
+            count = keep_count(num_kept, (1 - pruned_share) ** i)
             levels[name] += ~smallest(scores, scores.numel() - count)
     return levels
 

@@ -38,23 +38,23 @@ def neighbours(
         raise ValueError(f"topology is '{topology}', allowed: {', '.join(TOPOLOGIES)}")
     if limit < 0:
         raise ValueError(f"limit of neighbours is {limit}, allowed: 0 or more")
-    present, size = set(active), len(clients)
+    active_set, size = set(active), len(clients)
     if len(set(clients)) != size:
         raise ValueError(f"clients are {list(clients)}, allowed: each once")
-    if not present <= set(clients):
-        raise ValueError(f"active clients {sorted(present - set(clients))} are not among the {size} clients")
-    members = [client for client in clients if client in present]  # the order of arrival must not matter
+    if not active_set <= set(clients):
+        raise ValueError(f"active clients {sorted(active_set - set(clients))} are not among the {size} clients")
+    members = [client for client in clients if client in active_set]  # the order of arrival must not matter
     if topology == "random":
         return _random_regular(members, limit, rng)
     if topology == "random-in":
         return _random_in(members, limit, rng)
-    received = {}
+    senders_by_client = {}
     for place, client in enumerate(clients):
-        if client not in present:
+        if client not in active_set:
             continue
         places = _senders(topology, place, size)
-        received[client] = tuple(sorted({clients[p] for p in places if p != place} & present))
-    return received
+        senders_by_client[client] = tuple(sorted({clients[p] for p in places if p != place} & active_set))
+    return senders_by_client
 
 
 def _random_regular(members: Sequence[int], limit: int, rng: np.random.Generator) -> Neighbours:
@@ -65,17 +65,17 @@ def _random_regular(members: Sequence[int], limit: int, rng: np.random.Generator
     size = len(members)
     order = rng.permutation(members).tolist()
     shifts = rng.permutation(np.arange(1, size))[:limit].tolist()
-    placed = {client: tuple(sorted(order[(i + s) % size] for s in shifts)) for i, client in enumerate(order)}
-    return {client: placed[client] for client in members}
+    senders_by_client = {client: tuple(sorted(order[(i + s) % size] for s in shifts)) for i, client in enumerate(order)}
+    return {client: senders_by_client[client] for client in members}
 
 
 def _random_in(members: Sequence[int], limit: int, rng: np.random.Generator) -> Neighbours:
     """Draw each client's senders by itself: in-degrees are exact, out-degrees random."""
-    received = {}
+    senders_by_client = {}
     for client in members:
-        others = [other for other in members if other != client]
-        received[client] = tuple(sorted(rng.permutation(others)[:limit].tolist()))
-    return received
+        candidates = [candidate for candidate in members if candidate != client]
+        senders_by_client[client] = tuple(sorted(rng.permutation(candidates)[:limit].tolist()))
+    return senders_by_client
 
 
 def _senders(topology: str, place: int, size: int) -> list[int]:
@@ -93,6 +93,6 @@ def links(received: Mapping[int, Sequence[int]]) -> tuple[dict[int, int], dict[i
     >>> links({0: (1, 3), 1: (0,), 3: (0,)})
     ({0: 2, 1: 1, 3: 1}, {0: 2, 1: 1, 3: 1})
     """
-    sent = Counter(sender for senders in received.values() for sender in senders)
-    names = sorted(received.keys() | sent.keys())
-    return {name: len(received.get(name, ())) for name in names}, {name: sent[name] for name in names}
+    out_degrees = Counter(sender for senders in received.values() for sender in senders)
+    names = sorted(received.keys() | out_degrees.keys())
+    return {name: len(received.get(name, ())) for name in names}, {name: out_degrees[name] for name in names}

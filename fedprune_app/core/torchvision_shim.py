@@ -18,8 +18,8 @@ class _Hook(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "torchvision":
             return None
-        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, others), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, specs), None)
         if spec is not None and (loader := spec.loader) is not None:
             run = loader.exec_module
 

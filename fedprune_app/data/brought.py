@@ -57,22 +57,22 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, form: Form, *,
     something that has no effect on what is returned.
     """
     try:
-        found = load(data_dir)
+        data = load(data_dir)
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
-    if isinstance(found, Dataset):
+    if isinstance(data, Dataset):
         _check_idle(name, form, "classes", "label_column", "image_column", "image_size")
-        return _checked(name, found, public_scale)
-    parts, notes = found, []
-    if isinstance(found, Mapping):
-        parts = [found.get("train"), found.get("test")]
-        if unread := [str(key) for key in found if key not in ("train", "test")]:
+        return _check_dataset(name, data, public_scale)
+    parts, notes = data, []
+    if isinstance(data, Mapping):
+        parts = [data.get("train"), data.get("test")]
+        if unread := [str(key) for key in data if key not in ("train", "test")]:
             notes.append(f"parts that are not read: {shortened(unread)}")
     if not isinstance(parts, Sequence) or len(parts) != 2 or parts[0] is None:
-        has = f" with {shortened([*map(str, found)])}" if isinstance(found, Mapping) else ""
-        raise _wrong(name, f"returns a {type(found).__name__}{has}", "a pair of training and test part, or a Dataset")
+        keys = f" with {shortened([*map(str, data)])}" if isinstance(data, Mapping) else ""
+        raise _error(name, f"returns a {type(data).__name__}{keys}", "a pair of training and test part, or a Dataset")
     if parts[1] is None and form.needs_test:
-        raise _wrong(name, "has no test part", "one with a test part, or test-split 'holdout'")
+        raise _error(name, "has no test part", "one with a test part, or test-split 'holdout'")
     train = _part(name, "training", parts[0], form)
     test = replace(train, examples=train.examples[:0], labels=train.labels[:0])
     if parts[1] is not None:
@@ -80,7 +80,7 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, form: Form, *,
     images = as_deep_as(test.examples, train.examples), as_deep_as(train.examples, test.examples)
     if images[0].shape[1:] != images[1].shape[1:] or images[0].dtype != images[1].dtype:
         shapes = f"examples of {images[0].shape[1:]} {images[0].dtype} and {images[1].shape[1:]} {images[1].dtype}"
-        raise _wrong(name, f"has training and test {shapes}", "parts of one shape and type")
+        raise _error(name, f"has training and test {shapes}", "parts of one shape and type")
     if not train.has_pictures:
         _check_idle(name, form, "image_size")
     if not train.columns:
@@ -108,8 +108,8 @@ def on_disk(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     datasets.disable_progress_bars()
 
     def load(data_dir: str) -> Any:
-        found = datasets.load_from_disk(data_dir).with_format(None)  # a format may hide columns
-        return found if isinstance(found, Mapping) else (found, None)
+        data = datasets.load_from_disk(data_dir).with_format(None)  # a format may hide columns
+        return data if isinstance(data, Mapping) else (data, None)
 
     return dataset("huggingface", load, str(folder), form, public_scale=public_scale)
 
@@ -119,91 +119,91 @@ def dealt(
 ) -> list[Indices]:
     """Return the indices that the function ``deal`` of a plug-in gives to each client. Raises ``ValueError``."""
     try:
-        given = [np.asarray(part) for part in deal(labels, num_clients, rng)]
-    except (Exception, SystemExit) as error:  # as above
+        arrays = [np.asarray(part) for part in deal(labels, num_clients, rng)]
+    except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(f"partition '{name}' fails: {type(error).__name__}: {error}") from error
-    for client, part in enumerate(given):
+    for client, part in enumerate(arrays):
         if part.size and (part.ndim != 1 or not np.issubdtype(part.dtype, np.integer)):
-            found = f"an array of shape {part.shape} and type {part.dtype}"
-            raise ValueError(f"partition '{name}' gives client {client} {found}, allowed: a list of whole numbers")
-    parts = [np.sort(part.astype(np.int64)) for part in given]
+            problem = f"an array of shape {part.shape} and type {part.dtype}"
+            raise ValueError(f"partition '{name}' gives client {client} {problem}, allowed: a list of whole numbers")
+    parts = [np.sort(part.astype(np.int64)) for part in arrays]
     if len(parts) != num_clients:
         raise ValueError(f"partition '{name}' returns {len(parts)} parts, allowed: one per client, {num_clients}")
     for client, part in enumerate(parts):
         if not len(part) or part[0] < 0 or part[-1] >= len(labels):
-            found = f"indices from {part[0]} to {part[-1]}" if len(part) else "nothing"
+            problem = f"indices from {part[0]} to {part[-1]}" if len(part) else "nothing"
             allowed = f"0 to {len(labels) - 1}" if len(part) else "at least one example for each client"
-            raise ValueError(f"partition '{name}' gives client {client} {found}, allowed: {allowed}")
-    together = np.concatenate(parts)
-    if len(np.unique(together)) < len(together):
+            raise ValueError(f"partition '{name}' gives client {client} {problem}, allowed: {allowed}")
+    indices = np.concatenate(parts)
+    if len(np.unique(indices)) < len(indices):
         raise ValueError(f"partition '{name}' gives an example to two clients, or twice, allowed: each to one client")
     return parts
 
 
-def _checked(name: str, found: Dataset, public_scale: bool) -> Dataset:
+def _check_dataset(name: str, data: Dataset, public_scale: bool) -> Dataset:
     """Return a dataset that a plug-in made itself, if it is as all others are.
 
     With ``public_scale`` constants that were measured are replaced by public ones.
     """
-    parts = ("training", found.train_images, found.train_labels), ("test", found.test_images, found.test_labels)
-    for which, images, labels in parts:
+    parts = ("training", data.train_images, data.train_labels), ("test", data.test_images, data.test_labels)
+    for split, images, labels in parts:
         if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
             shapes = f"examples of shape {images.shape} and labels of shape {labels.shape}"
-            raise _wrong(name, f"has {which} {shapes}", "(N, C, H, W) and (N,)")
-        if len(labels) and not (labels.min() >= 0 and labels.max() < found.num_classes):
-            ends = f"{which} labels from {labels.min()} to {labels.max()}"
-            raise _wrong(name, f"has {ends}", f"labels of its {found.num_classes} classes, from 0 on")
-    depth = found.train_images.shape[1]
-    if not (len(found.mean) == len(found.std) and len(found.mean) in (1, depth) and min(found.std) > 0):
-        constants = f"the mean {found.mean} and the deviation {found.std}"
-        raise _wrong(name, f"has {constants}", f"{depth} numbers each, deviations above 0")
-    if public_scale and found.is_measured:
-        mean, std = scale(found.train_images, public_scale)
-        return replace(found, mean=mean, std=std, is_measured=False)
-    return found
+            raise _error(name, f"has {split} {shapes}", "(N, C, H, W) and (N,)")
+        if len(labels) and not (labels.min() >= 0 and labels.max() < data.num_classes):
+            label_range = f"{split} labels from {labels.min()} to {labels.max()}"
+            raise _error(name, f"has {label_range}", f"labels of its {data.num_classes} classes, from 0 on")
+    depth = data.train_images.shape[1]
+    if not (len(data.mean) == len(data.std) and len(data.mean) in (1, depth) and min(data.std) > 0):
+        constants = f"the mean {data.mean} and the deviation {data.std}"
+        raise _error(name, f"has {constants}", f"{depth} numbers each, deviations above 0")
+    if public_scale and data.is_measured:
+        mean, std = scale(data.train_images, public_scale)
+        return replace(data, mean=mean, std=std, is_measured=False)
+    return data
 
 
-def _wrong(name: str, found: str, allowed: str) -> ValueError:
-    return ValueError(f"dataset '{name}' {found}, allowed: {allowed}")
+def _error(name: str, problem: str, allowed: str) -> ValueError:
+    return ValueError(f"dataset '{name}' {problem}, allowed: {allowed}")
 
 
 def _check_idle(name: str, form: Form, *fields: str) -> None:
     """Raise ``ValueError`` for a field of the form that is given, and has no effect on these data."""
     for field in fields:
-        if (value := getattr(form, field)) != (nothing := getattr(AS_IT_IS, field)):
-            key, given = field.replace("_", "-"), ", ".join(value) if isinstance(value, tuple) else value
-            allowed = f"allowed with what dataset '{name}' has: {nothing or 'nothing'!r}"
-            raise ValueError(f"{key} is {given!r}, {allowed}")
+        if (value := getattr(form, field)) != (default := getattr(AS_IT_IS, field)):
+            key, value_text = field.replace("_", "-"), ", ".join(value) if isinstance(value, tuple) else value
+            allowed = f"allowed with what dataset '{name}' has: {default or 'nothing'!r}"
+            raise ValueError(f"{key} is {value_text!r}, {allowed}")
 
 
 def _classes(name: str, train: _Part, test: _Part, form: Form) -> tuple[tuple[str, ...], tuple[Labels, Labels]]:
     """Return the names of the classes, and the labels of both parts as their numbers."""
-    parts, named = {"training": train, "test": test}, train.classes or test.classes
-    for which, part in parts.items():
-        names = part.classes or named
+    parts, class_names = {"training": train, "test": test}, train.classes or test.classes
+    for split, part in parts.items():
+        names = part.classes or class_names
         if names and not part.has_texts and (highest := int(part.labels.max(initial=0))) >= len(names):
-            raise _wrong(name, f"has the {which} label {highest}", f"labels of its {len(names)} classes")
-    differ = train.classes and test.classes and train.classes != test.classes
-    if not (form.classes or differ or train.has_texts or test.has_texts):
+            raise _error(name, f"has the {split} label {highest}", f"labels of its {len(names)} classes")
+    classes_differ = train.classes and test.classes and train.classes != test.classes
+    if not (form.classes or classes_differ or train.has_texts or test.has_texts):
         labels = train.labels, test.labels
-        known = np.unique(np.concatenate(labels))
-        if not named and (highest := int(known[-1])) >= len(known):
-            unused = int(np.argmax(known != np.arange(len(known))))
+        label_values = np.unique(np.concatenate(labels))
+        if not class_names and (highest := int(label_values[-1])) >= len(label_values):
+            gap = int(np.argmax(label_values != np.arange(len(label_values))))
             allowed = "labels that count from 0 without gaps, texts, or a Dataset that names its classes"
-            raise _wrong(name, f"has labels up to {highest} and no example with the label {unused}", allowed)
-        return named or tuple(map(str, range(max(int(known[-1]) + 1, 2)))), labels
+            raise _error(name, f"has labels up to {highest} and no example with the label {gap}", allowed)
+        return class_names or tuple(map(str, range(max(int(label_values[-1]) + 1, 2)))), labels
     texts = {}
-    for which, part in parts.items():
-        names = () if part.has_texts else part.classes or named
-        texts[which] = [names[label] if names else str(label) for label in part.labels.tolist()]
-    classes = form.classes or named or in_order(texts["training"])
+    for split, part in parts.items():
+        names = () if part.has_texts else part.classes or class_names
+        texts[split] = [names[label] if names else str(label) for label in part.labels.tolist()]
+    classes = form.classes or class_names or in_order(texts["training"])
 
-    def refuse(which: str, strange: str) -> ValueError:
-        return _wrong(name, f"has the {which} label {strange!r}", shortened(classes))
+    def refuse(split: str, label: str) -> ValueError:
+        return _error(name, f"has the {split} label {label!r}", shortened(classes))
 
     numbers = coded(texts, classes, refuse)
     if len(classes) < 2:
-        raise _wrong(name, f"has one label, {classes[0]!r}", "at least two")
+        raise _error(name, f"has one label, {classes[0]!r}", "at least two")
     return classes, (numbers["training"], numbers["test"])
 
 
@@ -213,8 +213,8 @@ class _Items(Sequence[Any]):
     ``labels`` has the labels of the items that were read, by their numbers.
     """
 
-    def __init__(self, part: Any, places: tuple[Any, ...], refuse: Callable[[], ValueError]) -> None:
-        self._part, self._places, self._refuse = part, places, refuse
+    def __init__(self, part: Any, keys: tuple[Any, ...], refuse: Callable[[], ValueError]) -> None:
+        self._part, self._keys, self._refuse = part, keys, refuse
         self.labels: dict[int, object] = {}
 
     def __len__(self) -> int:
@@ -225,104 +225,109 @@ class _Items(Sequence[Any]):
             raise IndexError(i)
         try:
             item = self._part[i]
-            example, label = (item[place] for place in self._places)
+            example, label = (item[key] for key in self._keys)
             self.labels[i] = getattr(label, "item", lambda: label)()
             return example if _is_picture(example) else _channels_first(np.asarray(example))
         except Exception as error:  # a user's dataset raises what it likes
             raise self._refuse() from error
 
 
-def _part(name: str, which: str, part: Any, form: Form, columns: tuple[str, ...] = ()) -> _Part:
+def _part(name: str, split: str, part: Any, form: Form, columns: tuple[str, ...] = ()) -> _Part:
     """Return a part, whose ``columns`` are those of the training part."""
     kind, unread, classes = type(part).__name__, tuple[str, ...](), getattr(part, "classes", None) or ()
     is_pair = isinstance(part, tuple) or (isinstance(part, list) and len(part) == 2 and hasattr(part[0], "shape"))
 
     def unreadable() -> ValueError:
         allowed = "(examples, labels) as arrays, or a dataset of (example, label)"
-        return _wrong(name, f"has a {which} part of type {kind}, whose items cannot be read", allowed)
+        return _error(name, f"has a {split} part of type {kind}, whose items cannot be read", allowed)
 
     try:
         row = part if is_pair or isinstance(part, Mapping) else part[0]  # with Hugging Face's, a mapping
-    except Exception as error:  # as above
+    except Exception as error:  # a user's dataset raises what it likes
         raise unreadable() from error
     if isinstance(row, Mapping):
-        features = found if isinstance(found := getattr(part, "features", None), Mapping) else {}
-        columns = _columns(name, which, [*row], features, form, columns)
+        features = value if isinstance(value := getattr(part, "features", None), Mapping) else {}
+        columns = _columns(name, split, [*row], features, form, columns)
         unread = tuple(str(key) for key in row if key not in columns)
         classes = getattr(features.get(columns[1]), "names", None) or classes
         is_pair = row is part
-        part = [part[column] for column in columns] if is_pair else _of_columns(part, columns, features)
+        part = [part[column] for column in columns] if is_pair else _select_columns(part, columns, features)
     if is_pair and len(part) != 2:
         raise unreadable()
     examples, labels = part if is_pair else (items := _Items(part, columns or (0, 1), unreadable), None)
     has_pictures = False
-    with suppress(LookupError, TypeError):  # of what is no sequence, or has no items
+    with suppress(LookupError, TypeError):  # examples that are no sequence, or an empty one
         has_pictures = _is_picture(examples[0])
     if has_pictures:
 
-        def refuse(i: int, why: str) -> ValueError:
-            return ValueError(f"dataset '{name}': {which} picture {i} {why}")
+        def refuse(i: int, reason: str) -> ValueError:
+            return ValueError(f"dataset '{name}': {split} picture {i} {reason}")
 
         examples = stacked(examples, len(examples), refuse, form.image_size, form.image_fit)
     try:
         examples = np.asarray(examples if is_pair or has_pictures else [*examples])
         labels = np.asarray(labels if is_pair else [items.labels[i] for i in range(len(items))])
-    except (TypeError, ValueError, RuntimeError) as error:  # as of tensors that need a gradient
-        raise _wrong(name, f"has a {which} part that is no array: {error}", "arrays of NumPy") from error
+    except (TypeError, ValueError, RuntimeError) as error:  # tensors that need a gradient raise it
+        raise _error(name, f"has a {split} part that is no array: {error}", "arrays of NumPy") from error
     if labels.ndim == 2 and labels.shape[1] == 1:  # a column of a table
         labels = labels[:, 0]
     if labels.ndim != 1:
-        found = f"has {which} labels of shape {labels.shape} for {len(examples)} examples"
-        raise _wrong(name, found, "one whole number for each example; argmax(axis=1) makes them of one-hot labels")
+        problem = f"has {split} labels of shape {labels.shape} for {len(examples)} examples"
+        raise _error(name, problem, "one whole number for each example; argmax(axis=1) makes them of one-hot labels")
     if len(labels) != len(examples) or not len(labels):
-        raise _wrong(
-            name, f"has {len(labels)} {which} labels for {len(examples)} examples", "one label for each, at least one"
+        raise _error(
+            name, f"has {len(labels)} {split} labels for {len(examples)} examples", "one label for each, at least one"
         )
-    names = tuple(same_text(str(each)) for each in classes)
-    read = _four_dimensions(name, which, examples), _checked_labels(name, which, labels)
-    return _Part(*read, names, has_pictures, columns, unread)
+    names = tuple(same_text(str(class_name)) for class_name in classes)
+    arrays = _four_dimensions(name, split, examples), _checked_labels(name, split, labels)
+    return _Part(*arrays, names, has_pictures, columns, unread)
 
 
-def _checked_labels(name: str, which: str, labels: NDArray[Any]) -> NDArray[Any]:
+def _checked_labels(name: str, split: str, labels: NDArray[Any]) -> NDArray[Any]:
     """Return labels (N,) as whole numbers from 0 on, or as texts."""
     if labels.dtype == object:  # they may all be of one type
         labels = np.array(labels.tolist())
     if labels.dtype.kind in "biu" and labels.min() >= 0:
         return labels.astype(np.int64)
     values = labels.tolist()
-    if absent := sum(value in (None, "", b"") for value in values):
-        raise _wrong(name, f"has {absent} {which} examples without a label", "a label for each")
+    if num_missing := sum(value in (None, "", b"") for value in values):
+        raise _error(name, f"has {num_missing} {split} examples without a label", "a label for each")
     if not all(isinstance(value, str | bytes) for value in values):
-        found = f"label {labels.min()}" if labels.dtype.kind == "i" else f"labels of type {labels.dtype}"
-        raise _wrong(name, f"has the {which} {found}", "whole numbers from 0 on, or texts")
+        problem = f"label {labels.min()}" if labels.dtype.kind == "i" else f"labels of type {labels.dtype}"
+        raise _error(name, f"has the {split} {problem}", "whole numbers from 0 on, or texts")
     try:
         return np.array([*map(text_of, values)], np.str_)
     except UnicodeDecodeError:
-        raise _wrong(name, f"has a {which} label of bytes that are no text", "texts, in UTF-8") from None
+        raise _error(name, f"has a {split} label of bytes that are no text", "texts, in UTF-8") from None
 
 
 def _columns(
-    name: str, which: str, names: list[str], features: Mapping[str, object], form: Form, chosen: tuple[str, ...]
+    name: str,
+    split: str,
+    names: list[str],
+    features: Mapping[str, object],
+    form: Form,
+    training_columns: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Return the column of the examples and the column of the labels: as ``chosen`` before, or as the form says.
+    """Return the column of the examples and the column of the labels: the training part's, or the form's.
 
     Where a column has another name than the usual one, it is the only one of its kind, or has to be named. Raises
     ``ValueError`` with the columns that it may be.
     """
-    found = []
+    columns = []
     for i, (field, kind) in enumerate((("image_column", "Image"), ("label_column", "ClassLabel"))):
-        asked, usual = chosen[i] if chosen else getattr(form, field), getattr(AS_IT_IS, field)
-        alike = [column for column, feature in features.items() if type(feature).__name__ == kind]
-        if asked not in names and asked == usual and len(alike) == 1 and not chosen:
-            asked = alike[0]
-        if asked not in names:
+        column, default = training_columns[i] if training_columns else getattr(form, field), getattr(AS_IT_IS, field)
+        candidates = [candidate for candidate, feature in features.items() if type(feature).__name__ == kind]
+        if column not in names and column == default and len(candidates) == 1 and not training_columns:
+            column = candidates[0]
+        if column not in names:
             key = field.replace("_", "-")
-            raise _wrong(name, f"has no {which} column {asked!r}, which {key} names", shortened(alike or names))
-        found.append(asked)
-    return tuple(found)
+            raise _error(name, f"has no {split} column {column!r}, which {key} names", shortened(candidates or names))
+        columns.append(column)
+    return tuple(columns)
 
 
-def _of_columns(part: Any, columns: tuple[str, ...], features: Mapping[str, object]) -> Any:
+def _select_columns(part: Any, columns: tuple[str, ...], features: Mapping[str, object]) -> Any:
     """Return a dataset of Hugging Face whose pictures are pictures of Pillow, and which has these columns alone.
 
     A format of arrays would make the indices of a palette of them. A function of the user's that makes items of rows
@@ -346,7 +351,7 @@ def _channels_first(image: NDArray[Any]) -> NDArray[Any]:
     return image.transpose(2, 0, 1) if is_last else image
 
 
-def _four_dimensions(name: str, which: str, examples: NDArray[Any]) -> NDArray[Any]:
+def _four_dimensions(name: str, split: str, examples: NDArray[Any]) -> NDArray[Any]:
     if examples.dtype == np.uint8 and examples.ndim in (3, 4):
         if examples.ndim == 3:
             return examples[:, None]
@@ -359,12 +364,12 @@ def _four_dimensions(name: str, which: str, examples: NDArray[Any]) -> NDArray[A
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(numbers.astype(np.float32)).all()
         if not is_finite:
-            raise _wrong(name, f"has {which} examples with NaN or infinity", "finite numbers, as of float32")
+            raise _error(name, f"has {split} examples with NaN or infinity", "finite numbers, as of float32")
         if numbers.ndim == 2:
             return numbers[:, :, None, None]
         _, first, second, last = numbers.shape
         if last in _CHANNELS and first not in _CHANNELS and first == second:  # squares, with their channels last
             return np.ascontiguousarray(numbers.transpose(0, 3, 1, 2))
         return numbers
-    found = f"{which} examples of shape {examples.shape} and type {examples.dtype}"
-    raise _wrong(name, f"has {found}", "uint8 images with 1 or 3 channels, or floating-point (N, C, H, W) or (N, F)")
+    text = f"{split} examples of shape {examples.shape} and type {examples.dtype}"
+    raise _error(name, f"has {text}", "uint8 images with 1 or 3 channels, or floating-point (N, C, H, W) or (N, F)")

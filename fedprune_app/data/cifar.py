@@ -23,18 +23,18 @@ _CIFAR_HOME = "https://www.cs.toronto.edu/~kriz"
 def cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
     """Read CIFAR's binary version: records of label bytes (CIFAR-100: coarse, fine) and 3072 pixels, by channel."""
     if name == "cifar10":
-        inner, archive, md5 = "cifar-10-batches-bin", "cifar-10-binary", "c32a1d4ab5d03f1284b67883e8d87530"
+        folder_name, archive, md5 = "cifar-10-batches-bin", "cifar-10-binary", "c32a1d4ab5d03f1284b67883e8d87530"
         batches, test = [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"
         names, label_bytes, norm = "batches.meta.txt", 1, CIFAR10_NORM
     else:
-        inner, archive, md5 = "cifar-100-binary", "cifar-100-binary", "03b5dce01913d631647c71ecec9e9cb8"
+        folder_name, archive, md5 = "cifar-100-binary", "cifar-100-binary", "03b5dce01913d631647c71ecec9e9cb8"
         batches, test = ["train.bin"], "test.bin"
         names, label_bytes, norm = "fine_label_names.txt", 2, _CIFAR100_NORM
-    root = folder / inner
+    root = folder / folder_name
     files = [root / file for file in (*batches, test, names)]
-    other = " (nor train/<class>/* and test/<class>/*; pickled batches are not read)" if name == "cifar10" else ""
+    hint = " (nor train/<class>/* and test/<class>/*; pickled batches are not read)" if name == "cifar10" else ""
     url = f"{_CIFAR_HOME}/{archive}.tar.gz"
-    require(name, files, folder, download, lambda: fetch_archive(url, folder, md5), other)
+    require(name, files, folder, download, lambda: fetch_archive(url, folder, md5), hint)
     classes = tuple(files[-1].read_text().split())
 
     def read(paths: Iterable[Path]) -> Split:

@@ -67,6 +67,6 @@ class DataConfig:
 def data_config(config: Config, is_own: bool = False, split_secret: str = "") -> DataConfig:
     """Return the part of the run's configuration that determines every client's data."""
     names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "split_secret"}
-    same = {name: getattr(config, name) for name in names}
+    fields = {name: getattr(config, name) for name in names}
     classes = class_names(config.classes)
-    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, split_secret=split_secret, **same)
+    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, split_secret=split_secret, **fields)

@@ -104,7 +104,7 @@ def visible(folder: Path) -> list[os.DirEntry[str]]:
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
-        return sorted((item for item in entries if not item.name.startswith(".")), key=lambda item: item.name)
+        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def channel_stats(*parts: tuple[Images, NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -140,30 +140,30 @@ def checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...]
     return images, labels
 
 
-def missing(name: str, folder: Path, expected: str, wanted: Path, advice: str = "") -> str:
+def missing(name: str, folder: Path, expected: str, marker: Path, advice: str = "") -> str:
     """Return the error for a folder without ``expected``, with the folder that was probably meant.
 
-    ``wanted`` is a file or folder, relative to the right folder, that would be there. No other name is told: on a node
+    ``marker`` is a file or folder, relative to the right folder, that would be there. No other name is told: on a node
     names of files may tell whom they are about.
     """
     if not folder.exists():
         return f"data-dir '{folder}' does not exist; dataset '{name}' is read from {expected} in it{advice}"
     if not folder.is_dir():
         return f"data-dir '{folder}' is a file, allowed: a folder with {expected}; an archive has to be unpacked"
-    above = {"the folder above has it": folder.parent, "the folder two above has it": folder.parent.parent}
-    meant = [words for words, other in above.items() if (other / wanted).exists()]
-    if not meant and any((Path(each) / wanted).exists() for each in visible(folder) if each.is_dir()):
-        meant = ["a folder in it has it"]
-    hint = f"; {meant[0]}, give that one" if meant else advice
+    folders = {"the folder above has it": folder.parent, "the folder two above has it": folder.parent.parent}
+    places = [place for place, path in folders.items() if (path / marker).exists()]
+    if not places and any((Path(entry) / marker).exists() for entry in visible(folder) if entry.is_dir()):
+        places = ["a folder in it has it"]
+    hint = f"; {places[0]}, give that one" if places else advice
     return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{hint}"
 
 
 def require(
-    name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], object], other: str = ""
+    name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], object], alternatives: str = ""
 ) -> None:
     """Make sure that the files exist; with ``download`` missing files are fetched once (one process at a time).
 
-    ``other`` is a text for the error: which other files the dataset could be read from.
+    ``alternatives`` is a text for the error: which other files the dataset could be read from.
     """
     if download and not all(file.exists() for file in files):
         try:
@@ -177,8 +177,8 @@ def require(
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"
-            wanted = file.relative_to(folder)
-            raise ValueError(missing(name, folder, f"{wanted}{other}", wanted, advice))
+            path = file.relative_to(folder)
+            raise ValueError(missing(name, folder, f"{path}{alternatives}", path, advice))
         check_kind(file)
 
 
@@ -205,10 +205,10 @@ def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> tuple[tupl
     """
     if parts[0][0].dtype == np.uint8:
         return channel_stats(*parts)
-    wide = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
+    numbers = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
     axes = (0, 2, 3)
-    std = np.where(np.ptp(wide, axis=axes) > 0, wide.std(axis=axes), 1.0)  # which rounding keeps from 0 for a constant
-    return tuple(map(float, wide.mean(axis=axes))), tuple(map(float, std))
+    std = np.where(np.ptp(numbers, axis=axes) > 0, numbers.std(axis=axes), 1.0)  # a constant's is not 0 by rounding
+    return tuple(map(float, numbers.mean(axis=axes))), tuple(map(float, std))
 
 
 @dataclass(frozen=True)

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def shortened(names: Sequence[str], most: int = 12) -> str:
-    """Return the first ``most`` names as text, and how many there are beside these.
+def shortened(names: Sequence[str], limit: int = 12) -> str:
+    """Return the first ``limit`` names as text, and how many there are beside these.
 
-    >>> shortened(["a", "b", "c"], most=2)
+    >>> shortened(["a", "b", "c"], limit=2)
     'a, b, ... (1 more)'
     """
-    more = f", ... ({len(names) - most} more)" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    suffix = f", ... ({len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix
 
 
 class FileError(ValueError):
-    """A data file cannot be used: the text names the file, and ``unnamed`` says only ``where`` the file is.
+    """A data file cannot be used: the text names the file, and ``unnamed`` says only its ``place``.
 
     A file's name may tell whom the file is about. So a node's errors that go to a server do not name files. Nor do they
-    name what is in a file: where ``why`` does, ``told`` takes its place.
+    name what is in a file: where ``reason`` does, ``public_reason`` replaces it.
     """
 
-    def __init__(self, path: Path | str, where: str, why: str, told: str = "") -> None:
-        super().__init__(f"'{path}' {why}")
-        self.unnamed = f"{where} {told or why}; the node's log names it"
+    def __init__(self, path: Path | str, place: str, reason: str, public_reason: str = "") -> None:
+        super().__init__(f"'{path}' {reason}")
+        self.unnamed = f"{place} {public_reason or reason}; the node's log names it"
 
 
 SPECIAL = "is a pipe, a socket or a device, allowed: a file"

@@ -20,7 +20,7 @@ class _IdxSet:
     """An IDX set says where torchvision keeps a set, and describes the set.
 
     The place is torchvision's class, its arguments, and the prefixes of the train and test files. Of the classes the
-    first ``taken`` are read, or all.
+    first ``num_classes`` are read, or all.
     """
 
     torchvision_class: str
@@ -31,7 +31,7 @@ class _IdxSet:
     std: float
     first_label: int = 0
     transposed: bool = False
-    taken: int | None = None
+    num_classes: int | None = None
 
 
 _DIGITS = tuple("0123456789")
@@ -54,9 +54,17 @@ IDX = {
     "emnist-digits": _IdxSet("EMNIST", {"split": "digits"}, _EMNIST_D, _DIGITS, 0.1733, 0.3317, transposed=True),
     **{
         name: _IdxSet(
-            "EMNIST", {"split": "letters"}, _EMNIST_L, _LETTERS, 0.1736, 0.3248, 1, transposed=True, taken=taken
+            "EMNIST",
+            {"split": "letters"},
+            _EMNIST_L,
+            _LETTERS,
+            0.1736,
+            0.3248,
+            1,
+            transposed=True,
+            num_classes=num_classes,
         )
-        for name, taken in (("emnist-letters", None), ("emnist-letters-10", 10))
+        for name, num_classes in (("emnist-letters", None), ("emnist-letters-10", 10))
     },
 }
 
@@ -81,9 +89,9 @@ def idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
         if kind.transposed:
             images = images.swapaxes(2, 3)
         images, labels = checked(label_file, np.ascontiguousarray(images), labels - kind.first_label, kind.classes)
-        kept = slice(None) if kind.taken is None else labels < kind.taken
-        splits.append((images[kept], labels[kept]))
-    return Dataset(name, *splits[0], *splits[1], kind.classes[: kind.taken], (kind.mean,), (kind.std,))
+        selection = slice(None) if kind.num_classes is None else labels < kind.num_classes
+        splits.append((images[selection], labels[selection]))
+    return Dataset(name, *splits[0], *splits[1], kind.classes[: kind.num_classes], (kind.mean,), (kind.std,))
 
 
 def _read_idx(path: Path, ndim: int) -> Images:
@@ -92,7 +100,7 @@ def _read_idx(path: Path, ndim: int) -> Images:
     The values stay in the file, which all processes of this machine share, and are read when they are used.
     """
     header = 4 + 4 * ndim
-    is_empty = not path.stat().st_size  # which cannot be mapped
+    is_empty = not path.stat().st_size  # an empty file cannot be mapped
     content: Images = np.empty(0, np.uint8) if is_empty else np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     if len(content) < header or content[:4].tolist() != [0, 0, 8, ndim]:
         raise ValueError(f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions")

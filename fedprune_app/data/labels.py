@@ -32,12 +32,14 @@ def text_of(value: object) -> str:
 
 def in_order(labels: Collection[str]) -> tuple[str, ...]:
     """Return the different labels in order: numbers by their value, texts by their letters."""
-    by_letters = sorted({*labels})  # which also orders 01 and 1
+    sorted_labels = sorted({*labels})  # it also orders 01 and 1
     try:
-        values = {label: float(label) for label in by_letters}
+        values = {label: float(label) for label in sorted_labels}
     except ValueError:
-        return tuple(by_letters)
-    return tuple(by_letters if any(map(math.isnan, values.values())) else sorted(by_letters, key=values.__getitem__))
+        return tuple(sorted_labels)
+    return tuple(
+        sorted_labels if any(map(math.isnan, values.values())) else sorted(sorted_labels, key=values.__getitem__)
+    )
 
 
 def coded(
@@ -48,7 +50,7 @@ def coded(
     What ``refuse`` makes of a part and of a label that is no class is raised.
     """
     numbers = {name: number for number, name in enumerate(classes)}
-    for part, found in labels.items():
-        if strange := sorted({*found} - {*classes}):
-            raise refuse(part, strange[0])
-    return {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
+    for part, names in labels.items():
+        if unknown_labels := sorted({*names} - {*classes}):
+            raise refuse(part, unknown_labels[0])
+    return {part: np.array([numbers[name] for name in names], dtype=np.int64) for part, names in labels.items()}

@@ -45,8 +45,8 @@ def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
         raise ValueError(missing("femnist", folder, f"{part}/*.json (of LEAF's preprocess.sh)", Path(part)))
     images, labels, writers = [], [], []
     for path in files:
-        for writer, own in _users(path):
-            pixels, own_labels = _checked(path, writer, own)
+        for writer, user_data in _users(path):
+            pixels, own_labels = _user_images(path, writer, user_data)
             images.append(pixels)
             labels.append(own_labels)
             writers += [writer] * len(own_labels)
@@ -56,16 +56,16 @@ def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
 def _users(path: Path) -> list[tuple[str, Any]]:
     try:
         check_kind(path)
-        found = json.loads(path.read_bytes())
-        return [(str(writer), found["user_data"][writer]) for writer in found["users"]]
+        content = json.loads(path.read_bytes())
+        return [(str(writer), content["user_data"][writer]) for writer in content["users"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"'{path}' is no file of LEAF's ({type(error).__name__})") from None
 
 
-def _checked(path: Path, writer: str, own: Any) -> tuple[Images, Labels]:
+def _user_images(path: Path, writer: str, user_data: Any) -> tuple[Images, Labels]:
     try:
-        pixels = np.asarray(own["x"], dtype=np.float64).reshape(-1, 1, _SIDE, _SIDE)
-        labels = np.asarray(own["y"], dtype=np.int64)
+        pixels = np.asarray(user_data["x"], dtype=np.float64).reshape(-1, 1, _SIDE, _SIDE)
+        labels = np.asarray(user_data["y"], dtype=np.int64)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"'{path}': the images of user '{writer}' cannot be read ({type(error).__name__})") from None
     in_range = not len(pixels) or (pixels.min() >= 0 and pixels.max() <= 1)  # False for NaN

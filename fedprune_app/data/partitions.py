@@ -21,7 +21,7 @@ _MAX_DRAWS = 1000
 def iid(labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
     """Shuffle and deal out: volumes differ by at most one sample, and every sample is used."""
     _check_clients(labels, num_clients)
-    return _sorted(np.array_split(rng.permutation(len(labels)), num_clients))
+    return _sort_parts(np.array_split(rng.permutation(len(labels)), num_clients))
 
 
 def shards(
@@ -55,8 +55,8 @@ def shards(
             f"shards-per-client is {shards_per_client}: {num_clients} clients need {num_drawn} shards, "
             f"{len(labels)} samples make {num_shards}{size}"
         )
-    drawn = rng.permutation(num_shards)[:num_drawn].reshape(num_clients, shards_per_client)
-    return _sorted(np.concatenate([pieces[shard] for shard in row]) for row in drawn)
+    shard_numbers = rng.permutation(num_shards)[:num_drawn].reshape(num_clients, shards_per_client)
+    return _sort_parts(np.concatenate([pieces[shard] for shard in row]) for row in shard_numbers)
 
 
 def classes(
@@ -82,18 +82,18 @@ def classes(
     if not 1 <= classes_per_client <= num_classes:
         raise ValueError(f"classes-per-client is {classes_per_client}, allowed: 1 to {num_classes}")
     if assignment == "cyclic":
-        held = (np.arange(num_clients)[:, None] + np.arange(classes_per_client)) % num_classes
+        client_classes = (np.arange(num_clients)[:, None] + np.arange(classes_per_client)) % num_classes
     else:
-        held = _balanced_classes(num_clients, num_classes, classes_per_client, rng)
-    holds = np.zeros((num_clients, num_classes), dtype=bool)
-    np.put_along_axis(holds, held, True, axis=1)
+        client_classes = _balanced_classes(num_clients, num_classes, classes_per_client, rng)
+    membership = np.zeros((num_clients, num_classes), dtype=bool)
+    np.put_along_axis(membership, client_classes, True, axis=1)
     sizes = np.bincount(labels, minlength=num_classes)
-    for label in np.flatnonzero(sizes < holds.sum(axis=0)):
+    for label in np.flatnonzero(sizes < membership.sum(axis=0)):
         raise ValueError(
-            f"classes-per-client is {classes_per_client}: {holds[:, label].sum()} of {num_clients} clients would "
+            f"classes-per-client is {classes_per_client}: {membership[:, label].sum()} of {num_clients} clients would "
             f"share the {sizes[label]} samples of class {label}"
         )
-    return _deal_counts(labels, _equal_volume_counts(holds, sizes), rng)
+    return _deal_counts(labels, _equal_volume_counts(membership, sizes), rng)
 
 
 def dirichlet_class(
@@ -144,22 +144,22 @@ def dirichlet_client(
     group = np.arange(num_clients) * num_groups // num_clients
     preferences = rng.dirichlet(np.full(len(sizes), alpha), size=num_groups)[group]  # (K, C)
     room = [len(part) for part in np.array_split(labels, num_clients)]
-    with_room = list(range(num_clients))
+    open_clients = list(range(num_clients))
     counts = np.zeros((num_clients, len(sizes)), dtype=np.int64)
-    left = sizes.tolist()
-    steps = _cumulative(preferences, sizes)
-    for which, what in rng.random((len(labels), 2)).tolist():
-        place = int(which * len(with_room))
-        client = with_room[place]
-        label = bisect_right(steps[client], what)
+    samples_left = sizes.tolist()
+    steps = _cumulative_preferences(preferences, sizes)
+    for client_draw, label_draw in rng.random((len(labels), 2)).tolist():
+        position = int(client_draw * len(open_clients))
+        client = open_clients[position]
+        label = bisect_right(steps[client], label_draw)
         counts[client, label] += 1
         room[client] -= 1
-        left[label] -= 1
+        samples_left[label] -= 1
         if not room[client]:
-            with_room[place] = with_room[-1]
-            with_room.pop()
-        if with_room and not left[label]:
-            steps = _cumulative(preferences, np.array(left))
+            open_clients[position] = open_clients[-1]
+            open_clients.pop()
+        if open_clients and not samples_left[label]:
+            steps = _cumulative_preferences(preferences, np.array(samples_left))
     return _deal_counts(labels, counts, rng)
 
 
@@ -173,16 +173,16 @@ def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generato
     total = min(max(round(fraction * len(labels)), 1), len(labels) - 1) if fraction > 0 else 0
     if total <= 0:
         return np.arange(len(labels)), np.arange(0)
-    held = stratified_sample(labels, total, rng)
-    return np.setdiff1d(np.arange(len(labels)), held), held
+    held_out = stratified_sample(labels, total, rng)
+    return np.setdiff1d(np.arange(len(labels)), held_out), held_out
 
 
-def most_held_out(kept: int, fraction: float) -> int:
+def most_held_out(num_kept: int, fraction: float) -> int:
     """Return how many samples :func:`stratified_holdout` can have held out, at least 1, where it kept so many.
 
     Of n samples at most ``fraction · n + 1/2`` are held out. The quotient is often a whole number that floats miss.
     """
-    return max(1, int((fraction * kept + 0.5) / (1 - fraction) * (1 + 1e-9)))
+    return max(1, int((fraction * num_kept + 0.5) / (1 - fraction) * (1 + 1e-9)))
 
 
 def stratified_sample(labels: Indices, size: int, rng: np.random.Generator) -> Indices:
@@ -205,44 +205,44 @@ def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: in
 
     Every client takes the classes that were taken least so far, at random among equals.
     """
-    taken = np.zeros(num_classes, dtype=np.int64)
-    held = np.empty((num_clients, classes_per_client), dtype=np.int64)
+    num_holders = np.zeros(num_classes, dtype=np.int64)
+    client_classes = np.empty((num_clients, classes_per_client), dtype=np.int64)
     for client in range(num_clients):
-        held[client] = np.lexsort((rng.random(num_classes), taken))[:classes_per_client]
-        taken[held[client]] += 1
-    return held
+        client_classes[client] = np.lexsort((rng.random(num_classes), num_holders))[:classes_per_client]
+        num_holders[client_classes[client]] += 1
+    return client_classes
 
 
-def _equal_volume_counts(holds: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+def _equal_volume_counts(membership: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return (K, C) counts: positive where held, columns sum to the class's size, rows as equal as that allows."""
-    num_clients = len(holds)
-    holders = holds.sum(axis=0)
-    spare = np.where(holders > 0, sizes - holders, 0)  # samples beyond the one that every holder gets
-    volume = sizes[holders > 0].sum() / num_clients - holds.sum(axis=1)
-    shares = holds.astype(np.float64)
+    num_clients = len(membership)
+    holders = membership.sum(axis=0)
+    surplus = np.where(holders > 0, sizes - holders, 0)  # samples beyond the one that every holder gets
+    volume = sizes[holders > 0].sum() / num_clients - membership.sum(axis=1)
+    shares = membership.astype(np.float64)
     for _ in range(100):  # iterative proportional fitting; it ends on the columns, which must be exact
         shares *= _ratio(volume, shares.sum(axis=1))[:, None]
-        shares *= _ratio(spare, shares.sum(axis=0))
+        shares *= _ratio(surplus, shares.sum(axis=0))
     counts = np.floor(shares + 1e-6).astype(np.int64)
     for label in range(len(sizes)):  # the samples that rounding down left over go to the shortest volumes
-        clients = np.flatnonzero(holds[:, label])
-        missing = int(spare[label] - counts[:, label].sum())
-        short = (volume - counts.sum(axis=1))[clients]
-        counts[clients[np.argsort(-short, kind="stable")[:missing]], label] += 1
-    return counts + holds
+        clients = np.flatnonzero(membership[:, label])
+        num_missing = int(surplus[label] - counts[:, label].sum())
+        deficit = (volume - counts.sum(axis=1))[clients]
+        counts[clients[np.argsort(-deficit, kind="stable")[:num_missing]], label] += 1
+    return counts + membership
 
 
-def _ratio(wanted: NDArray[np.float64], present: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.divide(wanted, present, out=np.zeros(len(present)), where=present > 0)
+def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.divide(numerator, denominator, out=np.zeros(len(denominator)), where=denominator > 0)
 
 
-def _cumulative(preferences: NDArray[np.float64], left: NDArray[np.int64]) -> list[list[float]]:
+def _cumulative_preferences(preferences: NDArray[np.float64], samples_left: NDArray[np.int64]) -> list[list[float]]:
     """Return, per client, cumulative preferences over the classes with samples left, ending in exactly 1.
 
     A client without any preference among these classes gets them in proportion to the samples that are left.
     """
-    weights = preferences * (left > 0)
-    weights[weights.sum(axis=1) <= 0] = left
+    weights = preferences * (samples_left > 0)
+    weights[weights.sum(axis=1) <= 0] = samples_left
     ends = np.cumsum(weights, axis=1)
     steps: list[list[float]] = (ends / ends[:, -1:]).tolist()
     return steps
@@ -255,14 +255,14 @@ def _deal_counts(labels: Indices, counts: NDArray[np.int64], rng: np.random.Gene
         members = rng.permutation(np.flatnonzero(labels == label))
         for part, piece in zip(parts, np.split(members, np.cumsum(column))[:-1], strict=True):
             part.append(piece)
-    return _sorted(np.concatenate(part) for part in parts)
+    return _sort_parts(np.concatenate(part) for part in parts)
 
 
-def _sorted(parts: Iterable[Indices]) -> list[Indices]:
+def _sort_parts(parts: Iterable[Indices]) -> list[Indices]:
     return [np.sort(part).astype(np.int64) for part in parts]
 
 
 def _check_clients(labels: Indices, num_clients: int, min_size: int = 1) -> None:
-    most = len(labels) // min_size
-    if not 1 <= num_clients <= most:
-        raise ValueError(f"clients is {num_clients}, allowed: 1 to {most} for {len(labels)} training samples")
+    max_clients = len(labels) // min_size
+    if not 1 <= num_clients <= max_clients:
+        raise ValueError(f"clients is {num_clients}, allowed: 1 to {max_clients} for {len(labels)} training samples")

@@ -39,28 +39,28 @@ def stacked(
     dark.
     """
     images: Pixels = np.empty(0, np.uint8)
-    brightest, deep = 0, -1  # of the pictures of 16 bits: the largest value, and the first position
+    brightest, deep_index = 0, -1  # of the pictures of 16 bits: the largest value, and the first position
     for i, picture in enumerate(pictures):
         try:
-            found, largest = pixels(picture)
-            found = resized(found, (size, size), fit) if size else found
+            array, maximum = pixels(picture)
+            array = resized(array, (size, size), fit) if size else array
         except Unreadable as error:
             raise refuse(i, str(error)) from None
         except Exception as error:  # Pillow's readers raise what they like, DecompressionBombError too
             raise refuse(i, f"cannot be read as an image ({type(error).__name__})") from None
-        if largest is not None:
-            brightest, deep = max(brightest, largest), i if deep < 0 else deep
+        if maximum is not None:
+            brightest, deep_index = max(brightest, maximum), i if deep_index < 0 else deep_index
         if i == 0:
-            images = np.empty((count, *found.shape), np.uint8)
-        if found.shape[1:] != images.shape[2:]:
-            there, first = ("x".join(map(str, shape)) for shape in (found.shape[1:], images.shape[2:]))
-            why = f"is {there} (height x width), the images before it are {first}"
-            raise refuse(i, f"{why}; the key image-size makes them one size")
-        images = as_deep_as(found, images)
-        images[i] = found
-    if deep >= 0 and brightest < _DIM and is_set:
-        why = f"and the others of 16 bits have no value above {brightest}, allowed: values up to 65535, or 8 bits"
-        raise refuse(deep, why)
+            images = np.empty((count, *array.shape), np.uint8)
+        if array.shape[1:] != images.shape[2:]:
+            this_size, first_size = ("x".join(map(str, shape)) for shape in (array.shape[1:], images.shape[2:]))
+            reason = f"is {this_size} (height x width), the images before it are {first_size}"
+            raise refuse(i, f"{reason}; the key image-size makes them one size")
+        images = as_deep_as(array, images)
+        images[i] = array
+    if deep_index >= 0 and brightest < _DIM and is_set:
+        reason = f"and the others of 16 bits have no value above {brightest}, allowed: values up to 65535, or 8 bits"
+        raise refuse(deep_index, reason)
     return images
 
 
@@ -95,10 +95,10 @@ def _upright(picture: Picture) -> Picture:
     """Return a loaded picture, turned as its EXIF data say; damaged EXIF data say nothing."""
     from PIL.Image import Transpose
 
-    picture.load()  # which turns TIFF files, and says so in their EXIF data
+    picture.load()  # Pillow then turns TIFF files, and says so in their EXIF data
     try:
         orientation = picture.getexif().get(0x0112)
-    except Exception:  # as above
+    except Exception:  # Pillow's readers raise what they like
         orientation = None
     turn = dict(enumerate(_TURNS, 2)).get(orientation or 0)
     return picture.transpose(Transpose[turn]) if turn else picture
@@ -113,9 +113,9 @@ def resized(image: Pixels, size: tuple[int, int], fit: str) -> Pixels:
 
     if image.shape[1:] == size:
         return image
-    way = ImageOps.fit if fit == "crop" else Image.Image.resize
-    found = np.asarray(way(_picture(image), size[::-1], Image.Resampling.BICUBIC))
-    return found[None] if len(image) == 1 else found.transpose(2, 0, 1)
+    method = ImageOps.fit if fit == "crop" else Image.Image.resize
+    array = np.asarray(method(_picture(image), size[::-1], Image.Resampling.BICUBIC))
+    return array[None] if len(image) == 1 else array.transpose(2, 0, 1)
 
 
 def in_grey(image: Pixels) -> Pixels:
@@ -123,9 +123,9 @@ def in_grey(image: Pixels) -> Pixels:
     return image if len(image) == 1 else np.asarray(_picture(image).convert("L"))[None]
 
 
-def as_deep_as(other: Pixels, images: Pixels) -> Pixels:
-    """Return images (N, C, H, W) with three channels if they are grey and ``other``, (..., C, H, W), is coloured."""
-    return np.repeat(images, 3, axis=1) if (images.shape[1], other.shape[-3]) == (1, 3) else images
+def as_deep_as(reference: Pixels, images: Pixels) -> Pixels:
+    """Return images (N, C, H, W) with three channels if they are grey and ``reference``, (..., C, H, W), is not."""
+    return np.repeat(images, 3, axis=1) if (images.shape[1], reference.shape[-3]) == (1, 3) else images
 
 
 def _picture(image: Pixels) -> Picture:

@@ -36,15 +36,17 @@ class Pool:
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
         parts = (self.dataset.train_images, train), (self.dataset.test_images, test - self.num_train)
         if (resident := self._resident(device)) is None:
-            pixels = torch.from_numpy(np.concatenate([images[chosen] for images, chosen in parts])).to(device)
+            pixels = torch.from_numpy(np.concatenate([images[positions] for images, positions in parts])).to(device)
         else:
-            chosen = [torch.from_numpy(chosen).to(device) for _, chosen in parts]
-            pixels = torch.cat([images.index_select(0, at) for images, at in zip(resident, chosen, strict=True)])
+            indices_by_part = [torch.from_numpy(positions).to(device) for _, positions in parts]
+            pixels = torch.cat(
+                [images.index_select(0, positions) for images, positions in zip(resident, indices_by_part, strict=True)]
+            )
         constants = scale or (self.dataset.mean, self.dataset.std)
         # float32 and float64 numbers are not copied again: `pixels` is a copy
-        scaled = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
-        mean, std = (torch.tensor(each, dtype=scaled.dtype, device=device).view(-1, 1, 1) for each in constants)
-        return scaled.sub_(mean).div_(std).float()
+        values = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
+        mean, std = (torch.tensor(constant, dtype=values.dtype, device=device).view(-1, 1, 1) for constant in constants)
+        return values.sub_(mean).div_(std).float()
 
     def _resident(self, device: torch.device) -> tuple[Tensor, ...] | None:
         """Return the pixels of all training and test images on a device that is not the CPU; None if there is no room.
@@ -68,8 +70,8 @@ class Pool:
         keys = [(i, for_ledgers) for i in indices.tolist()]
         for i, _ in keys:
             if (i, for_ledgers) not in self._digests:
-                data, place = self.dataset, i - self.num_train
-                image = data.train_images[i] if place < 0 else data.test_images[place]
+                data, position = self.dataset, i - self.num_train
+                image = data.train_images[i] if position < 0 else data.test_images[position]
                 image = image[:1] if (image[1:] == image[:1]).all() else image
                 if for_ledgers and image.dtype == np.float64:
                     image = image.astype(np.float32)

@@ -27,12 +27,12 @@ def public_dataset(
     :func:`~fedprune_app.data.datasets.load_dataset`, and for more samples than there are.
     """
     dataset = load_dataset(name, data_dir, download)
-    chosen = some_of(dataset.train_labels, samples, seed)
-    parts = np.array_split(chosen, -(-len(chosen) // _CHUNK))
+    indices = some_of(dataset.train_labels, samples, seed)
+    parts = np.array_split(indices, -(-len(indices) // _CHUNK))
     images = torch.cat([adapted(dataset.train_images[part], shape) for part in parts])
     std, mean = torch.std_mean(images, dim=(0, 2, 3), keepdim=True, correction=0)
     images = images.sub_(mean).div_(std.clamp(min=1e-6))
-    return images, torch.from_numpy(dataset.train_labels[chosen]), dataset.num_classes
+    return images, torch.from_numpy(dataset.train_labels[indices]), dataset.num_classes
 
 
 def some_of(labels: Labels, samples: int, seed: int) -> Indices:

@@ -63,9 +63,9 @@ def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
 def unread(config: DataConfig) -> list[str]:
     """Return what is in the data and is not read, or is dealt to no owner, as lines for the user."""
     data = _pool(config).dataset
-    nobody = 0 if data.owners is None else int((data.owners < 0).sum())
-    line = f"{nobody:,} training examples are nobody's; partition 'owners' leaves them out"
-    return [*data.notes, *([line] if nobody else [])]
+    num_unowned = 0 if data.owners is None else int((data.owners < 0).sum())
+    line = f"{num_unowned:,} training examples are nobody's; partition 'owners' leaves them out"
+    return [*data.notes, *([line] if num_unowned else [])]
 
 
 def content_sha256(config: DataConfig) -> str:
@@ -108,8 +108,8 @@ def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
 
     Like clients' images they are normalised, float32.
     """
-    pool, held = _pool(config), _set_aside(config)
-    return pool.images(held), torch.from_numpy(pool.labels[held])
+    pool, indices = _pool(config), _public_indices(config)
+    return pool.images(indices), torch.from_numpy(pool.labels[indices])
 
 
 def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> list[bytes]:
@@ -118,17 +118,17 @@ def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> l
     The names and the order of files play no part, nor do labels. Where a client's own folder has test images, these
     are among them; the test images that dealt data share with other clients are not.
     """
-    pool, own = _pool(config), _partition(config, num_clients)[partition_id]
+    pool, indices = _pool(config), _partition(config, num_clients)[partition_id]
     if config.is_own:
-        own = np.arange(len(pool.labels))
-    return sorted(pool.digests(own, for_ledgers=True))
+        indices = np.arange(len(pool.labels))
+    return sorted(pool.digests(indices, for_ledgers=True))
 
 
 def digests(config: DataConfig) -> tuple[list[bytes], list[bytes]]:
     """Return the SHA-256 digests of all training images and of all test images, in their order."""
     pool = _pool(config)
-    found = pool.digests(np.arange(len(pool.labels)))
-    return found[: pool.num_train], found[pool.num_train :]
+    hashes = pool.digests(np.arange(len(pool.labels)))
+    return hashes[: pool.num_train], hashes[pool.num_train :]
 
 
 def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, list[int]]:
@@ -143,8 +143,8 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
 def forget() -> None:
     """Drop all data that are kept, since a plug-in loads or deals others under their names."""
     datasets.forget()
-    for kept in (_client_data, _pool, _partition, _split_indices, _scale):
-        kept.cache_clear()
+    for cached_function in (_client_data, _pool, _partition, _split_indices, _scale):
+        cached_function.cache_clear()
 
 
 class _StoredClientData(ClientData):
@@ -226,8 +226,8 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
     if config.is_own:
         return (np.arange(len(pool.dataset.train_labels)),)
     labels = pool.labels if config.test_split == "holdout" else pool.dataset.train_labels
-    dealt = _dealt(labels, config, num_clients)
-    labels = labels[dealt]
+    indices = _indices_to_deal(labels, config, num_clients)
+    labels = labels[indices]
     rng = numpy_generator(config.seed, "partition")
     match config.partition:
         case "iid":
@@ -237,22 +237,22 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
         case "classes":
             parts = partitions.classes(labels, num_clients, config.classes_per_client, rng, config.class_assignment)
         case "owners":
-            parts = _owned(config, pool.dataset, dealt, num_clients)
+            parts = _owner_parts(config, pool.dataset, indices, num_clients)
         case "dirichlet-class":
             parts = partitions.dirichlet_class(labels, num_clients, config.dirichlet_alpha, rng)
-        case plugged if plugged in DEALERS:
-            parts = brought.dealt(plugged, DEALERS[plugged], labels, num_clients, rng)
+        case name if name in DEALERS:
+            parts = brought.dealt(name, DEALERS[name], labels, num_clients, rng)
         case _:
             alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
             parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)
-    parts = [dealt[part] for part in parts]
+    parts = [indices[part] for part in parts]
     for part in parts:
         part.setflags(write=False)
     return tuple(parts)
 
 
-def _owned(config: DataConfig, dataset: Dataset, dealt: Indices, num_clients: int) -> list[Indices]:
-    """Return each client's positions in ``dealt``: client k has what is the k-th owner's."""
+def _owner_parts(config: DataConfig, dataset: Dataset, indices: Indices, num_clients: int) -> list[Indices]:
+    """Return each client's positions in ``indices``: client k has what is the k-th owner's."""
     owners = dataset.owners
     if owners is None:
         raise ValueError(
@@ -262,19 +262,19 @@ def _owned(config: DataConfig, dataset: Dataset, dealt: Indices, num_clients: in
     count = int(owners.max(initial=-1)) + 1
     if count != num_clients:
         raise ConfigError("--clients", num_clients, str(count), condition=f"with partition '{OWNERS}' and these data")
-    whose = np.full(len(dataset.train_labels) + len(dataset.test_labels), -1)
-    whose[: len(owners)] = owners
+    owner_numbers = np.full(len(dataset.train_labels) + len(dataset.test_labels), -1)
+    owner_numbers[: len(owners)] = owners
     if dataset.test_owners is not None:  # else the test examples are nobody's
-        whose[len(owners) :] = dataset.test_owners
-    return [np.flatnonzero(whose[dealt] == owner) for owner in range(count)]
+        owner_numbers[len(owners) :] = dataset.test_owners
+    return [np.flatnonzero(owner_numbers[indices] == owner) for owner in range(count)]
 
 
-def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
+def _indices_to_deal(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
     """Return the sorted indices of the samples dealt out: all, or ``samples_per_client`` times clients.
 
     Never what is public.
     """
-    private = np.setdiff1d(np.arange(len(labels)), _set_aside(config), assume_unique=True)
+    private = np.setdiff1d(np.arange(len(labels)), _public_indices(config), assume_unique=True)
     if not config.samples_per_client:
         return private
     size = config.samples_per_client * num_clients
@@ -286,7 +286,7 @@ def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
     return private[partitions.stratified_sample(labels[private], size, numpy_generator(config.seed, "samples dealt"))]
 
 
-def _set_aside(config: DataConfig) -> Indices:
+def _public_indices(config: DataConfig) -> Indices:
     """Return the sorted indices of the training images that are public: a share of each label."""
     labels = _pool(config).dataset.train_labels
     rng = numpy_generator(config.seed, "public split")
@@ -302,22 +302,22 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
     shares = _partition(config, num_clients)
     if not 0 <= partition_id < num_clients:
         raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")
-    pool, own = _pool(config), shares[partition_id]
+    pool, indices = _pool(config), shares[partition_id]
     if config.is_own and len(pool.dataset.test_labels):
         test = np.arange(pool.num_train, len(pool.labels))
     elif _holds_out_tests(config):
-        own, test = _hold_out(own, config.test_fraction, "test split", config, partition_id)
+        indices, test = _hold_out(indices, config.test_fraction, "test split", config, partition_id)
     else:
-        counts = np.bincount(pool.labels[own], minlength=pool.dataset.num_classes)
+        counts = np.bincount(pool.labels[indices], minlength=pool.dataset.num_classes)
         available = np.bincount(pool.dataset.test_labels, minlength=len(counts))
         if config.test_split == "labels":
-            wanted = np.where(counts > 0, available, 0)
+            test_counts = np.where(counts > 0, available, 0)
         else:  # whole-number ceiling: 100 · 3/10 in floats can be 30.000000000000004
-            wanted = np.minimum(-(-counts * config.test_samples // len(own)), available)
+            test_counts = np.minimum(-(-counts * config.test_samples // len(indices)), available)
         test_rng = numpy_generator(config.seed, "test split", partition_id)
-        chosen = partitions.take_per_label(pool.dataset.test_labels, wanted, test_rng)
-        test = np.sort(np.concatenate(chosen)) + pool.num_train
-    train, validation = _hold_out(own, config.validation_fraction, "validation split", config, partition_id)
+        test_parts = partitions.take_per_label(pool.dataset.test_labels, test_counts, test_rng)
+        test = np.sort(np.concatenate(test_parts)) + pool.num_train
+    train, validation = _hold_out(indices, config.validation_fraction, "validation split", config, partition_id)
     if not len(train):
         raise ValueError(
             f"client {partition_id} has {len(shares[partition_id])} images, and none of them is for training, allowed: "
@@ -345,24 +345,30 @@ def _scale(config: DataConfig, num_clients: int) -> Scale:
     if not (data.is_measured and _holds_out_tests(config)):
         return data.mean, data.std
     shares = enumerate(_partition(config, num_clients))
-    kept = [_hold_out(own, config.test_fraction, "test split", config, client)[0] for client, own in shares]
-    train, test = np.split(joined := np.sort(np.concatenate(kept)), [np.searchsorted(joined, pool.num_train)])
-    if not len(joined):  # nothing is left to train on, which is said to each client
+    train_parts = [
+        _hold_out(indices, config.test_fraction, "test split", config, client)[0] for client, indices in shares
+    ]
+    train, test = np.split(indices := np.sort(np.concatenate(train_parts)), [np.searchsorted(indices, pool.num_train)])
+    if not len(indices):  # nothing is left to train on, which is said to each client
         return data.mean, data.std
     return measured_scale((data.train_images, train), (data.test_images, test - pool.num_train))
 
 
-def _hold_out(own: Indices, share: float, use: str, config: DataConfig, partition_id: int) -> tuple[Indices, Indices]:
-    """Return those of the sorted indices ``own`` that stay, and about ``share`` of them that are held out."""
+def _hold_out(
+    indices: Indices, share: float, use: str, config: DataConfig, partition_id: int
+) -> tuple[Indices, Indices]:
+    """Return those of the sorted ``indices`` that stay, and about ``share`` of them that are held out."""
     pool = _pool(config)
     if config.is_own or config.private:
-        held_out = _drawn(pool.digests(own), share, f"{config.split_secret or config.seed}/{use}")
-        return own[~held_out], own[held_out]
-    kept, held = partitions.stratified_holdout(pool.labels[own], share, numpy_generator(config.seed, use, partition_id))
-    return own[kept], own[held]
+        held_out = _draw_mask(pool.digests(indices), share, f"{config.split_secret or config.seed}/{use}")
+        return indices[~held_out], indices[held_out]
+    kept_positions, held_positions = partitions.stratified_holdout(
+        pool.labels[indices], share, numpy_generator(config.seed, use, partition_id)
+    )
+    return indices[kept_positions], indices[held_positions]
 
 
-def _drawn(digests: Sequence[bytes], share: float, key: str) -> NDArray[np.bool_]:
+def _draw_mask(digests: Sequence[bytes], share: float, key: str) -> NDArray[np.bool_]:
     """Return which records are drawn, each with probability ``share``, by a hash of the record alone under ``key``.
 
     Adding a record changes the draw of no other record, and equal records are drawn together. The price is balance: of
@@ -371,5 +377,5 @@ def _drawn(digests: Sequence[bytes], share: float, key: str) -> NDArray[np.bool_
     them; over 10 labels of 100 images the rarest label has 23 on average, and the most frequent one 37.
     """
     secret = hashlib.sha256(key.encode()).digest()
-    places = [int.from_bytes(hashlib.blake2b(digest, key=secret, digest_size=8).digest()) for digest in digests]
-    return np.array(places, dtype=np.float64) / 2**64 < share
+    numbers = [int.from_bytes(hashlib.blake2b(digest, key=secret, digest_size=8).digest()) for digest in digests]
+    return np.array(numbers, dtype=np.float64) / 2**64 < share

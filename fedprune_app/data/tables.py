@@ -44,9 +44,9 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     frames = {part: _read(path, [name for name in (label, owner) if name]) for part, path in files.items()}
     train = frames["train"]
     for part, frame in frames.items():
-        _check_there(files[part], frame, "label-column", [label])
-        _check_there(files[part], frame, "owner-column", [owner] if owner else [])
-    _check_there(files["train"], train, "ignore-columns", ignored)
+        _check_columns(files[part], frame, "label-column", [label])
+        _check_columns(files[part], frame, "owner-column", [owner] if owner else [])
+    _check_columns(files["train"], train, "ignore-columns", ignored)
     features = [name for name in train.columns if name not in (label, owner, *ignored)]
     if not features:
         raise _error(files["train"], "has no column but the label's, allowed: at least one feature")
@@ -54,20 +54,20 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     labels = {part: frame[label].astype(str).tolist() for part, frame in frames.items()}
     classes = form.classes or in_order(labels["train"])
     if len(classes) < 2:
-        why, allowed = "has one label", ", allowed: at least two"
-        raise _error(files["train"], f"{why}, {classes[0]!r}{allowed}", why + allowed)
+        reason, allowed = "has one label", ", allowed: at least two"
+        raise _error(files["train"], f"{reason}, {classes[0]!r}{allowed}", reason + allowed)
 
-    def refuse(part: str, strange: str) -> FileError:
+    def refuse(part: str, value: str) -> FileError:
         allowed = shortened(classes)
-        told = f"has a label that classes does not name, allowed: {allowed}"
-        why = f"has the label {strange!r}, allowed: {allowed}"
-        return _error(files[part], why, told if form.classes else "has a label of no class")
+        public_reason = f"has a label that classes does not name, allowed: {allowed}"
+        reason = f"has the label {value!r}, allowed: {allowed}"
+        return _error(files[part], reason, public_reason if form.classes else "has a label of no class")
 
     numbers = coded(labels, classes, refuse)
     test = (arrays["test"], numbers["test"]) if "test" in files else (arrays["train"][:0], numbers["train"][:0])
-    owned = _owners(frames, owner)
+    owner_numbers = _owners(frames, owner)
     mean, std = scale(arrays["train"], public_scale)
-    arguments = (arrays["train"], numbers["train"], *test, classes, mean, std, *owned)
+    arguments = (arrays["train"], numbers["train"], *test, classes, mean, std, *owner_numbers)
     notes = {
         "tables that are not read": [
             item.name
@@ -83,8 +83,8 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
             if public_scale and 2 * len(np.unique(values.astype(np.float32))) < len(np.unique(values))
         ],
     }
-    said = tuple(f"{what}: {shortened(names)}" for what, names in notes.items() if names)
-    return Dataset("table", *arguments, features=tuple(features), is_measured=not public_scale, notes=said)
+    lines = tuple(f"{note}: {shortened(names)}" for note, names in notes.items() if names)
+    return Dataset("table", *arguments, features=tuple(features), is_measured=not public_scale, notes=lines)
 
 
 def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
@@ -98,13 +98,13 @@ def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    found = [path for suffix in _SUFFIXES if (path := folder / f"{part}{suffix}").exists()]
-    if len(found) > 1:
-        names = " and ".join(path.name for path in found)
+    paths = [path for suffix in _SUFFIXES if (path := folder / f"{part}{suffix}").exists()]
+    if len(paths) > 1:
+        names = " and ".join(path.name for path in paths)
         raise ValueError(f"data-dir '{folder}' has {names}, allowed: one of them")
-    for path in found:
+    for path in paths:
         check_kind(path)
-    return found[0] if found else None
+    return paths[0] if paths else None
 
 
 def _read(path: Path, names: Sequence[str]) -> pandas.DataFrame:
@@ -120,21 +120,23 @@ def _read(path: Path, names: Sequence[str]) -> pandas.DataFrame:
             frame = pandas.read_csv(path, index_col=False, converters=dict.fromkeys(names, "={}".format))
             texts = {name: [text_of(text[1:]) for text in frame[name]] for name in names if name in frame.columns}
         else:
-            frame = _named_by_text(pandas.read_parquet(path))
+            frame = _with_text_names(pandas.read_parquet(path))
             _check_names(path, list(frame.columns))
-            there = [name for name in names if name in frame.columns]
+            columns = [name for name in names if name in frame.columns]
             # whole numbers beside a missing one stay exact
-            whole = _named_by_text(pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable"))
-            texts = {name: ["" if pandas.isna(value) else text_of(value) for value in whole[name]] for name in there}
+            text_frame = _with_text_names(pandas.read_parquet(path, columns=columns, dtype_backend="numpy_nullable"))
+            texts = {
+                name: ["" if pandas.isna(value) else text_of(value) for value in text_frame[name]] for name in columns
+            }
     except FileError:
         raise
     except Exception as error:  # pandas' readers raise what they like
-        why = f"cannot be read: {' '.join(str(error).split())}"
-        raise _error(path, why, f"cannot be read ({type(error).__name__})") from None
-    return frame.assign(**{name: [text or None for text in found] for name, found in texts.items()})
+        reason = f"cannot be read: {' '.join(str(error).split())}"
+        raise _error(path, reason, f"cannot be read ({type(error).__name__})") from None
+    return frame.assign(**{name: [text or None for text in values] for name, values in texts.items()})
 
 
-def _named_by_text(frame: pandas.DataFrame) -> pandas.DataFrame:
+def _with_text_names(frame: pandas.DataFrame) -> pandas.DataFrame:
     """Return a table with texts as names of its columns: in Parquet they may be whole numbers."""
     return frame.set_axis([str(name) for name in frame.columns], axis=1)
 
@@ -142,10 +144,12 @@ def _named_by_text(frame: pandas.DataFrame) -> pandas.DataFrame:
 def _check_names(path: Path, names: list[str]) -> None:
     """Raise :class:`FileError` for a column without a name, and for two columns of one name."""
     if not all(name.strip() for name in names):
-        why = "has a column without a name, allowed: a name for each (to_csv(index=False) writes no row numbers)"
-        raise _error(path, why)
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise _error(path, f"has two columns '{twice[0]}', allowed: different names", "has two columns of one name")
+        reason = "has a column without a name, allowed: a name for each (to_csv(index=False) writes no row numbers)"
+        raise _error(path, reason)
+    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
+        raise _error(
+            path, f"has two columns '{duplicates[0]}', allowed: different names", "has two columns of one name"
+        )
 
 
 def _header(path: Path) -> list[str]:
@@ -162,39 +166,39 @@ def _header(path: Path) -> list[str]:
                 continue
             header = header or values
             if len(values) != len(header):
-                why = f"has {len(values)} values in line {lines.line_num}, allowed: {len(header)}, as in the header"
-                raise _error(path, why, "has a line with more or fewer values than the header, allowed: as many")
+                reason = f"has {len(values)} values in line {lines.line_num}, allowed: {len(header)}, as in the header"
+                raise _error(path, reason, "has a line with more or fewer values than the header, allowed: as many")
     return header
 
 
-def _error(path: Path, why: str, told: str = "") -> FileError:
-    """Return the error of a table; ``told`` says the same without a word of what is in the table."""
-    return FileError(path, "a table", why, told)
+def _error(path: Path, reason: str, public_reason: str = "") -> FileError:
+    """Return the error of a table; ``public_reason`` says the same without a word of what is in the table."""
+    return FileError(path, "a table", reason, public_reason)
 
 
-def _check_there(path: Path, frame: pandas.DataFrame, key: str, names: Sequence[str]) -> None:
+def _check_columns(path: Path, frame: pandas.DataFrame, key: str, names: Sequence[str]) -> None:
     for name in names:
         if name not in frame.columns:
-            why = f"has no column '{name}', which {key} names"
-            raise _error(path, f"{why}, allowed: {', '.join(frame.columns)}", why)
+            reason = f"has no column '{name}', which {key} names"
+            raise _error(path, f"{reason}, allowed: {', '.join(frame.columns)}", reason)
 
 
 def _features(path: Path, frame: pandas.DataFrame, features: Sequence[str], label: str = "") -> NDArray[np.float64]:
     """Return the features as float64 (N, F, 1, 1)."""
     if frame.empty:
         raise _error(path, "has no rows, allowed: at least one")
-    if absent_ones := [name for name in features if name not in frame.columns]:
-        why = "which the training rows have"
-        raise _error(path, f"has no column '{absent_ones[0]}', {why}", f"lacks a column {why}")
+    if missing_names := [name for name in features if name not in frame.columns]:
+        reason = "which the training rows have"
+        raise _error(path, f"has no column '{missing_names[0]}', {reason}", f"lacks a column {reason}")
     for name in filter(None, (*features, label)):
-        if absent := int(frame[name].isna().sum()):
-            why = f"has {absent} missing values in column '{name}', allowed: none"
-            raise _error(path, why, "has missing values, allowed: none")
+        if num_missing := int(frame[name].isna().sum()):
+            reason = f"has {num_missing} missing values in column '{name}', allowed: none"
+            raise _error(path, reason, "has missing values, allowed: none")
     for name in features:
         if not _has_numbers(frame[name]):
             allowed = "allowed: numbers (pandas.get_dummies makes columns of 0 and 1 from texts), or ignore-columns"
-            why = f"has column '{name}' without numbers, {allowed}"
-            raise _error(path, why, f"has a column of texts, {allowed}")
+            reason = f"has column '{name}' without numbers, {allowed}"
+            raise _error(path, reason, f"has a column of texts, {allowed}")
     numbers: NDArray[np.float64] = frame[list(features)].to_numpy(dtype=np.float64)
     with np.errstate(over="ignore"):
         if not np.isfinite(numbers.astype(np.float32)).all():
@@ -205,7 +209,7 @@ def _features(path: Path, frame: pandas.DataFrame, features: Sequence[str], labe
 def _has_numbers(column: pandas.Series[Any]) -> bool:
     """Return whether a column has numbers, which may be objects, as Decimals of Parquet are."""
     kind = column.dtype.kind
-    return kind in "iufb" or (kind == "O" and all(isinstance(each, Real | Decimal) for each in column))
+    return kind in "iufb" or (kind == "O" and all(isinstance(value, Real | Decimal) for value in column))
 
 
 def _owners(frames: dict[str, pandas.DataFrame], column: str) -> tuple[Any, Any]:

@@ -85,28 +85,30 @@ def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[
     joined by line ends. Without test files it is ``test_fraction`` of the documents, at least one, drawn by ``seed``.
     If there is a single document, the test text is its end. ``ValueError`` where there is no text.
     """
-    inside = (Path(data_dir) / "calibration").is_dir()
-    documents = [each for path in _files(data_dir, "calibration" if inside else "") for each in _documents(path)]
+    part = "calibration" if (Path(data_dir) / "calibration").is_dir() else ""
+    documents = [document for path in _files(data_dir, part) for document in _documents(path)]
     if files := texts_in(Path(data_dir) / "test"):
         return documents, "\n".join(document.text for path in files for document in _documents(path))
     if len(documents) == 1:
-        (only,) = documents
-        cut = len(only.text) - round(test_fraction * len(only.text))
-        return [Document(only.name, only.text[:cut])], only.text[cut:]
+        (document,) = documents
+        position = len(document.text) - round(test_fraction * len(document.text))
+        return [Document(document.name, document.text[:position])], document.text[position:]
     count = min(max(round(test_fraction * len(documents)), 1), len(documents) - 1)
     order = torch.randperm(len(documents), generator=rng.generator(seed, "test split")).tolist()
-    held = set(order[:count])
+    held_out = set(order[:count])
     return (
-        [document for i, document in enumerate(documents) if i not in held],
-        "\n".join(documents[i].text for i in sorted(held)),
+        [document for i, document in enumerate(documents) if i not in held_out],
+        "\n".join(documents[i].text for i in sorted(held_out)),
     )
 
 
-def perplexity_texts(dataset: str, data_dir: str, more: Mapping[str, Path] | None = None) -> dict[str, tuple[str, int]]:
+def perplexity_texts(
+    dataset: str, data_dir: str, extra_paths: Mapping[str, Path] | None = None
+) -> dict[str, tuple[str, int]]:
     """Return the texts on which perplexity is measured, by name, each with the largest number of windows (0: all).
 
     The dataset's own texts come first: ``stdlib`` has one, of modules that no client holds; ``text`` has the files of
-    its folder. Then come the files of ``more``, by name. Texts of three corpora are joined as in SparseGPT's
+    its folder. Then come the files of ``extra_paths``, by name. Texts of three corpora are joined as in SparseGPT's
     evaluation:
 
     * ``wikitext*``: lines are joined by blank lines;
@@ -115,30 +117,30 @@ def perplexity_texts(dataset: str, data_dir: str, more: Mapping[str, Path] | Non
 
     Other files are taken as they are. ``ValueError`` where there is no text, or one that cannot be read.
     """
-    found, own = {}, []
+    texts, own_paths = {}, []
     if dataset == "stdlib":
-        found["stdlib"] = "\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0
+        texts["stdlib"] = "\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0
     else:
-        own = [(path.stem, path) for path in _files(data_dir, "test")]
-    for name, path in [*own, *(more or {}).items()]:
-        if name in found:
+        own_paths = [(path.stem, path) for path in _files(data_dir, "test")]
+    for name, path in [*own_paths, *(extra_paths or {}).items()]:
+        if name in texts:
             raise ValueError(f"test text {name!r} is given twice, allowed: another name for {str(path)!r}")
         if not path.is_file():
             raise ValueError(f"test text {name!r} is at {str(path)!r}, allowed: a file")
-        found[name] = _joined(name, path)
-    return found
+        texts[name] = _test_text(name, path)
+    return texts
 
 
-def _joined(name: str, path: Path) -> tuple[str, int]:
+def _test_text(name: str, path: Path) -> tuple[str, int]:
     """Return the text of a file as its corpus is tested, and the largest number of windows."""
-    corpus = next((each for each in _JOINS if name.startswith(each)), None)
+    corpus = next((prefix for prefix in _JOINS if name.startswith(prefix)), None)
     max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
     if corpus is None:
         text = "\n".join(document.text for document in _documents(path))
     elif path.suffix == ".jsonl":
         text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
     else:
-        with _opened(path) as file:
+        with _open_text(path) as file:
             lines = list(itertools.islice(file, max_documents))
         if corpus == "wikitext":  # lines keep their ends and blank lines are empty, as in the hub's dataset
             lines = [line if line.strip() else "" for line in lines]
@@ -149,24 +151,24 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _open_text(path: Path) -> Iterator[TextIO]:
     """Give the open file; raise :class:`FileError` where the file cannot be read."""
     try:
         with path.open(encoding="utf-8-sig") as file:  # tools of Windows put a mark before the text
             yield file
     except (OSError, UnicodeDecodeError) as error:
-        why = f"cannot be read ({type(error).__name__})"
+        reason = f"cannot be read ({type(error).__name__})"
         if isinstance(error, UnicodeDecodeError):
-            why = f"is no text in UTF-8: {error.reason} at byte {error.start}"
-        raise FileError(path, "a text file", why) from None
+            reason = f"is no text in UTF-8: {error.reason} at byte {error.start}"
+        raise FileError(path, "a text file", reason) from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
-    found = texts_in(Path(data_dir) / part)
-    if not data_dir or not found:
-        where = f"{part}/*.txt" if part else "*.txt"
-        raise ValueError(f"data-dir is {data_dir!r}, allowed with dataset 'text': a folder with {where} or *.jsonl")
-    return found
+    paths = texts_in(Path(data_dir) / part)
+    if not data_dir or not paths:
+        pattern = f"{part}/*.txt" if part else "*.txt"
+        raise ValueError(f"data-dir is {data_dir!r}, allowed with dataset 'text': a folder with {pattern} or *.jsonl")
+    return paths
 
 
 def texts_in(folder: Path) -> list[Path]:
@@ -175,23 +177,23 @@ def texts_in(folder: Path) -> list[Path]:
 
 def _documents(path: Path) -> Iterator[Document]:
     if path.suffix != ".jsonl":
-        with _opened(path) as file:
-            whole = file.read()
-        yield Document(path.stem, whole)
+        with _open_text(path) as file:
+            content = file.read()
+        yield Document(path.stem, content)
         return
-    with _opened(path) as file:
+    with _open_text(path) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():  # as tools leave between documents, or at the end of a file
+            if not line.strip():  # tools leave blank lines between documents, or at the end of a file
                 continue
             try:
                 text = json.loads(line)["text"]
                 text.encode()
             except UnicodeEncodeError:  # half of a pair of surrogates, as a cut leaves it
-                why = f"has a line whose text is no Unicode: number {number}"
-                raise FileError(path, "a jsonl file", why) from None
+                reason = f"has a line whose text is no Unicode: number {number}"
+                raise FileError(path, "a jsonl file", reason) from None
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                why = f"has a line that is no object with a text under 'text': number {number}"
-                raise FileError(path, "a jsonl file", why) from None
+                reason = f"has a line that is no object with a text under 'text': number {number}"
+                raise FileError(path, "a jsonl file", reason) from None
             yield Document(f"{path.stem}:{number}", text)
 
 
@@ -206,14 +208,14 @@ def calibration_segments(
     partition: int,
     num_partitions: int,
     count: int,
-    most: int,
+    max_segments: int,
     length: int,
     seed: int,
 ) -> tuple[Tensor, list[str]]:
     """Return a client's segments (count, length) of token ids, and the names of the documents that they are from.
 
     A document is cut into segments side by side, and its tail is dropped. A document shorter than a segment gives none.
-    No client has more than ``most`` segments. ``deal`` is one of these:
+    No client has more than ``max_segments`` segments. ``deal`` is one of these:
 
     * ``documents``: document ``i`` belongs to client ``i mod num_partitions``. With fewer documents than clients, the
       clients of one document take turns at its segments.
@@ -225,36 +227,40 @@ def calibration_segments(
     segments.
     """
     if deal == "own":
-        mine, turn, turns = list(documents), 0, 1
+        client_documents, turn, turns = list(documents), 0, 1
         draw = rng.generator(seed, "segments", partition)
     elif deal == "segments":
-        mine, turn, turns = list(documents), partition, num_partitions
+        client_documents, turn, turns = list(documents), partition, num_partitions
         draw = rng.generator(seed, "segments")
     else:
         owners = len(documents) if deal == "one" else min(len(documents), num_partitions)
         owner = partition % owners
-        mine = [documents[owner]] if deal == "one" else list(documents[owner::owners])
+        client_documents = [documents[owner]] if deal == "one" else list(documents[owner::owners])
         turn, turns = partition // owners, len(range(owner, num_partitions, owners))
         draw = rng.generator(seed, "segments", owner)
-    cut = _cut(mine, encode, length, draw)
+    pieces_by_document = _cut_documents(client_documents, encode, length, draw)
     if deal == "segments":
-        chosen = list(itertools.islice(_in_turn(cut), most * turn, most * turn + count))
+        segments = list(
+            itertools.islice(_round_robin(pieces_by_document), max_segments * turn, max_segments * turn + count)
+        )
     else:
-        pool = [piece for pieces in cut for piece in pieces]
+        pool = [piece for pieces in pieces_by_document for piece in pieces]
         shuffled = [pool[i] for i in torch.randperm(len(pool), generator=draw).tolist()]
-        chosen = shuffled[turn::turns][:count]
-    if len(chosen) < count:
+        segments = shuffled[turn::turns][:count]
+    if len(segments) < count:
         raise ValueError(
-            f"client {partition} of {num_partitions} finds {len(chosen)} segments of {length} tokens of {count}; "
+            f"client {partition} of {num_partitions} finds {len(segments)} segments of {length} tokens of {count}; "
             "allowed: a smaller fedspallm.segments or segment-length, or more text"
         )
-    return torch.stack([piece for _, piece in chosen]), sorted({name for name, _ in chosen})
+    return torch.stack([piece for _, piece in segments]), sorted({name for name, _ in segments})
 
 
 Piece = tuple[str, Tensor]  # the document's name, and a segment of it
 
 
-def _cut(documents: Sequence[Document], encode: Encoder, length: int, draw: torch.Generator) -> Iterator[list[Piece]]:
+def _cut_documents(
+    documents: Sequence[Document], encode: Encoder, length: int, draw: torch.Generator
+) -> Iterator[list[Piece]]:
     """Yield each document's segments, both in random order; a large collection need not be read to its end."""
     for i in torch.randperm(len(documents), generator=draw).tolist():
         tokens = encode(documents[i].text)
@@ -262,15 +268,15 @@ def _cut(documents: Sequence[Document], encode: Encoder, length: int, draw: torc
         yield [(documents[i].name, pieces[j]) for j in torch.randperm(len(pieces), generator=draw).tolist()]
 
 
-def _in_turn(cut: Iterable[list[Piece]]) -> Iterator[Piece]:
+def _round_robin(piece_lists: Iterable[list[Piece]]) -> Iterator[Piece]:
     """Yield one piece of each document, then a second one of each, and so on."""
-    opened = []
-    for pieces in cut:
+    open_lists = []
+    for pieces in piece_lists:
         yield from pieces[:1]
-        opened.append(pieces)
-    for n in range(1, max(map(len, opened), default=0)):
-        opened = [pieces for pieces in opened if len(pieces) > n]
-        for pieces in opened:
+        open_lists.append(pieces)
+    for n in range(1, max(map(len, open_lists), default=0)):
+        open_lists = [pieces for pieces in open_lists if len(pieces) > n]
+        for pieces in open_lists:
             yield pieces[n]
 
 

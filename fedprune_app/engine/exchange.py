@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _SentMessage:
     client: int
     num_bytes: int
     deadline: float
@@ -62,26 +62,26 @@ def exchange(
     """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
 
     A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. In a simulation
-    that time begins when the client's turn comes (see :func:`_in_turn`). Its reply, should it still come, is never
+    that time begins when its turn comes (see :func:`_extend_deadlines`). Its reply, should it still come, is never
     fetched. Each reply is yielded before the next one is looked at. A message is made when it
     is sent. While the messages on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
     Replies hold tensors of up to ``reply_bytes``. A reply of more than that and ``replies.FRAMING_BYTES`` is refused
     unread.
     """
     queue = iter(messages)
-    waiting: dict[str, _Sent] = {}  # by message id
+    pending: dict[str, _SentMessage] = {}  # by message id
     in_flight, largest = 0, reply_bytes
     all_sent = False
     last_arrival = time.monotonic()
-    while waiting or not all_sent:
+    while pending or not all_sent:
         while not all_sent and in_flight < in_flight_bytes:
             batch = _next_batch(queue, in_flight_bytes - in_flight)
             all_sent = not batch
-            accepted = _pushed(grid, [message for _, message, _ in batch])
+            accepted_ids = _push(grid, [message for _, message, _ in batch])
             deadline = time.monotonic() + deadline_seconds
             for client, message, num_bytes in batch:
-                if message.metadata.message_id in accepted:
-                    waiting[message.metadata.message_id] = _Sent(client, num_bytes, deadline)
+                if message.metadata.message_id in accepted_ids:
+                    pending[message.metadata.message_id] = _SentMessage(client, num_bytes, deadline)
                     in_flight += num_bytes
                     largest = max(largest, num_bytes)
                 else:
@@ -89,57 +89,59 @@ def exchange(
                 del message  # it was sent and need not stay in memory
             batch.clear()
 
-        arrived = False
-        asked_at = time.monotonic()  # a reply that comes while earlier ones are taken in is not late
-        waiting = _in_turn(grid, waiting, deadline_seconds, asked_at)
-        deadlines = {message_id: sent.deadline for message_id, sent in waiting.items()}
+        has_reply = False
+        poll_start = time.monotonic()  # a reply that comes while earlier ones are taken in is not late
+        pending = _extend_deadlines(grid, pending, deadline_seconds, poll_start)
+        deadlines = {message_id: entry.deadline for message_id, entry in pending.items()}
         for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
-            sent = waiting.pop(reply.message_id, None)
-            if sent is None:
+            entry = pending.pop(reply.message_id, None)
+            if entry is None:
                 continue  # a second reply to the same message
-            arrived = True
-            in_flight -= sent.num_bytes
-            yield Answer(sent.client, sent.num_bytes, reply.num_bytes, reply.content, reply.error)
+            has_reply = True
+            in_flight -= entry.num_bytes
+            yield Answer(entry.client, entry.num_bytes, reply.num_bytes, reply.content, reply.error)
             del reply  # its memory is free before the next reply is fetched
         now = time.monotonic()
-        late = [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]
-        if late and hasattr(grid, "forget"):
-            grid.forget(late)
-        for message_id in late:
-            sent = waiting.pop(message_id)
-            in_flight -= sent.num_bytes
-            yield Answer(sent.client, sent.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
-        if arrived:
+        late_ids = [message_id for message_id, entry in pending.items() if entry.deadline <= poll_start]
+        if late_ids and hasattr(grid, "forget"):
+            grid.forget(late_ids)
+        for message_id in late_ids:
+            entry = pending.pop(message_id)
+            in_flight -= entry.num_bytes
+            yield Answer(entry.client, entry.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
+        if has_reply:
             last_arrival = now
-        elif waiting:
+        elif pending:
             shortest, longest = POLL_SECONDS
             pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
-            nearest = min(sent.deadline for sent in waiting.values())
+            next_deadline = min(entry.deadline for entry in pending.values())
             # A grid that can wait returns as soon as a reply is there.
             wait = getattr(grid, "wait_for_reply", time.sleep)
-            wait(min(pause, max(0.0, nearest - now)))
+            wait(min(pause, max(0.0, next_deadline - now)))
 
 
-def _in_turn(grid: Grid, waiting: dict[str, _Sent], seconds: float, now: float) -> dict[str, _Sent]:
-    """Return ``waiting`` with later deadlines for simulated clients that had to queue for a worker.
+def _extend_deadlines(
+    grid: Grid, pending: dict[str, _SentMessage], seconds: float, now: float
+) -> dict[str, _SentMessage]:
+    """Return ``pending`` with later deadlines for simulated clients that had to queue for a worker.
 
     A grid that has such a queue tells when each client at work began (``begun``, by message id): after the last reply
     of its cohort. A client in the queue has all its time left, as long as somebody is at work who is not late. So a
     worker that hangs makes nobody wait without end.
     """
     if not hasattr(grid, "begun"):
-        return waiting
-    begun: Mapping[str, float] = grid.begun()
-    queue_moves = not begun.keys().isdisjoint(waiting)
-    from_now = dict.fromkeys(waiting, now) if queue_moves else {}
-    since = {**from_now, **begun}
+        return pending
+    begin_times: Mapping[str, float] = grid.begun()
+    queue_moves = not begin_times.keys().isdisjoint(pending)
+    default_times = dict.fromkeys(pending, now) if queue_moves else {}
+    start_times = {**default_times, **begin_times}
     return {
-        message_id: replace(sent, deadline=max(sent.deadline, since.get(message_id, -math.inf) + seconds))
-        for message_id, sent in waiting.items()
+        message_id: replace(entry, deadline=max(entry.deadline, start_times.get(message_id, -math.inf) + seconds))
+        for message_id, entry in pending.items()
     }
 
 
-def _pushed(grid: Grid, messages: Sequence[Message]) -> set[str]:
+def _push(grid: Grid, messages: Sequence[Message]) -> set[str]:
     """Push messages and return the ids of those that were accepted.
 
     A SuperLink that was started anew in between knows nothing of an upload that had begun. So the messages are pushed
@@ -178,15 +180,17 @@ def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadlin
     return Message(content, dst_node_id=node_id, message_type=kind, group_id=str(round), ttl=ttl)
 
 
-def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:
-    """Raise :class:`TooFewReplies` unless at least ``least`` replies were good.
+def require(num_good: int, minimum: int, exchange_name: str, failures: Iterable[str]) -> None:
+    """Raise :class:`TooFewReplies` unless at least ``minimum`` replies were good.
 
     The error quotes the first failure, and two others at most that have another reason.
     """
-    if good < least:
+    if num_good < minimum:
         by_reason: dict[str, str] = {}
         for line in failures:
             by_reason.setdefault(line.partition(": ")[2], line)
-        quoted = "; another: ".join([*by_reason.values()][:3])
-        failed = f"first failure: {quoted}" if quoted else "no reply failed: fewer clients were asked"
-        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; {failed}")
+        reasons = "; another: ".join([*by_reason.values()][:3])
+        failure_text = f"first failure: {reasons}" if reasons else "no reply failed: fewer clients were asked"
+        raise TooFewReplies(
+            f"{exchange_name} had {num_good} good replies, min-replies asks for {minimum}; {failure_text}"
+        )

@@ -101,12 +101,12 @@ def __getattr__(name: str) -> Any:
     if (module := PLACES.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = getattr(import_module(module), name)
+        attribute = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        missing = f"Flower {version('flwr')} has no {name} in {module}"
-        raise ImportError(f"{missing}, allowed: Flower {_FIRST} to {_LAST} ({error})") from error
-    globals()[name] = found
-    return found
+        problem = f"Flower {version('flwr')} has no {name} in {module}"
+        raise ImportError(f"{problem}, allowed: Flower {_FIRST} to {_LAST} ({error})") from error
+    globals()[name] = attribute
+    return attribute
 
 
 def if_imported(name: str) -> Any:

@@ -44,15 +44,15 @@ class InProcessGrid(SimulatedGrid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the clients whose replies are asked for, cohort by cohort as the result is iterated."""
-        pending = [message_id for message_id in message_ids if message_id in self._pending]
-        size = share_of(len(pending), 1, self._largest_cohort)
-        for start in range(0, len(pending), size):
-            ids = pending[start : start + size]
+        pending_ids = [message_id for message_id in message_ids if message_id in self._pending]
+        size = share_of(len(pending_ids), 1, self._largest_cohort)
+        for start in range(0, len(pending_ids), size):
+            ids = pending_ids[start : start + size]
             messages = [self._pending.pop(message_id) for message_id in ids]
-            asked = [(message, self._context(message)) for message in messages]
+            requests = [(message, self._context(message)) for message in messages]
             del messages
-            for number, reply in answers(self._client_app, asked):
-                yield self._answered(ids[number], reply)
+            for number, reply in answers(self._client_app, requests):
+                yield self._addressed_reply(ids[number], reply)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return list(self.pull_messages(self.push_messages(messages)))

@@ -26,7 +26,7 @@ class LayerFiles:
     def save(self, layer: int, version: int, payload: Payload) -> None:
         """Write a layer."""
         body = codec.encode_once(payload)[codec.KEY].data
-        replace_file(self._path(layer, version), seal(body, self._about(layer, version)))
+        replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)))
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
         """Read a layer of at most ``max_bytes`` decoded bytes.
@@ -46,15 +46,15 @@ class LayerFiles:
     def _body(self, layer: int, version: int) -> memoryview:
         path = self._path(layer, version)
         try:
-            return unseal(path.read_bytes(), self._about(layer, version))
+            return unseal(path.read_bytes(), self._metadata(layer, version))
         except OSError as error:
             raise ValueError(f"layer file {str(path)!r} cannot be read: {error.strerror or error}") from None
         except ValueError as error:
             raise ValueError(f"layer file {str(path)!r} is damaged: {error}") from None
 
-    def _about(self, layer: int, version: int) -> dict[str, int | str]:
-        about: dict[str, int | str] = {"layer": layer, "version": version}
-        return about if self.owner is None else {**about, "owner": self.owner}
+    def _metadata(self, layer: int, version: int) -> dict[str, int | str]:
+        metadata: dict[str, int | str] = {"layer": layer, "version": version}
+        return metadata if self.owner is None else {**metadata, "owner": self.owner}
 
     def drop_before(self, layer: int, version: int) -> None:
         """Remove the versions of a layer that are older than ``version``."""

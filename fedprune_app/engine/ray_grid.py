@@ -37,10 +37,10 @@ class SimulatedClients:
         self._app: ClientApp = named(client_app)
         self._beside_server = beside_server
 
-    def answer(self, asked: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
+    def answer(self, requests: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
         """Yield None, which shows that this process has started, and then the number of each message and its reply."""
         yield None
-        yield from answers(self._app, asked, self._beside_server)
+        yield from answers(self._app, requests, self._beside_server)
 
 
 @dataclass
@@ -49,8 +49,8 @@ class _Cohort:
 
     worker: Any
     ids: list[str]
-    left: dict[str, Message] = field(default_factory=dict)
-    since: float = 0.0  # its beginning, or its last reply; 0 until its process has started
+    pending: dict[str, Message] = field(default_factory=dict)
+    start_time: float = 0.0  # of the cohort, or of its last reply; 0 until its process has started
 
 
 class RayGrid(SimulatedGrid):
@@ -89,14 +89,14 @@ class RayGrid(SimulatedGrid):
         Clients of a cohort may work one after the other: the time of those that are left begins at the last reply. A
         cohort whose process has not started yet is not at work.
         """
-        begun = [cohort for cohort in self._at_work.values() if cohort.since]
-        return {message_id: cohort.since for cohort in begun for message_id in cohort.left}
+        cohorts = [cohort for cohort in self._at_work.values() if cohort.start_time]
+        return {message_id: cohort.start_time for cohort in cohorts for message_id in cohort.pending}
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Nobody waits for these replies any more: messages in the queue leave it, and replies to come are dropped."""
         for message_id in message_ids:
-            queued = [waiting.pop(message_id, None) for waiting in (self._suspects, self._pending, self._replies)]
-            if not any(queued):
+            messages = [queue.pop(message_id, None) for queue in (self._suspects, self._pending, self._replies)]
+            if not any(messages):
                 self._forgotten.add(message_id)
 
     def wait_for_reply(self, seconds: float) -> None:
@@ -105,16 +105,16 @@ class RayGrid(SimulatedGrid):
         self._collect(0 if self._replies else seconds)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        waiting = set(self.push_messages(messages))
+        pending_ids = set(self.push_messages(messages))
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         replies: list[Message] = []
         while True:
-            replies += self.pull_messages(sorted(waiting, key=int))
-            waiting -= {reply.metadata.reply_to_message_id for reply in replies}
-            left = deadline - time.monotonic()
-            if not waiting or left <= 0:
+            replies += self.pull_messages(sorted(pending_ids, key=int))
+            pending_ids -= {reply.metadata.reply_to_message_id for reply in replies}
+            seconds_left = deadline - time.monotonic()
+            if not pending_ids or seconds_left <= 0:
                 return replies
-            self.wait_for_reply(min(1.0, left))
+            self.wait_for_reply(min(1.0, seconds_left))
 
     def _start(self) -> None:
         """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
@@ -126,14 +126,14 @@ class RayGrid(SimulatedGrid):
             while self._idle and self._pending:
                 self._give(self._pending, size)
 
-    def _give(self, waiting: dict[str, Message], size: int) -> None:
+    def _give(self, queue: dict[str, Message], size: int) -> None:
         """Let a worker answer this many of the messages that wait, or all where there are fewer."""
-        ids = list(waiting)[:size]
-        cohort = _Cohort(self._idle.pop(0), ids, {message_id: waiting.pop(message_id) for message_id in ids})
-        asked = [(message, self._context(message)) for message in cohort.left.values()]
-        for message, _ in asked:
+        ids = list(queue)[:size]
+        cohort = _Cohort(self._idle.pop(0), ids, {message_id: queue.pop(message_id) for message_id in ids})
+        requests = [(message, self._context(message)) for message in cohort.pending.values()]
+        for message, _ in requests:
             message.metadata.created_at = time.time()  # its time to live begins now, not in the queue
-        self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(asked)] = cohort
+        self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(requests)] = cohort
 
     def _collect(self, seconds: float) -> None:
         if not self._at_work:
@@ -141,8 +141,8 @@ class RayGrid(SimulatedGrid):
             return
         ready, _ = ray.wait(list(self._at_work), timeout=seconds)
         while ready:
-            for each in ready:
-                self._take(each)
+            for stream in ready:
+                self._take(stream)
             if not self._at_work:
                 return
             ready, _ = ray.wait(list(self._at_work), timeout=0)
@@ -151,7 +151,7 @@ class RayGrid(SimulatedGrid):
         """Take in the next reply of a cohort, or its end."""
         cohort = self._at_work[replies]
         try:
-            answered = ray.get(next(replies))
+            answer = ray.get(next(replies))
         except StopIteration:
             del self._at_work[replies]
             self._idle.append(cohort.worker)
@@ -159,34 +159,38 @@ class RayGrid(SimulatedGrid):
         except Exception as error:  # the process died, or never could begin
             del self._at_work[replies]
             self._idle.append(self._new_worker())
-            if len(cohort.left) > 1:
-                self._suspects |= {each: left for each, left in cohort.left.items() if each not in self._forgotten}
-                self._forgotten -= cohort.left.keys()
+            if len(cohort.pending) > 1:
+                self._suspects |= {
+                    message_id: message
+                    for message_id, message in cohort.pending.items()
+                    if message_id not in self._forgotten
+                }
+                self._forgotten -= cohort.pending.keys()
                 return
-            for message_id, message in cohort.left.items():
+            for message_id, message in cohort.pending.items():
                 reason = Error(RAISED, f"{type(error).__name__}: {error}")
                 self._arrive(message_id, Message(reason, reply_to=message))
             return
-        cohort.since = time.monotonic()
-        if answered is None:
+        cohort.start_time = time.monotonic()
+        if answer is None:
             return
-        number, reply = answered
-        del cohort.left[cohort.ids[number]]
+        number, reply = answer
+        del cohort.pending[cohort.ids[number]]
         self._arrive(cohort.ids[number], reply)
 
     def _arrive(self, message_id: str, reply: Message) -> None:
         if message_id in self._forgotten:
             self._forgotten.discard(message_id)
             return
-        self._replies[message_id] = self._answered(message_id, reply)
+        self._replies[message_id] = self._addressed_reply(message_id, reply)
 
 
 def _room_for(resources: Mapping[str, float]) -> int:
     """Return how many actors with these ``resources`` Ray has room for; none is on two machines."""
     needs = {{"num_cpus": "CPU", "num_gpus": "GPU"}[key]: count for key, count in resources.items() if count}
     machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    there = [machine["Resources"] for machine in machines]
-    room = sum(min(int(machine.get(name, 0) / count) for name, count in needs.items()) for machine in there)
+    capacities = [machine["Resources"] for machine in machines]
+    room = sum(min(int(capacity.get(name, 0) / count) for name, count in needs.items()) for capacity in capacities)
     if not room:
-        raise ValueError(f"Ray has no room for a process of clients, which takes {needs} of {there}")
+        raise ValueError(f"Ray has no room for a process of clients, which takes {needs} of {capacities}")
     return room

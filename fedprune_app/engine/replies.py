@@ -85,11 +85,11 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
     ``time.monotonic()``. Some Grids return whole batches: these are of replies of up to ``largest`` bytes.
     """
     # a ServerApp has imported the class; an import here would slow clients down
-    deployed = flower_private.if_imported("HttpGrid")
+    grid_class = flower_private.if_imported("HttpGrid")
     ids = list(deadlines)
-    if deployed is not None and isinstance(grid, deployed):
+    if grid_class is not None and isinstance(grid, grid_class):
         for start in range(0, len(ids), _BATCH):
-            yield from _fetched(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
+            yield from _fetch_all(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
         return
     size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # batches of large models are small
     for start in range(0, len(ids), size):
@@ -112,11 +112,11 @@ def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
                 f"it has {len(content)} records and {num_bytes} bytes, allowed: {_MOST_RECORDS} and {max_bytes}"
             )
     except Exception as error:  # Flower may raise any kind of error
-        return _refused(message_id, error)
+        return _refusal(message_id, error)
     return Reply(message_id, content, num_bytes)
 
 
-def _refused(message_id: str, error: Exception) -> Reply:
+def _refusal(message_id: str, error: Exception) -> Reply:
     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return Reply(message_id, error=wire.one_line(f"its reply is refused: {kind}{str(error)[:500]}"))
 
@@ -139,30 +139,30 @@ def error_line(error: Error) -> str:
 # --- from a SuperLink -------------------------------------------------------------------------------------------------
 
 
-def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
+def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
     """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
     try:
-        listed = _listed(grid, list(deadlines))
+        reply_list = _list_replies(grid, list(deadlines))
     except httpx.HTTPStatusError as error:
         if error.response.status_code != httpx.codes.INTERNAL_SERVER_ERROR:
             raise
         if len(deadlines) > 1:
             for message_id, deadline in deadlines.items():
-                yield from _fetched(grid, {message_id: deadline}, max_bytes)
+                yield from _fetch_all(grid, {message_id: deadline}, max_bytes)
         else:
-            _listed(grid, [])  # a SuperLink that can answer nothing is no client's failure
-            yield from (_refused(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
+            _list_replies(grid, [])  # a SuperLink that can answer nothing is no client's failure
+            yield from (_refusal(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
         return
-    for head, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
+    for head, tree in zip(reply_list.messages_list, reply_list.message_object_trees, strict=True):
         message_id = head.metadata.reply_to_message_id
         if message_id in deadlines:
             yield _fetch(grid, head, tree, deadlines[message_id], max_bytes)
 
 
-def _listed(grid: HttpGrid, message_ids: list[str]) -> Any:
+def _list_replies(grid: HttpGrid, message_ids: list[str]) -> Any:
     """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
     _watch(flower_private.http_client(grid))
-    with _filtered(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
+    with _filter_responses(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
         return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
 
@@ -173,13 +173,13 @@ def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int
     budget = Budget(max_bytes)
 
     def pull(request: Any) -> Any:
-        with _filtered(budget):
+        with _filter_responses(budget):
             return client.PullObject(request)
 
     try:
         ids = list(dict.fromkeys(node.object_id for node in iterate_object_tree(tree)))
-        if len(ids) > (most := _MOST_OBJECTS + max_bytes // 2**20):
-            raise ValueError(f"it has {len(ids)} objects, allowed: {most}")
+        if len(ids) > (max_objects := _MOST_OBJECTS + max_bytes // 2**20):
+            raise ValueError(f"it has {len(ids)} objects, allowed: {max_objects}")
         first, longest = _BACKOFF_SECONDS
         contents = pull_objects(
             ids,
@@ -193,10 +193,10 @@ def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int
     except ObjectPullError:
         reply = Reply(message_id, error="its reply was not sent in full")
     except (ValueError, httpx.HTTPStatusError) as error:
-        reply = _refused(message_id, error)
+        reply = _refusal(message_id, error)
     try:
-        received = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
-        client.ConfirmMessageReceived(received)
+        confirmation = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
+        client.ConfirmMessageReceived(confirmation)
     except httpx.HTTPStatusError as error:  # the SuperLink keeps the reply until the run is over
         log.warning("a reply that came is kept by the SuperLink: %s", wire.one_line(str(error)))
     return reply
@@ -210,7 +210,7 @@ def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int)
         if not isinstance(message, Message):
             raise ValueError(f"it is of type {type(message).__name__}, allowed: Message")
     except Exception as error:  # Flower's parsers may raise any kind of error
-        return _refused(message_id, error)
+        return _refusal(message_id, error)
     return _reply(message_id, message, max_bytes)
 
 
@@ -219,13 +219,13 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
 
     An array may name one piece of it many times, and a number that takes a byte here takes 80 as one of Python's.
     """
-    total = beside = 0
+    total = other_bytes = 0
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
-        if len(content) > (most := _LARGEST.get(kind, _HEAD_BYTES)):
-            raise ValueError(f"one {kind} has {len(content)} bytes, allowed: {most}")
-        beside += 0 if kind == ArrayChunk.__qualname__ else len(content)
-        if beside > _BESIDE_BYTES:
+        if len(content) > (limit := _LARGEST.get(kind, _HEAD_BYTES)):
+            raise ValueError(f"one {kind} has {len(content)} bytes, allowed: {limit}")
+        other_bytes += 0 if kind == ArrayChunk.__qualname__ else len(content)
+        if other_bytes > _BESIDE_BYTES:
             raise ValueError(f"it has over {_BESIDE_BYTES} bytes beside its arrays' data")
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
@@ -239,13 +239,13 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
 
 # --- what comes over HTTP, bounded as it comes ------------------------------------------------------------------------
 
-_current = threading.local()  # its attribute filter: what responses in this thread pass
+_current = threading.local()  # the attribute filter: what responses in this thread pass
 
 
 @contextmanager
-def _filtered(through: Callable[[Stream], Stream]) -> Iterator[None]:
-    """Pass responses to this thread's requests to ``through`` before they are in memory, until the block ends."""
-    _current.filter = through
+def _filter_responses(stream_filter: Callable[[Stream], Stream]) -> Iterator[None]:
+    """Pass responses to this thread's requests to ``stream_filter`` before they are in memory, until the block ends."""
+    _current.filter = stream_filter
     try:
         yield
     finally:
@@ -260,64 +260,64 @@ def _watch(client: httpx.Client) -> None:
 
 
 def _attach(response: httpx.Response) -> None:
-    through = getattr(_current, "filter", None)
-    if through is not None and response.is_success:
+    stream_filter = getattr(_current, "filter", None)
+    if stream_filter is not None and response.is_success:
         assert isinstance(response.stream, httpx.SyncByteStream)
-        response.stream = _Filtered(response.stream, through)
+        response.stream = _FilteredStream(response.stream, stream_filter)
 
 
-class _Filtered(httpx.SyncByteStream):
-    def __init__(self, stream: httpx.SyncByteStream, through: Callable[[Stream], Stream]) -> None:
+class _FilteredStream(httpx.SyncByteStream):
+    def __init__(self, stream: httpx.SyncByteStream, stream_filter: Callable[[Stream], Stream]) -> None:
         self._stream = stream
-        self._through = through
+        self._stream_filter = stream_filter
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._through(self._stream))
+        return iter(self._stream_filter(self._stream))
 
     def close(self) -> None:
         self._stream.close()
 
 
 class Budget:
-    """A budget lets streams of several threads pass until ``most`` bytes are through; then it raises ``ValueError``.
+    """A budget lets streams of several threads pass until ``limit`` bytes are through; then it raises ``ValueError``.
 
     The bytes of a stream that breaks off do not count: the stream comes again.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = self._left = most
+    def __init__(self, limit: int) -> None:
+        self._limit = self._remaining = limit
         self._lock = threading.Lock()
 
     def __call__(self, stream: Stream) -> Iterator[bytes]:
-        passed = 0
+        num_bytes = 0
         try:
             for chunk in stream:
-                passed += len(chunk)
+                num_bytes += len(chunk)
                 self._take(len(chunk))
                 yield chunk
         except httpx.TransportError:
-            self._take(-passed)
+            self._take(-num_bytes)
             raise
 
     def _take(self, count: int) -> None:
         with self._lock:
-            self._left -= count
-            if self._left < 0:
-                raise ValueError(f"it has over {self._most} bytes")
+            self._remaining -= count
+            if self._remaining < 0:
+                raise ValueError(f"it has over {self._limit} bytes")
 
 
-def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
-    """Yield a protobuf message of messages with only the first ``most`` of each field.
+def sieve(stream: Stream, max_count: int, max_bytes: int) -> Iterator[bytes]:
+    """Yield a protobuf message of messages with only the first ``max_count`` of each field.
 
-    Of these, messages of more than ``largest`` bytes are emptied.
+    Of these, messages of more than ``max_bytes`` bytes are emptied.
 
     Raises ``ValueError`` for a message that has other fields.
     """
     chunks = iter(stream)
     buffer = bytearray()
-    seen: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
 
-    def more() -> bool:
+    def read_chunk() -> bool:
         chunk = next(chunks, None)
         buffer.extend(chunk or b"")
         return chunk is not None
@@ -326,7 +326,7 @@ def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
         value = 0
         for shift in range(0, 64, 7):
             while not buffer:
-                if not more():
+                if not read_chunk():
                     raise ValueError("the SuperLink's list of replies ends early")
             byte = buffer.pop(0)
             value |= (byte & 127) << shift
@@ -334,22 +334,22 @@ def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
                 return value
         raise ValueError("the SuperLink's list of replies has a number of more than 10 bytes")
 
-    while buffer or more():
+    while buffer or read_chunk():
         if not buffer:
             continue  # an empty chunk
         tag, size = varint(), varint()
         if tag & 7 != 2:
             raise ValueError(f"the SuperLink's list of replies has a field {tag >> 3} that is no message")
-        seen[tag] += 1
-        keep, left = seen[tag] <= most and size <= largest, size
+        counts[tag] += 1
+        is_kept, remaining = counts[tag] <= max_count and size <= max_bytes, size
         body = bytearray()
-        while left:
-            if not buffer and not more():
+        while remaining:
+            if not buffer and not read_chunk():
                 raise ValueError("the SuperLink's list of replies ends early")
-            part = buffer[:left]
+            part = buffer[:remaining]
             del buffer[: len(part)]
-            left -= len(part)
-            if keep:
+            remaining -= len(part)
+            if is_kept:
                 body += part
-        if seen[tag] <= most:
+        if counts[tag] <= max_count:
             yield codec.varint(tag) + codec.varint(len(body)) + bytes(body)

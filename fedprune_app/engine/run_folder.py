@@ -14,8 +14,8 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 
 def run_folder(config: Config, run_id: int) -> Path:
     """Return ``out-dir``, or the folder that is resumed from, or ``~/fedprune-runs/<run id>``."""
-    chosen = config.out_dir or config.resume_from
-    return Path(chosen) if chosen else Path.home() / "fedprune-runs" / str(run_id)
+    folder = config.out_dir or config.resume_from
+    return Path(folder) if folder else Path.home() / "fedprune-runs" / str(run_id)
 
 
 def new_run_key() -> str:

@@ -72,26 +72,26 @@ class SimulatedGrid(Grid):
         return list(self._contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        accepted = []
+        message_ids = []
         for message in messages:
             message_id = str(next(self._ids))
             set_message_id(message, message_id)
             self._pending[message_id] = message
-            accepted.append(message_id)
-        return accepted
+            message_ids.append(message_id)
+        return message_ids
 
     def _context(self, message: Message) -> Context:
         return self._contexts[message.metadata.dst_node_id]
 
     @staticmethod
-    def _answered(message_id: str, reply: Message) -> Message:
+    def _addressed_reply(message_id: str, reply: Message) -> Message:
         """Return the reply as one to this message, whichever message the reply itself names."""
         set_answered_id(reply, message_id)
         return reply
 
 
 def answers(
-    app: ClientApp, asked: Sequence[tuple[Message, Context]], beside_server: bool = True
+    app: ClientApp, requests: Sequence[tuple[Message, Context]], beside_server: bool = True
 ) -> Iterator[tuple[int, Message]]:
     """Yield the number of each message and the reply to it; the clients work as a cohort.
 
@@ -106,5 +106,5 @@ def answers(
         except Exception as error:
             return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
 
-    works = [lambda each=each: answer(*each) for each in asked]
+    works = [lambda request=request: answer(*request) for request in requests]
     yield from work_in_cohort(works)

@@ -63,8 +63,8 @@ class Workers:
 
     def init_args(self) -> dict[str, Any]:
         """Return Ray's arguments."""
-        own = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
-        return {"log_to_driver": False, **own}
+        sizes = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
+        return {"log_to_driver": False, **sizes}
 
 
 def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
     bracket, and Ray waits for them without end. A cluster has a Python of its own.
     """
     quoted = shlex.quote(sys.executable)
-    needed = quoted != sys.executable and os.environ.get("RAY_ADDRESS", "local") == "local"
-    return {**({"py_executable": quoted} if needed else {}), **(environment or {})}
+    is_needed = quoted != sys.executable and os.environ.get("RAY_ADDRESS", "local") == "local"
+    return {**({"py_executable": quoted} if is_needed else {}), **(environment or {})}
 
 
 def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
@@ -89,7 +89,7 @@ def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     environment = with_this_python({"env_vars": {"PYTHONPATH": paths}})
-    with _in_time(float(config["startup-seconds"])):
+    with _time_limit(float(config["startup-seconds"])):
         ray.init(include_dashboard=False, runtime_env=environment, **workers.init_args())
     components = _components(app)
     grid = RayGrid(components["clientapp"], num_clients, config, workers.resources(), workers.processes > 0)
@@ -109,7 +109,7 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
     run.override_config = config
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID
     if not workers.processes:
-        with _in_time(float(config["startup-seconds"])):
+        with _time_limit(float(config["startup-seconds"])):
             ray.init(**workers.init_args())  # to count; Flower connects anew
     resources = workers.resources()
     ray.shutdown()
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 @contextmanager
-def _in_time(seconds: float) -> Iterator[None]:
+def _time_limit(seconds: float) -> Iterator[None]:
     """Give up if the block, in which Ray starts, is not over after so many seconds: Ray may wait without end."""
     timer = threading.Timer(seconds, _give_up, [f"Ray did not start within startup-seconds = {seconds:g}"])
     timer.daemon = True

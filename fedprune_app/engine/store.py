@@ -54,12 +54,12 @@ def grouped(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": t for prefix, tensors in groups.items() for name, t in tensors.items()}
 
 
-def owner(what: str, run_key: str) -> str | None:
-    """Return the owner of a file: ``what`` of one run.
+def owner(name: str, run_key: str) -> str | None:
+    """Return the owner of a file: ``name`` of one run.
 
     Where the run is not known, the result is None and the file may be anybody's.
     """
-    return f"{what} of run {run_key}" if run_key else None
+    return f"{name} of run {run_key}" if run_key else None
 
 
 def write_tensors(
@@ -77,15 +77,15 @@ def write_tensors(
     ``ValueError`` for values that are no JSON.
     """
     contiguous: dict[str, Tensor] = {}
-    places: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in tensors.items():
-        whole = tensor.detach().cpu().contiguous()
+        copy = tensor.detach().cpu().contiguous()
         # a tensor may stand there under two names, and a file of safetensors holds no memory twice
-        contiguous[name] = whole.clone() if whole.data_ptr() in places and whole.numel() else whole
-        places.add(whole.data_ptr())
-    about = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
+        contiguous[name] = copy.clone() if copy.data_ptr() in addresses and copy.numel() else copy
+        addresses.add(copy.data_ptr())
+    header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
     try:
-        text = json.dumps(sealed_json(about))
+        text = json.dumps(sealed_json(header))
     except (TypeError, ValueError) as error:
         allowed = "texts, numbers, lists, and tables with texts for keys"
         raise ValueError(f"a state's meta cannot be written as JSON: {error}; allowed: {allowed}") from error
@@ -101,21 +101,23 @@ def read_tensors(path: Path, *, round: int | None = None, owner: str | None = No
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-        return _checked(tensors, json.loads(metadata.get(_KEY, "{}")), round, owner)
+        return _check_content(tensors, json.loads(metadata.get(_KEY, "{}")), round, owner)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"state file {str(path)!r} is damaged: {reason}") from None
 
 
-def _checked(tensors: Mapping[str, Tensor], about: dict[str, Any], round: int | None, owner: str | None) -> State:
-    check_json(about)
-    if about["tensors"] != Payload(tensors).digest():
+def _check_content(
+    tensors: Mapping[str, Tensor], header: dict[str, Any], round: int | None, owner: str | None
+) -> State:
+    check_json(header)
+    if header["tensors"] != Payload(tensors).digest():
         raise ValueError("its content is not what was written")
-    if round is not None and about["round"] != round:
-        raise ValueError(f"it is of round {about['round']}, allowed here: {round}")
-    if owner is not None and about["owner"] != owner:
-        raise ValueError(f"it is the {about['owner']}, allowed here: the {owner}")
-    return State(tensors, about["meta"])
+    if round is not None and header["round"] != round:
+        raise ValueError(f"it is of round {header['round']}, allowed here: {round}")
+    if owner is not None and header["owner"] != owner:
+        raise ValueError(f"it is the {header['owner']}, allowed here: the {owner}")
+    return State(tensors, header["meta"])
 
 
 @contextmanager
@@ -127,16 +129,16 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with appending(folder / LOCK) as lock:
-        began, has_told = time.monotonic(), False
+        start, has_told = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                waited = time.monotonic() - began
-                if waited > patience_seconds:
+                seconds = time.monotonic() - start
+                if seconds > patience_seconds:
                     raise ValueError(f"run folder {str(folder)!r} is in use by another process") from None
-                if waited > 1 and not has_told:
+                if seconds > 1 and not has_told:
                     say_waiting(f"uses the run folder {str(folder)!r}")
                     has_told = True
                 time.sleep(0.1)
@@ -180,15 +182,15 @@ class VersionedStore:
         write_tensors(self.path(round), state.tensors, state.meta, round=round, owner=self.owner, durable=durable)
         accepted = round if accepted is None else accepted
         versions = self.rounds()
-        counting = [r for r in versions if r <= accepted]
-        for old in counting[: -self.keep] + [r for r in versions if accepted < r < round]:
-            self.path(old).unlink(missing_ok=True)
+        accepted_rounds = [r for r in versions if r <= accepted]
+        for version in accepted_rounds[: -self.keep] + [r for r in versions if accepted < r < round]:
+            self.path(version).unlink(missing_ok=True)
 
     def drop_after(self, round: int) -> None:
         """Remove the versions of rounds after ``round``, which the run has abandoned."""
-        for later in self.rounds():
-            if later > round:
-                self.path(later).unlink(missing_ok=True)
+        for version in self.rounds():
+            if version > round:
+                self.path(version).unlink(missing_ok=True)
 
     def read(self, round: int) -> State:
         """Return the version after ``round``, and no other.

@@ -52,8 +52,8 @@ def credentials(address: str, secret: str) -> bytes:
         ACCESS_TOKEN_STORE_KEY: secret,
         REFRESH_TOKEN_STORE_KEY: secret,
     }
-    encoded = {key % address: base64.b64encode(value.encode()).decode() for key, value in values.items()}
-    return json.dumps(encoded).encode()  # JSON is YAML
+    entries = {key % address: base64.b64encode(value.encode()).decode() for key, value in values.items()}
+    return json.dumps(entries).encode()  # JSON is YAML
 
 
 class SecretAuthn(ControlAuthnPlugin):
@@ -66,8 +66,8 @@ class SecretAuthn(ControlAuthnPlugin):
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
         """Return whether the metadata of a call hold the secret, and whose account that is."""
-        shown = str(dict(metadata).get(ACCESS_TOKEN_KEY, "")).encode()
-        if not hmac.compare_digest(shown, self._secret):
+        token = str(dict(metadata).get(ACCESS_TOKEN_KEY, "")).encode()
+        if not hmac.compare_digest(token, self._secret):
             return False, None
         return True, AccountInfo(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
 

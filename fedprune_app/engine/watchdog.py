@@ -46,14 +46,14 @@ def watch_launcher() -> None:
     identity = os.environ.get(LAUNCHER_VARIABLE)
     if identity is None:
         return
-    pid, _, started = identity.partition(":")
+    pid, _, start = identity.partition(":")
     if int(pid) == os.getpid():
         return
 
     def watch() -> None:
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(int(pid))
-            if abs(_seconds_after_boot(launcher) - float(started)) < _SAME_START:
+            if abs(_seconds_after_boot(launcher) - float(start)) < _SAME_START:
                 while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
                     time.sleep(_CHECK_SECONDS)
         os._exit(1)

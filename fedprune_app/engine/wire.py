@@ -42,10 +42,10 @@ class EncodedArrays(ArrayRecord):
 
     def item_bytes(self, name: str) -> int:
         """Return the size of this record under ``name`` in a message."""
-        known: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
-        if name not in known:
-            known[name] = item_bytes(name, self)
-        return known[name]
+        sizes: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
+        if name not in sizes:
+            sizes[name] = item_bytes(name, self)
+        return sizes[name]
 
 
 def to_arrays(payload: Payload) -> EncodedArrays:
@@ -88,7 +88,7 @@ def pack(
 
     Raises ``TypeError`` for a field whose value no message can hold.
     """
-    record = RecordDict({"fields": _record_of(fields)})
+    record = RecordDict({"fields": _config_record(fields)})
     if arrays is not None:
         record[PAYLOAD] = arrays
     for client, update in (peer_updates or {}).items():
@@ -96,7 +96,7 @@ def pack(
     return record
 
 
-def _record_of(fields: Fields) -> ConfigRecord:
+def _config_record(fields: Fields) -> ConfigRecord:
     try:
         return ConfigRecord(dict(fields))
     except TypeError:
@@ -171,7 +171,7 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
     here.
     """
     updates: dict[int, Payload] = {}
-    refused: list[str] = []
+    refusals: list[str] = []
     for name in content:
         if not name.startswith(_PEER_UPDATE):
             continue
@@ -183,16 +183,16 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
             schema.check(update)
             updates[int(number)] = update
         except ValueError as error:
-            refused.append(f"{name} is left out: {error}")
-    return dict(sorted(updates.items())), refused
+            refusals.append(f"{name} is left out: {error}")
+    return dict(sorted(updates.items())), refusals
 
 
-def number(fields: Fields, name: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
+def number(fields: Fields, name: str, minimum: float = -LARGEST_SAID, maximum: float = LARGEST_SAID) -> float:
     """Return a number from a message's fields.
 
-    Raises ``ValueError`` for a value that is no number from ``least`` to ``most``.
+    Raises ``ValueError`` for a value that is no number from ``minimum`` to ``maximum``.
     """
-    return bounded(fields.get(name), f"field '{name}'", least, most)
+    return bounded(fields.get(name), f"field '{name}'", minimum, maximum)
 
 
 def one_line(text: str) -> str:
@@ -231,12 +231,12 @@ class Schema:
     def check(self, payload: Payload) -> None:
         """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""
         if payload.tensors.keys() != self.shapes.keys():
-            missing = sorted(self.shapes.keys() - payload.tensors.keys())
-            extra = sorted(payload.tensors.keys() - self.shapes.keys())
-            raise ValueError(f"wrong tensors: missing {missing[:3]}, not asked for {extra[:3]}")
+            missing_names = sorted(self.shapes.keys() - payload.tensors.keys())
+            extra_names = sorted(payload.tensors.keys() - self.shapes.keys())
+            raise ValueError(f"wrong tensors: missing {missing_names[:3]}, not asked for {extra_names[:3]}")
         if payload.masks.keys() != self.masked:
-            wrong = sorted(payload.masks.keys() ^ self.masked)
-            raise ValueError(f"wrong masks: {wrong[:3]} missing or not asked for")
+            names = sorted(payload.masks.keys() ^ self.masked)
+            raise ValueError(f"wrong masks: {names[:3]} missing or not asked for")
         for name, tensor in payload.tensors.items():
             if tensor.shape != self.shapes[name]:
                 raise ValueError(

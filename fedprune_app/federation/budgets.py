@@ -48,9 +48,9 @@ class Budgets:
 
         Raises ``ValueError`` for a number that cannot be, and for epsilons without a word on the noise.
         """
-        told = row_of(Reply.PRIVACY, fields)
-        found = {column: value for column, value in told.items() if value is not None}
-        return found | {_SIMULATED: number_in(_SIMULATED, fields)} if found else {}
+        row = row_of(Reply.PRIVACY, fields)
+        epsilons = {column: value for column, value in row.items() if value is not None}
+        return epsilons | {_SIMULATED: number_in(_SIMULATED, fields)} if epsilons else {}
 
     def take(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
         """Enter what a reply of this round says; return the client's columns.
@@ -60,35 +60,35 @@ class Budgets:
         """
         if not self.enabled:
             return {}
-        told = self.check(fields)
-        if told:
-            simulated = bool(told.pop(_SIMULATED))
-            self.simulated[client] = simulated or self.simulated.get(client, False)
-        for column, now in told.items():
-            known = self.epsilons[column]
-            if column != "epsilon_paper" and now < known.get(client, 0.0) * (1 - _LOST):  # that one is of no ledger
+        report = self.check(fields)
+        if report:
+            is_simulated = bool(report.pop(_SIMULATED))
+            self.simulated[client] = is_simulated or self.simulated.get(client, False)
+        for column, epsilon in report.items():
+            epsilons = self.epsilons[column]
+            if column != "epsilon_paper" and epsilon < epsilons.get(client, 0.0) * (1 - _LOST):  # it is of no ledger
                 name = MEASURES.of_clients[column].wire_name
-                note(client, f"its {name} was {known[client]:.4g} and is {now:.4g}: a ledger is lost")
-            known[client] = now
+                note(client, f"its {name} was {epsilons[client]:.4g} and is {epsilon:.4g}: a ledger is lost")
+            epsilons[client] = epsilon
         if fields.get("budget-spent") is True:
             self.spent.setdefault(client, round)
-        own = {_SIMULATED: int(self.simulated[client])} if client in self.simulated else {}
-        return {column: known.get(client) for column, known in self.epsilons.items()} | own
+        noise = {_SIMULATED: int(self.simulated[client])} if client in self.simulated else {}
+        return {column: epsilons.get(client) for column, epsilons in self.epsilons.items()} | noise
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of a round: the largest epsilons of all clients, and how many have spent their budget."""
         if not self.enabled:
             return {}
-        rows = [{column: value} for column, known in self.epsilons.items() for value in known.values()]
-        rows += [{_SIMULATED: float(simulated)} for simulated in self.simulated.values()]
+        rows = [{column: value} for column, epsilons in self.epsilons.items() for value in epsilons.values()]
+        rows += [{_SIMULATED: float(is_simulated)} for is_simulated in self.simulated.values()]
         return {**round_columns(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
 
     def noise(self) -> dict[str, list[int]]:
         """Return for run.json whose noise came from where, by client; nothing before anybody said so."""
         if not self.simulated:
             return {}
-        seeded = sorted(client for client, simulated in self.simulated.items() if simulated)
-        return {"seed": seeded, "operating-system": sorted(self.simulated.keys() - seeded)}
+        seeded_clients = sorted(client for client, is_simulated in self.simulated.items() if is_simulated)
+        return {"seed": seeded_clients, "operating-system": sorted(self.simulated.keys() - seeded_clients)}
 
     def state(self) -> dict[str, Mapping[int, float]]:
         """Return the book for a checkpoint, by name and client; nothing without ``dp.enabled``."""
@@ -103,5 +103,5 @@ class Budgets:
             column: {int(k): float(epsilon) for k, epsilon in meta.get(name, {}).items()}
             for column, name in _KEPT_AS.items()
         }
-        self.simulated = {int(k): bool(simulated) for k, simulated in meta.get("simulated", {}).items()}
+        self.simulated = {int(k): bool(is_simulated) for k, is_simulated in meta.get("simulated", {}).items()}
         self.spent = {int(k): int(round) for k, round in meta.get("spent", {}).items()}

@@ -73,9 +73,9 @@ class ClientInfo:
                 f"node {first.node_id} has num-partitions={first.num_partitions} and node {self.node_id} "
                 f"{self.num_partitions}, allowed: the same on all nodes"
             )
-        own, dealt = (self, first) if self.own_data else (first, self)
+        owner, other = (self, first) if self.own_data else (first, self)
         return (
-            f"node {own.node_id} has data of its own and node {dealt.node_id} partition-id {dealt.id}, "
+            f"node {owner.node_id} has data of its own and node {other.node_id} partition-id {other.id}, "
             "allowed: partition-ids on all nodes or on none"
         )
 
@@ -114,7 +114,7 @@ class ImageClientInfo(ClientInfo):
             counts[part] = list(values)
         classes = _names(fields, "classes", num_classes, "class")
         features = _names(fields, "features", math.prod(sizes), "number of an example")
-        mean, std = (_by_channel(fields, name, sizes[0]) for name in ("normalisation-mean", "normalisation-std"))
+        mean, std = (_channel_values(fields, name, sizes[0]) for name in ("normalisation-mean", "normalisation-std"))
         if len(mean) != len(std) or (std and min(std) <= 0):
             raise ValueError(
                 f"field 'normalisation-std' is {reprlib.repr(list(std))}, allowed: a number above 0 for each mean"
@@ -148,17 +148,20 @@ class ImageClientInfo(ClientInfo):
             if self._has_columns_of(first):
                 return ""
             return f"{first._place()} and {self._place()} have {_OTHER_COLUMNS}"
-        here, there = sorted({*self.classes} - {*first.classes}), sorted({*first.classes} - {*self.classes})
+        extra_names, missing_names = (
+            sorted({*self.classes} - {*first.classes}),
+            sorted({*first.classes} - {*self.classes}),
+        )
         return (
-            f"{first._place()} has the classes {_listed(first.classes)}; {self._place()} lacks {_listed(there)} and "
-            f"has {_listed(here)} besides; allowed: the same on all nodes (a class's folder may be empty), or the key "
-            "classes"
+            f"{first._place()} has the classes {_names_text(first.classes)}; {self._place()} lacks "
+            f"{_names_text(missing_names)} and has {_names_text(extra_names)} besides; allowed: the same on all nodes "
+            "(a class's folder may be empty), or the key classes"
         )
 
     def _has_columns_of(self, first: ImageClientInfo) -> bool:
         """Return whether both have the same columns in the same order, as far as they tell."""
         pairs = (self.features, first.features), (self.features_digest, first.features_digest)
-        return all(here == there or not (here and there) for here, there in pairs)
+        return all(value == first_value or not (value and first_value) for value, first_value in pairs)
 
     def _place(self) -> str:
         return f"node {self.node_id}, data-dir {self.data_dir!r},"
@@ -169,8 +172,8 @@ class ImageClientInfo(ClientInfo):
             return f"has {_OTHER_COLUMNS}"
         if (self.image_shape, self.num_classes) == (first.image_shape, first.num_classes):
             return ""
-        there = f"{first.image_shape} of {first.num_classes}"
-        return f"has images {self.image_shape} of {self.num_classes} classes, allowed: as most have, {there}"
+        first_shape = f"{first.image_shape} of {first.num_classes}"
+        return f"has images {self.image_shape} of {self.num_classes} classes, allowed: as most have, {first_shape}"
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,14 @@ class TextClientInfo(ClientInfo):
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
         digests, documents = fields.get("layer-digests", ()), fields.get("documents", [])
-        for name, values, most in (("layer-digests", digests, _MOST_LAYERS), ("documents", documents, _MOST_DOCUMENTS)):
-            if not (isinstance(values, list) and len(values) <= most) or not all(
+        for name, values, limit in (
+            ("layer-digests", digests, _MOST_LAYERS),
+            ("documents", documents, _MOST_DOCUMENTS),
+        ):
+            if not (isinstance(values, list) and len(values) <= limit) or not all(
                 isinstance(v, str) and len(v) <= 256 for v in values
             ):
-                raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {most} texts")
+                raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {limit} texts")
         return {
             "shell_digest": str(fields.get("shell-digest"))[:256],
             "layer_digests": tuple(digests),
@@ -206,16 +212,16 @@ Roster = dict[int, ClientInfo]
 """The clients of a run by their numbers, ascending: Flower's node ids are random and unordered."""
 
 
-def _names(fields: wire.Fields, name: str, count: int, of: str) -> tuple[str, ...]:
+def _names(fields: wire.Fields, name: str, count: int, unit: str) -> tuple[str, ...]:
     """Read a list of ``count`` names, or none. Raises ``ValueError`` naming the field."""
     values = fields.get(name, [])
     is_list = isinstance(values, list) and len(values) in (0, count)
     if not (is_list and all(isinstance(value, str) and len(value) <= 256 for value in values)):
-        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: a name per {of}")
+        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: a name per {unit}")
     return tuple(values)
 
 
-def _by_channel(fields: wire.Fields, name: str, channels: int) -> tuple[float, ...]:
+def _channel_values(fields: wire.Fields, name: str, channels: int) -> tuple[float, ...]:
     values = fields.get(name, [])
     is_list = isinstance(values, list) and len(values) in (0, channels)
     if not (is_list and all(type(v) in (int, float) and abs(v) <= LARGEST_SAID for v in values)):  # NaN is not
@@ -223,8 +229,8 @@ def _by_channel(fields: wire.Fields, name: str, channels: int) -> tuple[float, .
     return tuple(map(float, values))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _names_text(names: Sequence[str]) -> str:
     """Return the first few names, as prose."""
-    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-    more = len(names) - _NAMES_SHOWN
-    return (shown + (f" and {more} more" if more > 0 else "")) or "none"
+    text = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+    num_more = len(names) - _NAMES_SHOWN
+    return (text + (f" and {num_more} more" if num_more > 0 else "")) or "none"

@@ -74,8 +74,8 @@ class Exchanges:
         """Exchange messages with the participants, here once; return columns of the round's record."""
         strategy, name = self.strategy, f"round {round.number}"
         self.train(name, round, strategy.send(round), strategy.reply_bytes(round))
-        good = round.log.replies + len(round.log.declined)
-        require(good, strategy.context.config.min_replies, name, round.log.failures)
+        num_good = round.log.replies + len(round.log.declined)
+        require(num_good, strategy.context.config.min_replies, name, round.log.failures)
         return reports.of_training(round, strategy.budgets, strategy.measures)
 
     def train(self, name: str, round: Round, outgoing: Iterable[Outgoing], reply_bytes: int) -> None:
@@ -86,11 +86,11 @@ class Exchanges:
         strategy = self.strategy
 
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
-            known = strategy.context.clients[client].num_examples
+            registered_count = strategy.context.clients[client].num_examples
             num_examples = number_in("num_examples", fields)
             row = {"num_examples": num_examples, **self.training_row(round, client, fields)}
-            if num_examples != known:
-                raise ValueError(f"field 'num-examples' is {num_examples}, it said {known} before")
+            if num_examples != registered_count:
+                raise ValueError(f"field 'num-examples' is {num_examples}, it said {registered_count} before")
             notes_of(client, fields, round.log, strategy.context.lose)
             strategy.budgets.check(fields)  # all that may refuse the reply comes before it moves anything
             strategy.accept(round, client, content)
@@ -98,9 +98,9 @@ class Exchanges:
             strategy.state_rounds[client] = round.number
             return row
 
-        sent = self._checked(outgoing, "send")
-        answers = self._answers(round, sent, MessageType.TRAIN, reply_bytes)
-        collect(name, answers, round.log, self._charged(round, read))
+        stream = self._checked_messages(outgoing, "send")
+        answers = self._answers(round, stream, MessageType.TRAIN, reply_bytes)
+        collect(name, answers, round.log, self._charging_reader(round, read))
 
     def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
         """Ask clients something else within a round; ``read`` takes in their answers. It is part of the round's log."""
@@ -110,7 +110,7 @@ class Exchanges:
             return read(client, fields, content)
 
         answers = self._answers(round, outgoing, MessageType.EVALUATE)
-        collect(name, answers, round.log, self._charged(round, read_checked))
+        collect(name, answers, round.log, self._charging_reader(round, read_checked))
 
     def ask_for(
         self,
@@ -125,24 +125,24 @@ class Exchanges:
         Clients answer with ``answer(task, state)``, and keep no new state. ``ValueError`` of ``take`` refuses an
         answer. Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
         """
-        taken: list[int] = []
+        answered_clients: list[int] = []
 
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             self.strategy.budgets.check(fields)
             payload = wire.payload_of(content, schema.max_bytes)
             schema.check(payload)
             take(client, payload)
-            taken.append(client)
+            answered_clients.append(client)
             return {}
 
-        asking = (replace(each, fields={**each.fields, "asks": name}) for each in outgoing)
+        requests = (replace(message, fields={**message.fields, "asks": name}) for message in outgoing)
         collect(
             name,
-            self._answers(round, asking, MessageType.TRAIN, schema.max_bytes),
+            self._answers(round, requests, MessageType.TRAIN, schema.max_bytes),
             round.log,
-            self._charged(round, read),
+            self._charging_reader(round, read),
         )
-        require(len(taken), self.strategy.context.config.min_replies, name, round.log.failures)
+        require(len(answered_clients), self.strategy.context.config.min_replies, name, round.log.failures)
 
     def evaluate(self, round: Round) -> dict[str, Any]:
         """Have clients evaluate; return the columns of the round's record over those that answered.
@@ -151,21 +151,21 @@ class Exchanges:
         """
         strategy, budgets = self.strategy, self.strategy.budgets
         name, log = f"the evaluation of round {round.number}", RoundLog(notes=round.log.notes)
-        found: dict[int, dict[str, Any]] = {}
+        rows_by_client: dict[int, dict[str, Any]] = {}
 
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             facts = {"num_examples": strategy.context.clients[client].num_examples, "digest": reports.digest_in(fields)}
             notes_of(client, fields, log, strategy.context.lose)
             row = facts | self.evaluation_row(client, fields)
-            found[client] = row | budgets.take(client, fields, round.number, log.note)
+            rows_by_client[client] = row | budgets.take(client, fields, round.number, log.note)
             return {}
 
         evaluators = strategy.participation.evaluators(round.number)
-        sent = self._checked(strategy.send_to_evaluate(round), "send_to_evaluate")
-        outgoing = (each for each in sent if each.client in evaluators)
+        stream = self._checked_messages(strategy.send_to_evaluate(round), "send_to_evaluate")
+        outgoing = (message for message in stream if message.client in evaluators)
         collect(name, self._answers(round, outgoing, MessageType.EVALUATE), log, read)
-        require(len(found), strategy.context.config.min_replies, name, log.failures)
-        rows = dict(sorted(found.items()))
+        require(len(rows_by_client), strategy.context.config.min_replies, name, log.failures)
+        rows = dict(sorted(rows_by_client.items()))
         strategy.digests = {client: row.pop("digest") for client, row in rows.items()}
         columns = {
             "evaluation_bytes_up": log.bytes_up,
@@ -187,30 +187,37 @@ class Exchanges:
         tested on its own data.
         """
         strategy = self.strategy
-        joining = strategy.participation.joining(round.number)
+        newcomer_round = strategy.participation.joining(round.number)
         state_rounds: dict[int, int] = {}
         scores: dict[int, float | None] = {}
 
-        def trained(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
-            self.training_row(joining, client, fields)
-            state_rounds[client] = joining.number
-            return strategy.budgets.take(client, fields, joining.number, round.log.note)
+        def read_training(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
+            self.training_row(newcomer_round, client, fields)
+            state_rounds[client] = newcomer_round.number
+            return strategy.budgets.take(client, fields, newcomer_round.number, round.log.note)
 
-        def tested(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
+        def read_evaluation(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
             strategy.digests[client] = reports.digest_in(fields)
             scores[client] = self.evaluation_row(client, fields).get("accuracy_personal")
-            spent = strategy.budgets.take(client, fields, joining.number, round.log.note)
-            return {"accuracy_newcomer": scores[client], **spent}
+            epsilons = strategy.budgets.take(client, fields, newcomer_round.number, round.log.note)
+            return {"accuracy_newcomer": scores[client], **epsilons}
 
         name = "the clients that were held out"
-        strategy.begin(joining)
-        sent = self._checked(strategy.send(joining), "send")
-        answers = self._answers(joining, sent, MessageType.TRAIN, strategy.reply_bytes(joining), state_rounds)
-        collect(name, answers, round.log, trained)
-        asked = (message for message in strategy.send_to_evaluate(joining) if message.client in state_rounds)
-        collect(name, self._answers(joining, asked, MessageType.EVALUATE, 0, state_rounds), round.log, tested)
-        known = [score for _, score in sorted(scores.items()) if score is not None]
-        return {"accuracy_newcomer_mean": mean(known) if known else None, **strategy.budgets.columns()}
+        strategy.begin(newcomer_round)
+        stream = self._checked_messages(strategy.send(newcomer_round), "send")
+        answers = self._answers(
+            newcomer_round, stream, MessageType.TRAIN, strategy.reply_bytes(newcomer_round), state_rounds
+        )
+        collect(name, answers, round.log, read_training)
+        requests = (message for message in strategy.send_to_evaluate(newcomer_round) if message.client in state_rounds)
+        collect(
+            name,
+            self._answers(newcomer_round, requests, MessageType.EVALUATE, 0, state_rounds),
+            round.log,
+            read_evaluation,
+        )
+        values = [score for _, score in sorted(scores.items()) if score is not None]
+        return {"accuracy_newcomer_mean": mean(values) if values else None, **strategy.budgets.columns()}
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -224,38 +231,44 @@ class Exchanges:
         strategy, context = self.strategy, self.strategy.context
         info = context.clients[client]
         classes = info.num_classes if isinstance(info, ImageClientInfo) else 0
-        asked: dict[str, Any] = {"layers": strategy.prunable, "num_classes": classes, "declared": strategy.measures}
-        return row_of(Reply.EVALUATION, fields, private=context.config.dp.enabled, **asked)
+        options: dict[str, Any] = {"layers": strategy.prunable, "num_classes": classes, "declared": strategy.measures}
+        return row_of(Reply.EVALUATION, fields, private=context.config.dp.enabled, **options)
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         """Return the columns of an evaluation from the clients' rows, which may change."""
         for client, row in rows.items():
             row |= from_training(row, round.log.clients.get(client, {}))
-        others = [row for client, row in round.log.clients.items() if client not in rows]
-        by_layer = (row.get("density_by_layer") or {} for row in rows.values())
-        empty = sorted({name for densities in by_layer for name, kept in densities.items() if not kept})
+        other_rows = [row for client, row in round.log.clients.items() if client not in rows]
+        densities_by_row = (row.get("density_by_layer") or {} for row in rows.values())
+        empty_layers = sorted(
+            {name for densities in densities_by_row for name, density in densities.items() if not density}
+        )
         self.strategy.context.recorder.note(
             f"a client keeps no weight of {name!r}: if nothing bypasses this layer, every image has the same answer"
-            for name in empty
+            for name in empty_layers
         )
-        return round_columns(rows.values(), Reply.EVALUATION, others, self.strategy.measures)
+        return round_columns(rows.values(), Reply.EVALUATION, other_rows, self.strategy.measures)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _checked(self, outgoing: Iterable[Outgoing], method: str) -> Iterator[Outgoing]:
+    def _checked_messages(self, outgoing: Iterable[Outgoing], method: str) -> Iterator[Outgoing]:
         """Yield messages of a strategy's method, which a plug-in may have got wrong. Raises ``TypeError``."""
-        who, clients = f"{type(self.strategy).__name__}.{method}()", self.strategy.context.clients
+        method_name, clients = f"{type(self.strategy).__name__}.{method}()", self.strategy.context.clients
         sent_to: set[int] = set()
-        for each in outgoing:
-            if each.client not in clients:
-                raise TypeError(f"{who} yields a message to client {each.client!r}, allowed: those in self.clients")
-            if each.client in sent_to:
-                raise TypeError(f"{who} yields two messages to client {each.client}, allowed: one in an exchange")
-            if not isinstance(each.payload, Payload):
-                found = type(each.payload).__name__
-                raise TypeError(f"{who} yields a message with a payload of type {found}, allowed: Payload")
-            sent_to.add(each.client)
-            yield each
+        for message in outgoing:
+            if message.client not in clients:
+                raise TypeError(
+                    f"{method_name} yields a message to client {message.client!r}, allowed: those in self.clients"
+                )
+            if message.client in sent_to:
+                raise TypeError(
+                    f"{method_name} yields two messages to client {message.client}, allowed: one in an exchange"
+                )
+            if not isinstance(message.payload, Payload):
+                type_name = type(message.payload).__name__
+                raise TypeError(f"{method_name} yields a message with a payload of type {type_name}, allowed: Payload")
+            sent_to.add(message.client)
+            yield message
 
     def _answers(
         self,
@@ -266,11 +279,11 @@ class Exchanges:
         state_rounds: Mapping[int, int] | None = None,
     ) -> Iterator[Answer]:
         strategy, context = self.strategy, self.strategy.context
-        known = strategy.state_rounds if state_rounds is None else state_rounds
-        sent = messages(context, round, outgoing, kind, known, strategy.budgets)
-        return exchange(self.grid, sent, context.config.deadline_seconds, reply_bytes=reply_bytes)
+        versions = strategy.state_rounds if state_rounds is None else state_rounds
+        stream = messages(context, round, outgoing, kind, versions, strategy.budgets)
+        return exchange(self.grid, stream, context.config.deadline_seconds, reply_bytes=reply_bytes)
 
-    def _charged(self, round: Round, read: Read) -> Read:
+    def _charging_reader(self, round: Round, read: Read) -> Read:
         """Enter what each reply says it spent. A reply that declines is not read.
 
         A client declines where its privacy budget does not bear the round: that is no failure, and the client is not

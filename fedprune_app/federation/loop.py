@@ -31,15 +31,15 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         strategy.context.recorder.note(strategy.doubts())
         strategy.prepare()
         _check_model(strategy, "prepare")
-    last: Round | None = None
+    last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not strategy.participation.eligible(number):
             log.info("every client has spent its privacy budget: %d rounds of %d", number - 1, num_rounds)
             break
-        started = time.monotonic()
+        start = time.monotonic()
 
         # 1. Sample the participants.
-        last = round = strategy.participation.round(number)
+        last_round = round = strategy.participation.round(number)
         strategy.begin(round)
         strategy.before(round, exchanges)
 
@@ -51,33 +51,33 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
             strategy.end(round)
             _check_model(strategy, "end")
         columns |= strategy.after(round, exchanges)
-        columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns, **round.log.told}
-        row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - started, **columns}
+        columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns, **round.log.own_measures}
+        row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - start, **columns}
 
         # 5. Have clients evaluate.
-        failed = None
+        failure = None
         if round.evaluates or strategy.participation.is_last(number):
             try:
-                row |= _evaluated(exchanges, round)
+                row |= _evaluate(exchanges, round)
             except TooFewReplies as error:
                 if not strategy.context.config.dp.enabled:
                     raise
-                failed = error  # the round itself is not repeated on a resume: its privacy is spent
+                failure = error  # the round itself is not repeated on a resume: its privacy is spent
 
-        if strategy.participation.holdouts and strategy.participation.is_last(number) and failed is None:
+        if strategy.participation.holdouts and strategy.participation.is_last(number) and failure is None:
             row |= exchanges.newcomers(round)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
-        strategy.context.checkpoints.save(number, _vouched(strategy))
-        if failed is not None:
-            raise failed
+        strategy.context.checkpoints.save(number, _vouched_state(strategy))
+        if failure is not None:
+            raise failure
         log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.measures))
 
-    _require_somebody(strategy, last)
+    _require_somebody(strategy, last_round)
     if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
-        _evaluated(exchanges, Round(num_rounds, sampled=(), evaluates=strategy.participation.evaluates(num_rounds)))
+        _evaluate(exchanges, Round(num_rounds, sampled=(), evaluates=strategy.participation.evaluates(num_rounds)))
         for client in sorted(strategy.participation.evaluators(num_rounds) - strategy.digests.keys()):
             strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
@@ -85,18 +85,18 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
 
 def _check_model(strategy: Hooks, method: str) -> None:
     """Raise ``TypeError`` where a method, which may be a plug-in's, has left no tensors by name as the model."""
-    model, who = strategy.model, f"{type(strategy).__name__}.{method}() leaves self.model"
+    model, subject = strategy.model, f"{type(strategy).__name__}.{method}() leaves self.model"
     if not isinstance(model, dict):
-        raise TypeError(f"{who} of type {type(model).__name__}, allowed: a dict of tensors by name")
+        raise TypeError(f"{subject} of type {type(model).__name__}, allowed: a dict of tensors by name")
     for name, tensor in model.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{who} with a value of type {type(tensor).__name__} under {name!r}, allowed: a tensor")
+            raise TypeError(f"{subject} with a value of type {type(tensor).__name__} under {name!r}, allowed: a tensor")
 
 
-def _evaluated(exchanges: Exchanges, round: Round) -> dict[str, Any]:
-    started = time.monotonic()
+def _evaluate(exchanges: Exchanges, round: Round) -> dict[str, Any]:
+    start = time.monotonic()
     columns = exchanges.evaluate(round)
-    return {**columns, "evaluation_seconds": time.monotonic() - started}
+    return {**columns, "evaluation_seconds": time.monotonic() - start}
 
 
 def _record(strategy: Hooks, round: Round, row: Mapping[str, Any]) -> None:
@@ -116,19 +116,19 @@ def _make_states_durable(strategy: Hooks, round: int) -> None:
     """
     context = strategy.context
     states = state_folder(context.recorder.folder, context.config.state_dir, context.run_key)
-    of_round = [client for client, at in strategy.state_rounds.items() if at == round]
-    make_states_durable(states, of_round, context.run_key, round)
+    clients = [client for client, state_round in strategy.state_rounds.items() if state_round == round]
+    make_states_durable(states, clients, context.run_key, round)
 
 
-def _vouched(strategy: Hooks) -> State:
+def _vouched_state(strategy: Hooks) -> State:
     """Return the strategy's state with the marks of the records that were written before it."""
     state = strategy.state()
     return State(state.tensors, {**state.meta, "records": strategy.context.recorder.marks})
 
 
-def _require_somebody(strategy: Hooks, last: Round | None) -> None:
+def _require_somebody(strategy: Hooks, last_round: Round | None) -> None:
     """Refuse a private run in which nobody ever trained, with the first reason."""
     if strategy.context.config.dp.enabled and not strategy.state_rounds:
-        reasons = last.log.declined.values() if last else ()
+        reasons = last_round.log.declined.values() if last_round else ()
         first = next(iter(reasons), "none was asked")
         raise TooFewReplies(f"no client could afford to train; first reason: {first}")

@@ -27,13 +27,13 @@ def messages(
     """
     payload: Payload | None = None
     arrays: wire.EncodedArrays | None = None
-    for each in outgoing:
-        if each.payload is not payload:
-            payload = each.payload
+    for message in outgoing:
+        if message.payload is not payload:
+            payload = message.payload
             arrays = wire.to_arrays(payload) if payload.tensors else None
-        client = context.clients[each.client]
+        client = context.clients[message.client]
         fields = {
-            **each.fields,
+            **message.fields,
             "round": round.number,
             "run-key": context.run_key,
             "state-round": state_rounds.get(client.id, 0),
@@ -43,7 +43,7 @@ def messages(
             fields["epsilon-rdp"] = epsilon  # the client's ledger must hold as much
         if client.own_data:
             fields["partition"] = client.id  # its operator gave it none
-        content = wire.pack(arrays, fields, each.peer_updates)
-        del each
+        content = wire.pack(arrays, fields, message.peer_updates)
+        del message
         yield client.id, message_to(client.node_id, content, kind, round.number, context.config.deadline_seconds)
         del content

@@ -9,14 +9,14 @@ from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round
 
 
-def check_min_replies(config: Config, most: int, num_clients: int) -> None:
-    """Raise :class:`ConfigError` if a round, which asks ``most`` of the clients, cannot have ``min-replies``."""
+def check_min_replies(config: Config, max_asked: int, num_clients: int) -> None:
+    """Raise :class:`ConfigError` if a round, which asks ``max_asked`` of the clients, cannot have ``min-replies``."""
     if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
-    if config.min_replies > most:
-        share = f" and fraction-train {config.fraction_train:g}" if most < num_clients else ""
+    if config.min_replies > max_asked:
+        share = f" and fraction-train {config.fraction_train:g}" if max_asked < num_clients else ""
         raise ConfigError(
-            "min-replies", config.min_replies, f"at most {most}", condition=f"with {num_clients} clients{share}"
+            "min-replies", config.min_replies, f"at most {max_asked}", condition=f"with {num_clients} clients{share}"
         )
 
 
@@ -48,20 +48,20 @@ class Participation:
     def sampled(self, round: int) -> list[int]:
         """Draw distinct clients of the eligible ones."""
         clients = self.eligible(round)
-        drawn = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(clients))
-        return sorted(clients[i] for i in drawn[: self.sample_size(len(clients))])
+        permutation = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(clients))
+        return sorted(clients[i] for i in permutation[: self.sample_size(len(clients))])
 
     def dropped(self, round: int, sampled: list[int]) -> list[int]:
         """Draw those of the sampled who drop out, each with ``drop-probability``, but never the last one."""
         draws = rng.numpy_generator(self.config.seed, "drop", round=round).random(len(self.clients))
         luck = dict(zip(self.clients, draws, strict=True))
-        last = max(sampled, key=lambda client: luck[client])
-        return [k for k in sampled if luck[k] < self.config.drop_probability and k != last]
+        last_client = max(sampled, key=lambda client: luck[client])
+        return [k for k in sampled if luck[k] < self.config.drop_probability and k != last_client]
 
     def evaluates(self, round: int) -> bool:
         """Whether clients are evaluated after this round, as far as this is known before it."""
-        every = self.config.evaluate_every
-        return round == self.config.num_server_rounds or bool(every and round % every == 0)
+        interval = self.config.evaluate_every
+        return round == self.config.num_server_rounds or bool(interval and round % interval == 0)
 
     def is_last(self, round: int) -> bool:
         """Whether no round follows this one: the run has all its rounds, or no privacy budget bears another."""
@@ -72,8 +72,8 @@ class Participation:
         clients, count = self.members, self.config.evaluate_clients
         if count == 0 or self.is_last(round):
             return frozenset(clients)
-        drawn = rng.numpy_generator(self.config.seed, "evaluate", round=round).permutation(len(clients))
-        return frozenset(clients[i] for i in drawn[:count])
+        permutation = rng.numpy_generator(self.config.seed, "evaluate", round=round).permutation(len(clients))
+        return frozenset(clients[i] for i in permutation[:count])
 
     def round(self, number: int) -> Round:
         """Return the round of this number: those of the sampled take part in it who did not drop out, or all."""

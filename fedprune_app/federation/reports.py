@@ -44,10 +44,10 @@ def dense_bytes(model: Mapping[str, Tensor]) -> float:
 def star_traffic(log: RoundLog, paper_bytes: tuple[float, float]) -> dict[str, Any]:
     """Return who carried how much in a star, whose server is the busiest node; ``paper_bytes`` are (down, up)."""
     paper_down, paper_up = paper_bytes
-    heavier = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
+    node_bytes = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
     return {
         "busiest_node_bytes": max(log.bytes_up, log.bytes_down),
-        "node_bytes_mean": sum(heavier) / max(len(heavier), 1),
+        "node_bytes_mean": sum(node_bytes) / max(len(node_bytes), 1),
         "paper_bytes_down": paper_down,
         "paper_bytes_up": paper_up,
         "paper_busiest_bytes": max(paper_down, paper_up),

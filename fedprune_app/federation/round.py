@@ -52,7 +52,7 @@ class RoundLog:
     bytes_up: int = 0
     bytes_down: int = 0
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
-    told: dict[str, float] = field(default_factory=dict)  # by the strategy of a plug-in, numbers of its own
+    own_measures: dict[str, float] = field(default_factory=dict)  # by the strategy of a plug-in, numbers of its own
 
     def count(self, answer: Answer) -> dict[str, Any]:
         """Count the bytes of an answer; return the row of its client, in which they are counted too."""

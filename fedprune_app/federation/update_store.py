@@ -97,13 +97,13 @@ class UpdateStore:
 
     def lost(self, rounds: Mapping[int, int]) -> list[str]:
         """Return a line for each update of these clients and rounds that is damaged or missing."""
-        found = []
+        lines = []
         for client, round in rounds.items():
             try:
                 self._store(client).read(round)
             except ValueError as error:
-                found.append(str(error))
-        return found
+                lines.append(str(error))
+        return lines
 
     def drop_after(self, round: int) -> None:
         """Forget updates of later rounds: a future that was abandoned."""
@@ -116,13 +116,13 @@ class UpdateStore:
         update = self._cached.pop(key, None)
         if update is not None:
             self._bytes_cached -= _size(update)
-        decoded = self._decoded.pop(key, None)
-        if decoded is not None:
-            self._bytes_decoded -= _decoded_size(decoded)
+        payload = self._decoded.pop(key, None)
+        if payload is not None:
+            self._bytes_decoded -= _decoded_size(payload)
 
     def _store(self, client: int) -> VersionedStore:
-        whose = owner(f"update of client {client}", self.run_key)
-        return VersionedStore(self.folder / f"{client:05d}", owner=whose)
+        owner_name = owner(f"update of client {client}", self.run_key)
+        return VersionedStore(self.folder / f"{client:05d}", owner=owner_name)
 
 
 def _size(update: ArrayRecord) -> int:

@@ -73,8 +73,8 @@ def fast_layout(model: nn.Module, precision: str = "float32", frozen: Collection
     Weights in ``frozen`` keep their layout: torch's group norm crashes on channels-last input that needs no gradient.
     """
     on_gpu = precision != "float32"
-    named = [(name, p) for name, p in model.named_parameters() if p.dim() == 4 and name not in frozen]
-    weights = [p for _, p in named if p.device.type == "cpu" or on_gpu]
+    parameters = [(name, p) for name, p in model.named_parameters() if p.dim() == 4 and name not in frozen]
+    weights = [p for _, p in parameters if p.device.type == "cpu" or on_gpu]
     own_memory = [weight.data for weight in weights]
     for weight in weights:
         # Not .contiguous(): with a single input channel it keeps the strides, from which torch reads the layout.
@@ -82,5 +82,5 @@ def fast_layout(model: nn.Module, precision: str = "float32", frozen: Collection
     try:
         yield
     finally:
-        for weight, own in zip(weights, own_memory, strict=True):
-            weight.data = own.copy_(weight.data)
+        for weight, memory in zip(weights, own_memory, strict=True):
+            weight.data = memory.copy_(weight.data)

@@ -65,8 +65,8 @@ def evaluate(
             hits = (logits.argmax(dim=1) == label_batch) & ~logits.isnan().any(dim=1)
             correct.index_add_(0, label_batch, hits.long())
             loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
-    by_class = tuple(correct.tolist())
-    return Evaluation(sum(by_class), len(labels), float(loss_sum), by_class)
+    correct_by_class = tuple(correct.tolist())
+    return Evaluation(sum(correct_by_class), len(labels), float(loss_sum), correct_by_class)
 
 
 def dense_gradient(

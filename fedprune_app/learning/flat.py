@@ -29,11 +29,11 @@ class FlatLayout:
 
     def __init__(self, model: nn.Module, names: Sequence[str], clients: int = 1) -> None:
         parameters = dict(model.named_parameters())
-        chosen = {name: parameters[name] for name in names}
-        kinds = {(p.dtype, p.device) for p in chosen.values()}
+        trained_parameters = {name: parameters[name] for name in names}
+        kinds = {(p.dtype, p.device) for p in trained_parameters.values()}
         if len(kinds) != 1:
-            found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds) or "none"
-            raise ValueError(f"parameters to train are {found}, allowed: one dtype on one device")
+            kinds_text = ", ".join(f"{dtype} on {device}" for dtype, device in kinds) or "none"
+            raise ValueError(f"parameters to train are {kinds_text}, allowed: one dtype on one device")
         self.dtype, self.device = kinds.pop()
         self.clients = clients
         self._shapes: dict[str, torch.Size] = {}
@@ -42,13 +42,13 @@ class FlatLayout:
         self._steps: dict[str, int] = {}  # from one client's parameter to the next one's
         slot = _ALIGNMENT // self.dtype.itemsize
         self.size = 0
-        for name, parameter in chosen.items():
+        for name, parameter in trained_parameters.items():
             self._shapes[name] = parameter.shape
             self._strides[name] = torch.empty_like(parameter, device="meta").stride()  # dense, same order
             self._offsets[name] = self.size
-            whole_slots = math.ceil(parameter.numel() / slot) * slot
+            padded_size = math.ceil(parameter.numel() / slot) * slot
             # a matrix is aligned for each client; other parameters leave no gap, so that all clients' make one tensor
-            self._steps[name] = whole_slots if parameter.dim() == 2 else parameter.numel()
+            self._steps[name] = padded_size if parameter.dim() == 2 else parameter.numel()
             self.size += math.ceil(clients * self._steps[name] / slot) * slot
 
     @property
@@ -163,5 +163,5 @@ def write_masks(masks: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None
 def check_names(kind: str, names: Collection[str], model: nn.Module) -> None:
     """Raise ``ValueError`` for a name that no parameter of the model has."""
     parameters = dict(model.named_parameters())
-    if unknown := [name for name in names if name not in parameters]:
-        raise ValueError(f"{kind} names '{unknown[0]}', allowed: {', '.join(parameters)}")
+    if unknown_names := [name for name in names if name not in parameters]:
+        raise ValueError(f"{kind} names '{unknown_names[0]}', allowed: {', '.join(parameters)}")

@@ -76,8 +76,8 @@ class GroupedForm:
 
 
 _MOST_FORMS = 64
-_Why = tuple[str, bool]  # the arguments of NoGroupedForm
-_forms: dict[Hashable, GroupedForm | _Why] = {}  # an exception would keep the network alive by its traceback
+_Refusal = tuple[str, bool]  # the arguments of NoGroupedForm
+_forms: dict[Hashable, GroupedForm | _Refusal] = {}  # an exception would keep the network alive by its traceback
 
 
 def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
@@ -96,7 +96,7 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     if key not in _forms:
         if len(_forms) == _MOST_FORMS:
             _forms.pop(next(iter(_forms)))
-        _forms[key] = _derived(model, example_shape)
+        _forms[key] = _derive_form(model, example_shape)
     form = _forms[key]
     if isinstance(form, tuple):
         raise NoGroupedForm(*form)
@@ -107,17 +107,17 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | _Why:
+def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | _Refusal:
     """Return the form, or why there is none: torch may raise anything where a rule does not fit a network."""
-    steps, at = list[_Step](), dict[fx.Node, int]()
+    steps, positions = list[_Step](), dict[fx.Node, int]()
     try:
         for node in traced(model).nodes:
-            inputs = tuple(at[each] for each in node.all_input_nodes)
+            inputs = tuple(positions[node_input] for node_input in node.all_input_nodes)
             if node.op == "output":
                 continue
             if node.op != "placeholder":
                 steps.append(_Step(_operation(model, node), inputs))
-            at[node] = len(steps)
+            positions[node] = len(steps)
         flops = sum(forward_flops(model, example_shape).values())
         form = GroupedForm(tuple(steps), flops)
         _compare(form, model, example_shape)
@@ -136,32 +136,34 @@ def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) 
     draw = torch.Generator().manual_seed(0)
     twins = [generic_copy(model, draw).double() for _ in range(2)]
     images = torch.randn(2, _COMPARED, *example_shape, generator=draw, dtype=torch.float64)
-    with ExitStack() as on:
-        flat = Flat(FlatLayout(_laid_out(twins[0], on), trained_names(twins[0]), len(twins)))
+    with ExitStack() as stack:
+        flat = Flat(FlatLayout(_with_fast_layout(twins[0], stack), trained_names(twins[0]), len(twins)))
         images = images.to(flat.layout.device)
-        own = []
+        example_losses = []
         for number, twin in enumerate(twins):
-            on.enter_context(FlatParameters(_laid_out(twin, on) if number else twin, flat, number))
+            stack.enter_context(FlatParameters(_with_fast_layout(twin, stack) if number else twin, flat, number))
             logits = twin(images[number].clone())
             labels = torch.arange(_COMPARED, device=logits.device) % logits.shape[1]
-            own.append(F.cross_entropy(logits, labels, reduction="none"))
-            own[-1].sum().backward()  # type: ignore[no-untyped-call]
-        stacked = {name: flat.layout.stacked(flat.values, name, len(twins)) for name in flat.layout.names}
-        weights = {name: each.detach().requires_grad_() for name, each in stacked.items()}
-        ones, twice = torch.ones(len(images), _COMPARED, device=images.device), labels.expand(len(images), -1)
-        losses, found = grouped_gradients(form, weights, list(weights.values()), images, twice, ones)
+            example_losses.append(F.cross_entropy(logits, labels, reduction="none"))
+            example_losses[-1].sum().backward()  # type: ignore[no-untyped-call]
+        stacked_weights = {name: flat.layout.stacked(flat.values, name, len(twins)) for name in flat.layout.names}
+        weights = {name: tensor.detach().requires_grad_() for name, tensor in stacked_weights.items()}
+        ones, all_labels = torch.ones(len(images), _COMPARED, device=images.device), labels.expand(len(images), -1)
+        losses, gradients = grouped_gradients(form, weights, list(weights.values()), images, all_labels, ones)
         expected = [flat.layout.stacked(flat.gradients, name, len(twins)) for name in weights]
         largest = max(float(gradient.abs().max()) for gradient in expected if gradient.numel())
-        for name, one, other in zip(["loss", *weights], [losses, *found], [torch.stack(own), *expected], strict=True):
-            if not torch.allclose(one, other, rtol=1e-6, atol=1e-9 * largest):
+        for name, value, expected_value in zip(
+            ["loss", *weights], [losses, *gradients], [torch.stack(example_losses), *expected], strict=True
+        ):
+            if not torch.allclose(value, expected_value, rtol=1e-6, atol=1e-9 * largest):
                 raise NoGroupedForm(f"the rules for groups give another {name} than the network", is_wrong=True)
 
 
 _COMPARED = 3  # examples of each client, an odd number: the form fills up batches to even ones
 
 
-def _laid_out(model: nn.Module, on: ExitStack) -> nn.Module:
-    on.enter_context(fast_layout(model))
+def _with_fast_layout(model: nn.Module, stack: ExitStack) -> nn.Module:
+    stack.enter_context(fast_layout(model))
     return model
 
 
@@ -181,14 +183,14 @@ def grouped_gradients(
     logits = form(weights, images)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(labels), -1)
     losses = losses * weights_of_examples
-    found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-    return losses.detach(), list(found)
+    gradients = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+    return losses.detach(), list(gradients)
 
 
 def _operation(model: nn.Module, node: fx.Node) -> _Operation:
     """Return how an operation is done for groups: a proposal, which :func:`_compare` accepts or not."""
     if node.op == "call_module":
-        return _of_layer(str(node.target), model.get_submodule(str(node.target)))
+        return _layer_operation(str(node.target), model.get_submodule(str(node.target)))
     if node.target in (operator.add, torch.add) and len(node.all_input_nodes) == 2:
         return lambda _weights, _clients, values: values[0] + values[1]
     if node.target in (torch.relu, F.relu):
@@ -198,10 +200,12 @@ def _operation(model: nn.Module, node: fx.Node) -> _Operation:
     raise NoGroupedForm(f"'{node.name}' ({node.op} {node.target}) is none of the operations that it has for groups")
 
 
-def _of_layer(path: str, layer: nn.Module) -> _Operation:
+def _layer_operation(path: str, layer: nn.Module) -> _Operation:
     def for_halves(weights: Weights, clients: int) -> tuple[Tensor, Tensor | None]:
         bias = weights.get(f"{path}.bias")
-        return _for_halves(weights[f"{path}.weight"], clients), None if bias is None else _for_halves(bias, clients)
+        return _repeat_for_halves(weights[f"{path}.weight"], clients), None if bias is None else _repeat_for_halves(
+            bias, clients
+        )
 
     match layer:
         case nn.Conv2d():
@@ -210,13 +214,13 @@ def _of_layer(path: str, layer: nn.Module) -> _Operation:
                 _channels(values[0]), *for_halves(weights, clients), groups=2 * clients
             )
         case nn.Linear():
-            return lambda weights, _clients, values: _multiplied(
+            return lambda weights, _clients, values: _linear(
                 values[0], weights[f"{path}.weight"], weights.get(f"{path}.bias")
             )
         case nn.GroupNorm():
             groups, eps = layer.num_groups, layer.eps
             return lambda weights, clients, values: F.group_norm(
-                _bearable(_channels(values[0])), 2 * clients * groups, *for_halves(weights, clients), eps
+                _group_norm_input(_channels(values[0])), 2 * clients * groups, *for_halves(weights, clients), eps
             )
         case nn.Flatten():
             return _flatten
@@ -242,13 +246,13 @@ def _channels(value: Tensor) -> Tensor:
     halves = value.view(clients, 2, batch // 2, depth, height, width)
     if value.device.type != "cpu":
         return halves.permute(2, 0, 1, 3, 4, 5).reshape(batch // 2, -1, height, width)
-    last = value.new_empty(batch // 2, height * width, clients * 2 * depth)
-    for transposed, images in zip(last, halves.unbind(2), strict=True):  # a matrix at a time: torch is fast at that
+    output = value.new_empty(batch // 2, height * width, clients * 2 * depth)
+    for transposed, images in zip(output, halves.unbind(2), strict=True):  # a matrix at a time: torch is fast at that
         transposed.copy_(images.reshape(clients * 2 * depth, -1).t())
-    return last.view(batch // 2, height, width, -1).permute(0, 3, 1, 2)
+    return output.view(batch // 2, height, width, -1).permute(0, 3, 1, 2)
 
 
-def _bearable(value: Tensor) -> Tensor:
+def _group_norm_input(value: Tensor) -> Tensor:
     """Return a value that torch's group norm bears: it crashes where channels-last input needs no gradient."""
     return value if value.requires_grad else value.contiguous()
 
@@ -256,15 +260,15 @@ def _bearable(value: Tensor) -> Tensor:
 def _flatten(_weights: Weights, clients: int, values: Sequence[Tensor]) -> Tensor:
     value = values[0]
     if value.dim() == 5:
-        return _aligned(value.flatten(2))
+        return _align(value.flatten(2))
     if value.dim() == 3:
         return value
     half, _, *area = value.shape
     halves = value.reshape(half, clients, 2, -1, *area).permute(1, 2, 0, *range(3, 4 + len(area)))
-    return _aligned(halves.reshape(clients, 2 * half, -1))
+    return _align(halves.reshape(clients, 2 * half, -1))
 
 
-def _aligned(vectors: Tensor) -> Tensor:
+def _align(vectors: Tensor) -> Tensor:
     """Fill up each client's batch with zeros, so that its vectors begin at an aligned address.
 
     The last bits of a matrix product can depend on where its operands begin in memory.
@@ -272,17 +276,17 @@ def _aligned(vectors: Tensor) -> Tensor:
     return F.pad(vectors, (0, 0, 0, -vectors.shape[1] % _ALIGNED_ROWS))
 
 
-def _multiplied(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     clients, outputs, _ = weight.shape
     if bias is None:
         return torch.bmm(value, weight.transpose(1, 2))
     return torch.baddbmm(bias.reshape(clients, 1, outputs), value, weight.transpose(1, 2))
 
 
-def _for_halves(parameter: Tensor, clients: int) -> Tensor:
+def _repeat_for_halves(parameter: Tensor, clients: int) -> Tensor:
     """Return clients' parameters (clients · n, ...) with those of each client twice, once for each half."""
     channels_last = parameter.dim() == 4 and parameter.device.type == "cpu"
-    last = parameter.permute(0, 2, 3, 1) if channels_last else parameter  # as it is in memory
-    each = last.reshape(clients, 1, -1, *last.shape[1:])
-    both = each.expand(-1, 2, *each.shape[2:]).reshape(2 * len(last), *last.shape[1:])
-    return both.permute(0, 3, 1, 2) if channels_last else both
+    memory = parameter.permute(0, 2, 3, 1) if channels_last else parameter  # as it is in memory
+    per_client = memory.reshape(clients, 1, -1, *memory.shape[1:])
+    halves = per_client.expand(-1, 2, *per_client.shape[2:]).reshape(2 * len(memory), *memory.shape[1:])
+    return halves.permute(0, 3, 1, 2) if channels_last else halves

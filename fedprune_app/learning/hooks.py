@@ -28,8 +28,8 @@ def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
 
     def pull(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         names = [name for name in values if name in anchor]
-        away = torch._foreach_sub([values[name] for name in names], [anchor[name] for name in names])
-        torch._foreach_add_([gradients[name] for name in names], away, alpha=strength)
+        differences = torch._foreach_sub([values[name] for name in names], [anchor[name] for name in names])
+        torch._foreach_add_([gradients[name] for name in names], differences, alpha=strength)
 
     return pull
 

@@ -68,10 +68,10 @@ class Work(Changes):
 
     def trained(self) -> dict[str, Tensor]:
         """Return, by name, 1 where the step changes a weight by its gradient and 0 elsewhere."""
-        ones = {name: torch.ones_like(gradient) for name, gradient in self.named_gradients.items()}
+        factors = {name: torch.ones_like(gradient) for name, gradient in self.named_gradients.items()}
         for masks in (self.named_kept, self.keep):
-            ones |= {name: ones[name] * mask for name, mask in masks.items() if name in ones}
-        return ones
+            factors |= {name: factors[name] * mask for name, mask in masks.items() if name in factors}
+        return factors
 
 
 @contextmanager
@@ -83,15 +83,15 @@ def weights_set_aside(
     The context gives the masks as numbers, 1 or 0: a product with these is many times faster than with a bool tensor.
     """
     keep = {name: mask.to(values[name].dtype) for name, mask in masks.items()}
-    at_work = [(tensors[name], keep[name]) for tensors in (values, velocity) if tensors is not None for name in keep]
+    pairs = [(tensors[name], keep[name]) for tensors in (values, velocity) if tensors is not None for name in keep]
     with torch.no_grad():
-        aside = [tensor.addcmul(tensor, kept, value=-1) for tensor, kept in at_work]
-        for tensor, kept in at_work:
-            tensor.mul_(kept)
+        remainders = [tensor.addcmul(tensor, mask, value=-1) for tensor, mask in pairs]
+        for tensor, mask in pairs:
+            tensor.mul_(mask)
     yield keep
     with torch.no_grad():
-        for (tensor, _), rest in zip(at_work, aside, strict=True):
-            tensor.add_(rest)
+        for (tensor, _), remainder in zip(pairs, remainders, strict=True):
+            tensor.add_(remainder)
 
 
 @contextmanager
@@ -104,25 +104,25 @@ def leading_network(
 ) -> Iterator[Work]:
     """Give, as a context, the network of the leading units, whose values are views of the full network's."""
     names = list(values)
-    cut = {name: leading_block(values[name], part.extents.get(name)) for name in names}
-    leaves = {name: view.detach().clone().requires_grad_() for name, view in cut.items()}  # dense in memory
+    blocks = {name: leading_block(values[name], part.extents.get(name)) for name in names}
+    leaves = {name: view.detach().clone().requires_grad_() for name, view in blocks.items()}  # dense in memory
     for leaf in leaves.values():
         leaf.grad = torch.zeros_like(leaf)
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    rest = {name: dims for name, dims in part.extents.items() if name in own and name not in leaves}
-    others = {name: leading_block(own[name].detach(), dims) for name, dims in rest.items()}
+    other_extents = {name: dims for name, dims in part.extents.items() if name in tensors and name not in leaves}
+    other_blocks = {name: leading_block(tensors[name].detach(), dims) for name, dims in other_extents.items()}
 
     def network(images: Tensor) -> Tensor:
-        logits: Tensor = torch.func.functional_call(model, {**leaves, **others}, (images,))
+        logits: Tensor = torch.func.functional_call(model, {**leaves, **other_blocks}, (images,))
         return logits
 
-    def cut_too(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def cut_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: leading_block(tensors[name], part.extents.get(name)) for name in names}
 
-    cut_velocity = None if velocity is None else list(cut_too(velocity).values())
-    cut_kept = {} if kept is None else cut_too(kept)
+    cut_velocity = None if velocity is None else list(cut_tensors(velocity).values())
+    cut_kept = {} if kept is None else cut_tensors(kept)
     norms = [(model.get_submodule(name), count) for name, count in part.norm_groups.items()]
     counts = [getattr(norm, "num_groups") for norm, _ in norms]  # noqa: B009 - mypy knows only nn.Module
     for norm, count in norms:
@@ -130,8 +130,8 @@ def leading_network(
     try:
         yield Work(
             network=network,
-            by_client=[(cut, gradients)],
-            values=list(cut.values()),
+            by_client=[(blocks, gradients)],
+            values=list(blocks.values()),
             gradients=list(gradients.values()),
             velocity=cut_velocity,
             kept=None if kept is None else list(cut_kept.values()),

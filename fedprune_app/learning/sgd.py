@@ -28,24 +28,24 @@ class SGD:
     epochs: int = 1
     max_grad_norm: float | None = None
     steps_per_epoch: int = 0
-    skips_lone: bool = field(default=False, repr=False)  # which follows from the network
+    skips_lone: bool = field(default=False, repr=False)  # it follows from the network
 
-    def _once_through(self, num_examples: int) -> tuple[int, int]:
+    def _pass_size(self, num_examples: int) -> tuple[int, int]:
         """Return the steps that go through all examples once, and how many examples these steps take."""
-        whole, rest = divmod(num_examples, self.batch_size)
-        if self.skips_lone and whole and rest == 1:
-            return whole, num_examples - 1
-        return whole + (rest > 0), num_examples
+        num_whole, rest = divmod(num_examples, self.batch_size)
+        if self.skips_lone and num_whole and rest == 1:
+            return num_whole, num_examples - 1
+        return num_whole + (rest > 0), num_examples
 
     def examples_per_epoch(self, num_examples: int) -> int:
         """Return how many examples an epoch takes, counting one as often as it is taken."""
-        steps, taken = self._once_through(num_examples)
+        steps, num_taken = self._pass_size(num_examples)
         rounds, rest = divmod(self.steps_per_epoch or steps, steps)
-        return rounds * taken + min(rest * self.batch_size, taken)
+        return rounds * num_taken + min(rest * self.batch_size, num_taken)
 
     def steps_of(self, num_examples: int) -> int:
         """Return how many steps an epoch has."""
-        return self.steps_per_epoch or self._once_through(num_examples)[0]
+        return self.steps_per_epoch or self._pass_size(num_examples)[0]
 
     def batches(
         self,
@@ -59,13 +59,13 @@ class SGD:
         With ``draws`` it yields what that makes of the positions of a batch. Each permutation goes to ``device`` whole,
         not batch by batch, with all that is drawn for it.
         """
-        left, (steps, taken) = self.steps_of(num_examples), self._once_through(num_examples)
-        while left > 0:
-            order = torch.randperm(num_examples, generator=rng)[:taken]
+        steps_left, (steps, num_taken) = self.steps_of(num_examples), self._pass_size(num_examples)
+        while steps_left > 0:
+            order = torch.randperm(num_examples, generator=rng)[:num_taken]
             if draws is not None:
-                order = torch.cat([draws(batch) for batch in torch.split(order, self.batch_size)[:left]])
-            yield from torch.split(order.to(device), self.batch_size)[:left]
-            left -= steps
+                order = torch.cat([draws(batch) for batch in torch.split(order, self.batch_size)[:steps_left]])
+            yield from torch.split(order.to(device), self.batch_size)[:steps_left]
+            steps_left -= steps
 
 
 def sgd_step(work: Changes, sgd: SGD) -> None:
@@ -74,8 +74,8 @@ def sgd_step(work: Changes, sgd: SGD) -> None:
         for _, gradients in work.by_client:
             gradients[name].mul_(keep)
     if sgd.max_grad_norm is not None and work.rows:
-        by_parameter = torch.stack([torch.linalg.vector_norm(rows, dim=1) for rows in work.rows], dim=1)
-        scales = (sgd.max_grad_norm / (torch.linalg.vector_norm(by_parameter, dim=1) + 1e-6)).clamp_(max=1)
+        norms_by_parameter = torch.stack([torch.linalg.vector_norm(rows, dim=1) for rows in work.rows], dim=1)
+        scales = (sgd.max_grad_norm / (torch.linalg.vector_norm(norms_by_parameter, dim=1) + 1e-6)).clamp_(max=1)
         for rows in work.rows:
             rows.mul_(scales[:, None])
     elif sgd.max_grad_norm is not None:

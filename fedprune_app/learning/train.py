@@ -134,40 +134,40 @@ def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Excep
     """
     torch.set_num_threads(trainings[0].num_threads)  # each thread of this process has a number of its own
     results: dict[int, TrainingResult | Exception] = {}
-    left = dict(enumerate(trainings))
-    while left:
-        first = next(iter(left.values()))
-        chosen = [i for i, each in left.items() if each is first or each.goes_with(first)]
-        chosen.sort(key=lambda i: -trainings[i].num_steps)  # clients that end first leave the others a leading block
+    pending = dict(enumerate(trainings))
+    while pending:
+        first = next(iter(pending.values()))
+        group = [i for i, training in pending.items() if training is first or training.goes_with(first)]
+        group.sort(key=lambda i: -trainings[i].num_steps)  # clients that end first leave the others a leading block
         try:
-            results |= zip(chosen, _train([trainings[i] for i in chosen]), strict=True)
+            results |= zip(group, _train([trainings[i] for i in group]), strict=True)
         except Exception as error:
-            results |= dict.fromkeys(chosen, error)
-        left = {i: each for i, each in left.items() if i not in results}
+            results |= dict.fromkeys(group, error)
+        pending = {i: training for i, training in pending.items() if i not in results}
     return [results[i] for i in range(len(trainings))]
 
 
 def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
     """Do trainings that go together; those with more steps come first."""
     first, sgd = trainings[0], trainings[0].sgd
-    with ExitStack() as on:
-        learners = [on.enter_context(_Learner(training)) for training in trainings]
+    with ExitStack() as stack:
+        learners = [stack.enter_context(_Learner(training)) for training in trainings]
         layout = FlatLayout(first.model, trained_names(first.model, first.frozen), len(trainings))
         flat = Flat(layout, sgd.momentum > 0, any(training.kept for training in trainings))
         for number, learner in enumerate(learners):
             learner.take_place(flat, number)
         steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
-        on.enter_context(steps)
-        on.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
+        stack.enter_context(steps)
+        stack.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
         has_hooks = any(training.adjust_gradients or training.after_step for training in trainings)
-        repeated = RepeatedSteps(first.recorder) if first.recorder is not None and not has_hooks else None
+        repeated_steps = RepeatedSteps(first.recorder) if first.recorder is not None and not has_hooks else None
         active = learners
         while active and not all(learner.error for learner in active):
-            taken = [next(learner.batches) for learner in active]
-            batches = [batch for batch, _ in taken]
-            if repeated is not None and isinstance(steps, Grouped):
+            draws = [next(learner.batches) for learner in active]
+            batches = [batch for batch, _ in draws]
+            if repeated_steps is not None and isinstance(steps, Grouped):
                 steps.put(batches)
-                repeated(len(active), partial(_plain_step, steps, len(active), sgd))
+                repeated_steps(len(active), partial(_plain_step, steps, len(active), sgd))
             else:
                 with steps.step(batches) as work:
                     for learner, (values, gradients) in zip(active, work.by_client, strict=True):
@@ -175,11 +175,11 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
                     sgd_step(work, sgd)
                     for learner, (values, _) in zip(active, work.by_client, strict=True):
                         learner.call(learner.training.after_step, values)
-            for number, (learner, (_, epoch)) in enumerate(zip(active, taken, strict=True)):
+            for number, (learner, (_, epoch)) in enumerate(zip(active, draws, strict=True)):
                 if epoch is not None:
                     learner.end_epoch(epoch, steps.loss_sums, number)
             active = [learner for learner in active if learner.result is None]
-    return [found for learner in learners if (found := learner.error or learner.result) is not None]
+    return [outcome for learner in learners if (outcome := learner.error or learner.result) is not None]
 
 
 def _plain_step(steps: Grouped, clients: int, sgd: SGD) -> None:
@@ -198,23 +198,23 @@ class _Learner:
         self.batches = training.batches()
         self.result: TrainingResult | None = None
         self.error: Exception | None = None
-        self._on = ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._on.enter_context(module_mode(self.training.model, training=True))
+        self._stack.enter_context(module_mode(self.training.model, training=True))
         model, training = self.training.model, self.training
-        trained = trained_names(model, training.frozen)
-        frozen = {name for name, _ in model.named_parameters()}.difference(trained)
-        self._on.enter_context(fast_layout(model, training.precision, frozen))
+        names = trained_names(model, training.frozen)
+        frozen = {name for name, _ in model.named_parameters()}.difference(names)
+        self._stack.enter_context(fast_layout(model, training.precision, frozen))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._on.close()
+        self._stack.close()
 
     def take_place(self, flat: Flat, number: int) -> None:
         """Put the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""
         training = self.training
-        self._flat = self._on.enter_context(FlatParameters(training.model, flat, number))
+        self._flat = self._stack.enter_context(FlatParameters(training.model, flat, number))
         if flat.kept is not None:
             write_masks(training.kept, flat.layout.views(flat.kept, number))
         _prune(training.model, training.masks)

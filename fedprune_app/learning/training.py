@@ -143,10 +143,10 @@ class Training:
                 batches = self.sgd.batches(num_examples, self.rng, self.device, draws)
             else:
                 batches = self.private.batches(num_examples)
-            left = self.steps_per_epoch
+            steps_left = self.steps_per_epoch
             for batch in batches:
-                left -= 1
-                yield batch, None if left else epoch
+                steps_left -= 1
+                yield batch, None if steps_left else epoch
 
     @cached_property
     def _on_device(self) -> tuple[Tensor, Tensor]:

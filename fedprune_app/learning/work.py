@@ -37,18 +37,18 @@ class Alone:
             named_kept={} if flat.kept is None else layout.views(flat.kept),
         )
         self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
-        self._on = ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if (private := self._training.private) is not None:
             model, whole = self._training.model, self._whole
             shape = self._training.images.shape[1:]
-            attached = private.attached(model, whole.named_gradients, whole.trained(), shape)
-            self._private_step = self._on.enter_context(attached)
+            context = private.attached(model, whole.named_gradients, whole.trained(), shape)
+            self._private_step = self._stack.enter_context(context)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._on.close()
+        self._stack.close()
 
     @contextmanager
     def step(self, batches: Sequence[Tensor]) -> Iterator[Changes]:
@@ -91,14 +91,14 @@ class Alone:
         self.loss_sums.add_(loss.detach(), alpha=len(labels))
 
     def _find_private_gradients(self, work: Work, batch: Tensor) -> None:
-        training, private, summed = self._training, self._training.private, self._private_step
+        training, private, private_step = self._training, self._training.private, self._private_step
         assert private is not None
         if training.part is not None:
-            summed = summed.of_part(work.network, work.named_gradients, work.trained())
-        for some in torch.split(batch.to(training.device), private.physical_batch):
-            if len(some):
-                summed.add(*training.examples(some))
-        summed.finish(training.expected_batch)
+            private_step = private_step.of_part(work.network, work.named_gradients, work.trained())
+        for chunk in torch.split(batch.to(training.device), private.physical_batch):
+            if len(chunk):
+                private_step.add(*training.examples(chunk))
+        private_step.finish(training.expected_batch)
 
 
 class Grouped:
@@ -122,7 +122,7 @@ class Grouped:
         self._weights = torch.zeros(clients, size, device=device)
         self._counts = torch.zeros(clients, dtype=torch.int64, device=device)
         self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
-        self._frozen = _frozen(trainings, flat.layout)
+        self._frozen = _frozen_values(trainings, flat.layout)
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
 
     def __enter__(self) -> Self:
@@ -149,10 +149,10 @@ class Grouped:
         """
         weights, gradients, changes = self._network(clients)
         leaves = [weights[name] for name in self._flat.layout.names]
-        losses, found = grouped_gradients(
+        losses, new_gradients = grouped_gradients(
             self._form, weights, leaves, self._images[:clients], self._labels[:clients], self._weights[:clients]
         )
-        torch._foreach_copy_(gradients, found)
+        torch._foreach_copy_(gradients, new_gradients)
         self.loss_sums[:clients] += losses.sum(1) * self._counts[:clients]
         return changes
 
@@ -189,18 +189,18 @@ class Grouped:
             return [layout.rows(tensor, name, clients) for name in layout.names]
 
         rows = parts(flat.gradients)
-        of_all = clients == layout.clients
+        has_all = clients == layout.clients
         return Changes(
             by_client=[(layout.views(flat.values, k), layout.views(flat.gradients, k)) for k in range(clients)],
-            values=[flat.values] if of_all else parts(flat.values),
-            gradients=[flat.gradients] if of_all else rows,
-            velocity=None if flat.velocity is None else [flat.velocity] if of_all else parts(flat.velocity),
-            kept=None if flat.kept is None else [flat.kept] if of_all else parts(flat.kept),
+            values=[flat.values] if has_all else parts(flat.values),
+            gradients=[flat.gradients] if has_all else rows,
+            velocity=None if flat.velocity is None else [flat.velocity] if has_all else parts(flat.velocity),
+            kept=None if flat.kept is None else [flat.kept] if has_all else parts(flat.kept),
             rows=rows,
         )
 
 
-def _frozen(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
+def _frozen_values(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
     """Return the values of the parameters that are not trained; None where all are trained."""
     model = trainings[0].model
     if not (names := [name for name, _ in model.named_parameters() if name not in trained.names]):

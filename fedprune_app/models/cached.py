@@ -21,23 +21,23 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "fedprune"
 
 
-def cached_model(folder: Path, what: str, make: Callable[[Path], None]) -> Path:
+def cached_model(folder: Path, action: str, make: Callable[[Path], None]) -> Path:
     """Return a cached model's folder, which ``make`` fills unless this or another process did so before.
 
-    ``what`` says what ``make`` does, as in :func:`locked`. A damaged folder is made anew.
+    ``action`` says what ``make`` does, as in :func:`locked`. A damaged folder is made anew.
     """
     if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(f"{folder}.lock", what):
-        known = folder.exists()
-        if not (known and is_whole(folder)):  # another process may have made it while this one waited
-            if known:
+    with locked(f"{folder}.lock", action):
+        has_folder = folder.exists()
+        if not (has_folder and is_whole(folder)):  # another process may have made it while this one waited
+            if has_folder:
                 log.warning("the cached model '%s' is damaged: it is made anew", folder)
-            with replacing_folder(folder) as new:
-                make(new)
-                digests = {path.name: sha256_of(path) for path in sorted(new.iterdir())}
-                (new / _DIGESTS).write_text(json.dumps(digests, indent=1))
+            with replacing_folder(folder) as new_folder:
+                make(new_folder)
+                digests = {path.name: sha256_of(path) for path in sorted(new_folder.iterdir())}
+                (new_folder / _DIGESTS).write_text(json.dumps(digests, indent=1))
     return folder
 
 

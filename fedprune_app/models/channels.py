@@ -20,11 +20,11 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     """
     if not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
         raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
-    groups = _of_chain(model) if isinstance(model, nn.Sequential) else _traced(model, image_shape)
+    groups = _chain_groups(model) if isinstance(model, nn.Sequential) else _traced_groups(model, image_shape)
     return tuple(groups)
 
 
-def _of_chain(model: nn.Sequential) -> list[ChannelGroup]:
+def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:
     """Return the groups of a chain: a convolution, its norm, and the next convolution or linear layer.
 
     Layers between these have no channels.
@@ -48,7 +48,7 @@ def _slices(name: str, layer: nn.Module, dim: int) -> list[Slice]:
     return [Slice(f"{name}.{attribute}", dim) for attribute, tensor in tensors if tensor.dim() > dim]
 
 
-def _traced(model: nn.Module, image_shape: ImageShape) -> list[ChannelGroup]:
+def _traced_groups(model: nn.Module, image_shape: ImageShape) -> list[ChannelGroup]:
     try:
         import torch_pruning
     except ImportError:

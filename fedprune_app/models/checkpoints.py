@@ -53,11 +53,11 @@ def resolve_checkpoint(name: str, download: bool) -> Path:
         from fedprune_app.models.gguf import folder_of_gguf
 
         return folder_of_gguf(folder)
-    return _of_hub(name, download)
+    return _hub_snapshot(name, download)
 
 
 @lru_cache(maxsize=8)  # with ``download`` the hub is asked for the newest version once, not for every message of a run
-def _of_hub(name: str, download: bool) -> Path:
+def _hub_snapshot(name: str, download: bool) -> Path:
     import_transformers()  # transformers brings the hub's client
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -75,14 +75,14 @@ def _of_hub(name: str, download: bool) -> Path:
         ) from None
     except Exception as error:  # the hub refuses with many kinds of error
         raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None
-    return snapshot if weight_files(snapshot) else _converted(name, snapshot, download)
+    return snapshot if weight_files(snapshot) else _convert_weights(name, snapshot, download)
 
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _converted(name: str, snapshot: Path, download: bool) -> Path:
+def _convert_weights(name: str, snapshot: Path, download: bool) -> Path:
     """Return the folder of a hub model whose main branch has no safetensors.
 
     The folder is beside the snapshot and holds the hub's own conversion to safetensors. The other files of that branch,
@@ -114,11 +114,11 @@ def inside(folder: Path, name: object) -> Path:
     In the hub's cache a snapshot's files are links to the blobs of the same model.
     """
     path = folder / str(name)
-    homes = [folder.resolve()]
+    roots = [folder.resolve()]
     if folder.parent.name == "snapshots":
-        homes.append((folder.parent.parent / "blobs").resolve())
+        roots.append((folder.parent.parent / "blobs").resolve())
     is_plain = not Path(str(name)).is_absolute() and ".." not in Path(str(name)).parts
-    if not is_plain or not any(path.resolve().is_relative_to(home) for home in homes):
+    if not is_plain or not any(path.resolve().is_relative_to(root) for root in roots):
         raise ValueError(f"{str(name)!r} is outside the folder, allowed: the folder's own files")
     return path
 
@@ -128,8 +128,8 @@ def weight_files(folder: Path) -> list[Path]:
 
     There are none where the folder has neither. ``ValueError`` for an index that cannot be read or leads elsewhere.
     """
-    if (only := folder / "model.safetensors").exists():
-        return [only]
+    if (path := folder / "model.safetensors").exists():
+        return [path]
     if not (index := folder / INDEX).exists():
         return []
     try:
@@ -160,31 +160,31 @@ class TensorFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the tensors ``names``, aligned as torch's own are."""
-        by_file: dict[Path, list[str]] = {}
+        names_by_file: dict[Path, list[str]] = {}
         names = list(names)
         for name in names:
-            by_file.setdefault(self._file_of[name], []).append(name)
-        found: dict[str, Tensor] = {}
-        for path, wanted in by_file.items():
+            names_by_file.setdefault(self._file_of[name], []).append(name)
+        tensors: dict[str, Tensor] = {}
+        for path, file_names in names_by_file.items():
             try:
                 with safe_open(path, framework="pt") as file:
-                    found |= {name: file.get_tensor(name).clone() for name in wanted}
+                    tensors |= {name: file.get_tensor(name).clone() for name in file_names}
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"checkpoint file {str(path)!r} cannot be read: {error}") from None
-        return {name: found[name] for name in names}
+        return {name: tensors[name] for name in names}
 
 
-def skeleton(config: Any, dtype: torch.dtype, **how: Any) -> Any:
+def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> Any:
     """Return the transformers model of a config in evaluation mode, whose weights are on no device, for :func:`fill`.
 
-    Buffers that are in no checkpoint have their values. ``how`` goes to transformers' ``from_config``.
+    Buffers that are in no checkpoint have their values. ``options`` go to transformers' ``from_config``.
     """
     with torch.device("meta"):
         auto = import_transformers().AutoModelForCausalLM
-        model = auto.from_config(copy.deepcopy(config), dtype=dtype, **how)
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype, **options)
     for name, buffer in list(model.named_non_persistent_buffers()):
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, torch.empty_like(buffer, device="cpu"))
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, torch.empty_like(buffer, device="cpu"))
     model.initialize_weights()  # of weights on no device nothing is computed
     return model.eval()
 
@@ -196,9 +196,9 @@ def fill(model: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     model.tie_weights(missing_keys=model.state_dict().keys() - tensors.keys())
-    lacking = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
-    if lacking or unexpected:
-        raise ValueError(f"it has other tensors than its config: {[*lacking, *unexpected][:3]}")
+    missing_names = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if missing_names or unexpected:
+        raise ValueError(f"it has other tensors than its config: {[*missing_names, *unexpected][:3]}")
     return model
 
 
@@ -228,9 +228,9 @@ class Checkpoint:
         self._sources = self._names()
         self._check()
 
-    def refused(self, why: str) -> ValueError:
+    def refused(self, reason: str) -> ValueError:
         """Return an error that names the folder and the class of its model."""
-        return ValueError(f"checkpoint {str(self.folder)!r} is of {type(self.config).__name__}, {why}")
+        return ValueError(f"checkpoint {str(self.folder)!r} is of {type(self.config).__name__}, {reason}")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors by their name in the model, on the CPU, as transformers converts and casts them.
@@ -242,8 +242,8 @@ class Checkpoint:
         model = copy.deepcopy(self.skeleton)
         sources = {source for name in names for source in self._sources.get(name, ())}
         self._load(model, self._files.read(source for source in self._files.like if source in sources), "cpu")
-        found = model.state_dict()
-        return {name: found[name] for name in names if not found[name].is_meta}
+        state = model.state_dict()
+        return {name: state[name] for name in names if not state[name].is_meta}
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors under the names, and in the shapes, in which transformers saves this model."""
@@ -256,11 +256,11 @@ class Checkpoint:
     def _dtype(self, name: str) -> torch.dtype:
         if name not in DTYPES:
             raise ValueError(f"dtype is {name!r}, allowed: {', '.join(DTYPES)}")
-        stored = (_FLOATS[kind] for kind in self._files.kinds.values() if kind in _FLOATS)
-        found: Any = getattr(torch, name) if name != "auto" else self.config.dtype or next(stored, None)
-        if str(found).removeprefix("torch.") not in DTYPES:
-            raise self.refused(f"of dtype {found}, allowed: {', '.join(DTYPES[1:])} (fedspallm.dtype)")
-        dtype: torch.dtype = found
+        file_dtypes = (_FLOATS[kind] for kind in self._files.kinds.values() if kind in _FLOATS)
+        value: Any = getattr(torch, name) if name != "auto" else self.config.dtype or next(file_dtypes, None)
+        if str(value).removeprefix("torch.") not in DTYPES:
+            raise self.refused(f"of dtype {value}, allowed: {', '.join(DTYPES[1:])} (fedspallm.dtype)")
+        dtype: torch.dtype = value
         return dtype
 
     def _names(self) -> dict[str, list[str]]:
@@ -274,17 +274,17 @@ class Checkpoint:
         rules = get_model_conversion_mapping(self.skeleton)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        start, known = self.skeleton.base_model_prefix, self.skeleton.state_dict()
-        found: dict[str, list[str]] = {}
+        prefix, state = self.skeleton.base_model_prefix, self.skeleton.state_dict()
+        sources_by_name: dict[str, list[str]] = {}
         for source in sorted(self._files.like):
-            name = rename_source_key(source, renamings, converters, start, known)[0]
-            if name not in known:
-                name = rename_source_key(source, [], [], start, known)[0]
-            if name in known and known[name].is_floating_point() and self._files.kinds[source] not in _FLOATS:
+            name = rename_source_key(source, renamings, converters, prefix, state)[0]
+            if name not in state:
+                name = rename_source_key(source, [], [], prefix, state)[0]
+            if name in state and state[name].is_floating_point() and self._files.kinds[source] not in _FLOATS:
                 kind = self._files.kinds[source]
                 raise self.refused(f"and has tensor '{source}' of {kind}, allowed: {', '.join(_FLOATS)}")
-            found.setdefault(name, []).append(source)
-        return found
+            sources_by_name.setdefault(name, []).append(source)
+        return sources_by_name
 
     def _load(self, model: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
         """Load some of the files' tensors into ``model`` as ``from_pretrained`` does; return what it tells of it."""
@@ -292,26 +292,26 @@ class Checkpoint:
         from transformers.modeling_utils import LoadStateDictConfig
 
         rules: Any = get_model_conversion_mapping(model)
-        how = LoadStateDictConfig(
+        options = LoadStateDictConfig(
             device_map={"": device},
             dtype=self.dtype,
             dtype_plan=model._get_dtype_plan(self.dtype),
             weight_mapping=rules,
         )
-        return model._load_pretrained_model(model, tensors, None, how)[0]
+        return model._load_pretrained_model(model, tensors, None, options)[0]
 
     def _check(self) -> None:
         """Load all tensors without their values: the skeleton gets the dtypes of what is read later."""
-        told = self._load(self.skeleton, self._files.like, "meta")
-        self.unexpected = sorted(told.unexpected_keys)
-        for name, found, expected in sorted(told.mismatched_keys):
+        report = self._load(self.skeleton, self._files.like, "meta")
+        self.unexpected = sorted(report.unexpected_keys)
+        for name, shape, expected in sorted(report.mismatched_keys):
             raise ValueError(
-                f"checkpoint {str(self.folder)!r} has tensor '{name}' of shape {tuple(found)}, its config says "
+                f"checkpoint {str(self.folder)!r} has tensor '{name}' of shape {tuple(shape)}, its config says "
                 f"{tuple(expected)}"
             )
-        for name, why in sorted(told.conversion_errors.items()):
-            raise self.refused(f"and its tensor '{name}' cannot be made: {one_line(ValueError(why))[-200:]}")
-        lacking = set(told.missing_keys)
-        self.skeleton.tie_weights(missing_keys=lacking)  # which takes out what is tied
-        for name in sorted(lacking):
+        for name, problem in sorted(report.conversion_errors.items()):
+            raise self.refused(f"and its tensor '{name}' cannot be made: {one_line(ValueError(problem))[-200:]}")
+        missing_keys = set(report.missing_keys)
+        self.skeleton.tie_weights(missing_keys=missing_keys)  # it takes out what is tied
+        for name in sorted(missing_keys):
             raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{name}'")

@@ -35,7 +35,7 @@ class Cut:
     def __init__(self, model: LanguageModel, density: float) -> None:
         self.names = {name.split(".")[-2]: name for name in model.prunable(0)}
         if self.names.keys() != {*_ATTENTION, *_UNITS}:
-            raise _other_kind(model)
+            raise _kind_error(model)
         text = model.config.get_text_config()
         heads = text.num_attention_heads
         self.num_groups = getattr(text, "num_key_value_heads", None) or heads
@@ -43,46 +43,49 @@ class Cut:
         hidden, self.num_units = shapes["down_proj"]
         self.head_dim, self.queries = shapes["q_proj"][0] // heads, heads // self.num_groups
         counts = range(1, self.num_groups + 1)
-        admitted = [count for count in counts if hidden % (count * self.queries) == 0]
-        self.groups = min(admitted, key=lambda count: abs(count - density * self.num_groups))
+        divisors = [count for count in counts if hidden % (count * self.queries) == 0]
+        self.groups = min(divisors, key=lambda count: abs(count - density * self.num_groups))
         attention = self.groups / self.num_groups * sum(shapes[part].numel() for part in _ATTENTION)
         units = int((density * sum(map(torch.Size.numel, shapes.values())) - attention) / (3 * hidden))
         self.units = min(max(units // _MULTIPLE * _MULTIPLE, 1), self.num_units)
         try:
-            small = decoder_layers(skeleton(self.config(model.config), model.dtype))[1][0]
+            layer = decoder_layers(skeleton(self.config(model.config), model.dtype))[1][0]
         except ValueError:
-            raise _other_kind(model) from None
-        inner = self.groups * self.queries * self.head_dim
-        if small.get_submodule(self.names["o_proj"].removesuffix(".weight")).weight.shape != (hidden, inner):
-            raise _other_kind(model)
+            raise _kind_error(model) from None
+        width = self.groups * self.queries * self.head_dim
+        if layer.get_submodule(self.names["o_proj"].removesuffix(".weight")).weight.shape != (hidden, width):
+            raise _kind_error(model)
 
     def layer(self, dense: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Payload:
         """Return a layer's matrices and masks; ``hessians`` are those of the inputs of ``o_proj`` and ``down_proj``."""
-        whole = {part: dense[name] for part, name in self.names.items()}
+        weights = {part: dense[name] for part, name in self.names.items()}
         columns = {}
-        for part, size, kept in (("o_proj", self.queries * self.head_dim, self.groups), ("down_proj", 1, self.units)):
+        for part, size, num_kept in (
+            ("o_proj", self.queries * self.head_dim, self.groups),
+            ("down_proj", 1, self.units),
+        ):
             hessian = hessians[self.names[part]]
-            weight = whole[part].to(hessian.device)
-            whole[part], columns[part] = (t.cpu() for t in cut_inputs(weight, hessian, size, kept))
+            weight = weights[part].to(hessian.device)
+            weights[part], columns[part] = (t.cpu() for t in cut_inputs(weight, hessian, size, num_kept))
         groups = columns["o_proj"].view(self.num_groups, -1)[:, 0]
         rows = {"q_proj": columns["o_proj"], "gate_proj": columns["down_proj"], "up_proj": columns["down_proj"]}
-        rows |= {part: groups.repeat_interleave(len(whole[part]) // len(groups)) for part in ("k_proj", "v_proj")}
-        masks = {part: kept.expand(whole[part].shape) for part, kept in columns.items()}
-        masks |= {part: kept[:, None].expand(whole[part].shape) for part, kept in rows.items()}
+        rows |= {part: groups.repeat_interleave(len(weights[part]) // len(groups)) for part in ("k_proj", "v_proj")}
+        masks = {part: mask.expand(weights[part].shape) for part, mask in columns.items()}
+        masks |= {part: mask[:, None].expand(weights[part].shape) for part, mask in rows.items()}
         names = self.names.items()
-        tensors = {name: torch.where(masks[part], whole[part], 0) for part, name in names}
+        tensors = {name: torch.where(masks[part], weights[part], 0) for part, name in names}
         return Payload(tensors, {name: masks[part].contiguous() for part, name in names})
 
     def config(self, config: Any) -> Any:
         """Return the configuration of the model that is left."""
-        smaller = copy.deepcopy(config)
-        text = smaller.get_text_config()
+        cut_config = copy.deepcopy(config)
+        text = cut_config.get_text_config()
         text.num_attention_heads, text.num_key_value_heads = self.groups * self.queries, self.groups
         text.head_dim, text.intermediate_size = self.head_dim, self.units
-        return smaller
+        return cut_config
 
 
-def _other_kind(model: LanguageModel) -> ValueError:
+def _kind_error(model: LanguageModel) -> ValueError:
     parts = ", ".join((*_ATTENTION, *_UNITS))
     return model.checkpoint.refused(
         f"allowed with fedspallm.pattern 'cut': one whose layers have {parts} alone, and whose config has head_dim"
@@ -91,11 +94,11 @@ def _other_kind(model: LanguageModel) -> ValueError:
 
 def narrowed(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a layer's tensors without the rows and columns, and without the biases, of which a mask keeps nothing."""
-    narrow = dict(tensors)
+    result = dict(tensors)
     for name, mask in masks.items():
         rows, columns = mask.any(dim=1), mask.any(dim=0)
-        narrow[name] = tensors[name][rows][:, columns].contiguous()
+        result[name] = tensors[name][rows][:, columns].contiguous()
         bias = f"{name.removesuffix('weight')}bias"
         if bias in tensors:
-            narrow[bias] = tensors[bias][rows]
-    return narrow
+            result[bias] = tensors[bias][rows]
+    return result

@@ -62,7 +62,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
     """Return the model's folder, after training the model unless this or another process did so before."""
 
     def make(folder: Path) -> None:
-        _save(_trained(texts, recipe, on_step), folder)
+        _save(_train_model(texts, recipe, on_step), folder)
         (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
 
     return cached_model(embedded_folder(texts, recipe), "trains the embedded language model", make)
@@ -70,7 +70,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
 
 def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
     """Write a model with the shapes and the tokenizer of the embedded one, and with random weights."""
-    _save(_untrained(recipe, torch.Generator().manual_seed(recipe.seed)), folder)
+    _save(_untrained_model(recipe, torch.Generator().manual_seed(recipe.seed)), folder)
 
 
 def _save(model: Any, folder: Path) -> None:
@@ -95,12 +95,12 @@ def byte_tokenizer() -> Any:
 def _byte_characters() -> dict[str, int]:
     """Return the printable character by which byte-level tokenizers write each byte, as GPT-2 has chosen them."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    other_bytes = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(other_bytes)}
     return {characters[byte]: byte for byte in range(256)}
 
 
-def _untrained(recipe: Recipe, draw: torch.Generator) -> Any:
+def _untrained_model(recipe: Recipe, draw: torch.Generator) -> Any:
     transformers = import_transformers()
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -119,15 +119,15 @@ def _untrained(recipe: Recipe, draw: torch.Generator) -> Any:
     return model
 
 
-def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> Any:
+def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> Any:
     draw = torch.Generator().manual_seed(recipe.seed)
-    model = _untrained(recipe, draw)
+    model = _untrained_model(recipe, draw)
     data = torch.frombuffer(bytearray("\n".join(texts).encode("utf-8", errors="replace")), dtype=torch.uint8)
     if len(data) <= recipe.length:
         raise ValueError(f"{len(data)} bytes of text to train on, allowed: more than {recipe.length}")
     matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
     model.train()
     for step in range(recipe.steps):

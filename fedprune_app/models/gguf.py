@@ -25,13 +25,13 @@ def folder_of_gguf(path: Path) -> Path:
     """
     if not path.is_file():
         raise ValueError(f"model is {str(path)!r}: no such file")
-    return _folder_of(path.resolve(), path.stat().st_mtime_ns)
+    return _converted_folder(path.resolve(), path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=8)  # the file and its copy are read once in a process, not for every message of a run
-def _folder_of(path: Path, changed: int) -> Path:
+def _converted_folder(path: Path, changed: int) -> Path:
     folder = cache_folder() / f"gguf-{sha256_of(path)[:16]}"
-    return cached_model(folder, f"reads {str(path)!r}", lambda new: _convert(path, new))
+    return cached_model(folder, f"reads {str(path)!r}", lambda new_folder: _convert(path, new_folder))
 
 
 def _convert(path: Path, folder: Path) -> None:
@@ -39,12 +39,12 @@ def _convert(path: Path, folder: Path) -> None:
     fields = _fields(path)
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError(f"model {str(path)!r} has no tokenizer, allowed: a GGUF file with one")
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    how: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         with redirect_stderr(StringIO()):  # a bar that logs would show line by line
-            model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how)
+            model = transformers.AutoModelForCausalLM.from_pretrained(**source, **options)
     except Exception as error:  # transformers refuses with many kinds of error
         kind = fields["general.architecture"].contents()
         raise ValueError(f"model {str(path)!r} is of {kind}, which is not read: {one_line(error)[:200]}") from None

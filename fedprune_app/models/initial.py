@@ -78,20 +78,20 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
-        found: nn.Module = memo[id(module)]
-        return found
+        duplicate: nn.Module = memo[id(module)]
+        return duplicate
     kind = type(module)
     if _copies_itself(kind):
         return copy.deepcopy(module, memo)
-    memo[id(module)] = new = kind.__new__(kind)
+    memo[id(module)] = twin = kind.__new__(kind)
     for name, value in vars(module).items():
         if name == "_modules":
-            new.__dict__[name] = {key: None if part is None else copied(part, memo) for key, part in value.items()}
+            twin.__dict__[name] = {key: None if part is None else copied(part, memo) for key, part in value.items()}
         elif type(value) in _CONTAINERS and not value:
-            new.__dict__[name] = memo.setdefault(id(value), type(value)())
+            twin.__dict__[name] = memo.setdefault(id(value), type(value)())
         else:
-            new.__dict__[name] = copy.deepcopy(value, memo)
-    return new
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    return twin
 
 
 _CONTAINERS = (dict, OrderedDict, set, list)
@@ -99,15 +99,15 @@ _CONTAINERS = (dict, OrderedDict, set, list)
 
 def _copies_itself(kind: type) -> bool:
     """Return whether a user's class says how it is copied; torch's own methods only complete modules of old files."""
-    own = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
+    bases = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
     names = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__slots__"}
-    return any(names & vars(base).keys() for base in own)
+    return any(names & vars(base).keys() for base in bases)
 
 
 def forget() -> None:
     """Drop all networks that are kept, since a plug-in makes others under their names."""
-    for kept in (_initial_model, layer_flops, channels_of, trains_on_one):
-        kept.cache_clear()
+    for cached_function in (_initial_model, layer_flops, channels_of, trains_on_one):
+        cached_function.cache_clear()
 
 
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:

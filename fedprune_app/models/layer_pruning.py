@@ -59,8 +59,8 @@ class Pruner:
         is_seen = inputs is not None and bool(inputs.input_norms().any())
         if self.method == "sparsegpt" and is_seen:
             assert isinstance(inputs, Hessian)
-            how = density, self.n_of_m, self.block_size
-            return sparsegpt_together(weights, inputs.matrix, *how, recorder=self.recorder)
+            options = density, self.n_of_m, self.block_size
+            return sparsegpt_together(weights, inputs.matrix, *options, recorder=self.recorder)
         if self.method == "wanda" and is_seen:
             assert inputs is not None
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
@@ -90,24 +90,26 @@ def prune_layer(
     names = model.prunable(layer)
     outputs, statistics = _observe(model, module, names, hidden, _KINDS.get(pruner.method), batch_size)
     parameters = dict(module.named_parameters())
-    whole = model.matrices[layer].apart(parameters)
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    for together in _of_same_inputs(names, statistics):
+    matrices = model.matrices[layer].apart(parameters)
+    results: dict[str, tuple[Tensor, Tensor]] = {}
+    for group in _group_by_inputs(names, statistics):
         try:
-            done = pruner([whole[name].data for name in together], statistics.get(together[0]))
+            pairs = pruner([matrices[name].data for name in group], statistics.get(group[0]))
         except ValueError as error:
-            raise ValueError(f"{model.prefix}.{layer}.{together[0]}: {error}") from None
-        found |= dict(zip(together, done, strict=True))
-    for own, pruned in model.matrices[layer].joined({name: found[name][0] for name in names}).items():
-        parameters[own].data = pruned
-    tensors, masks = {name: found[name][0].cpu() for name in names}, {name: found[name][1].cpu() for name in names}
+            raise ValueError(f"{model.prefix}.{layer}.{group[0]}: {error}") from None
+        results |= dict(zip(group, pairs, strict=True))
+    for name, weight in model.matrices[layer].joined({name: results[name][0] for name in names}).items():
+        parameters[name].data = weight
+    tensors, masks = {name: results[name][0].cpu() for name in names}, {name: results[name][1].cpu() for name in names}
     del statistics
-    moved, size = torch.zeros((2,), dtype=torch.float64, device=outputs.device).unbind()
-    for new, old in zip(model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True):
-        moved += (new.float() - old.float()).square().sum(dtype=torch.float64)
-        size += old.float().square().sum(dtype=torch.float64)
-        old.copy_(new)
-    relative_error = float(moved / size) if size else 0.0
+    change, size = torch.zeros((2,), dtype=torch.float64, device=outputs.device).unbind()
+    for new_outputs, old_outputs in zip(
+        model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True
+    ):
+        change += (new_outputs.float() - old_outputs.float()).square().sum(dtype=torch.float64)
+        size += old_outputs.float().square().sum(dtype=torch.float64)
+        old_outputs.copy_(new_outputs)
+    relative_error = float(change / size) if size else 0.0
     return PrunedLayer(Payload(tensors, masks), outputs, relative_error)
 
 
@@ -137,8 +139,8 @@ def _input_matrices(
     batch_size: int,
     kind: Kind[Hessian | ClippedMoments],
 ) -> dict[str, Tensor]:
-    found = _by_first(names, _observe(model, module, names, hidden, kind, batch_size)[1])
-    return {name: each.matrix for name, each in found.items()}
+    statistics = _statistics_by_group(names, _observe(model, module, names, hidden, kind, batch_size)[1])
+    return {name: statistic.matrix for name, statistic in statistics.items()}
 
 
 def check_layers(model: LanguageModel) -> None:
@@ -150,8 +152,8 @@ def check_layers(model: LanguageModel) -> None:
     hidden = model.embed(torch.arange(4).view(2, 2), 2)
     for layer in {str(_shapes(model, layer)): layer for layer in reversed(range(model.num_layers))}.values():
         module, names = model.layer(layer, model.layer_tensors(layer)), model.prunable(layer)
-        like = model.layer_like(layer)
-        share = sum(like[name].numel() for name in names) / sum(each.numel() for each in like.values())
+        shapes = model.layer_like(layer)
+        share = sum(shapes[name].numel() for name in names) / sum(shape.numel() for shape in shapes.values())
         if share < _LEAST:
             raise model.checkpoint.refused(
                 f"of which '{model.prefix}.{layer}' has {share:.0%} of its weights in matrices, allowed: {_LEAST:.0%}"
@@ -175,9 +177,9 @@ def same_inputs(model: LanguageModel) -> list[list[str]]:
         module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
         has_experts = any(place.expert >= 0 for place in model.matrices[0].places.values())
         if has_experts or any(_shapes(model, 0) != _shapes(model, layer) for layer in range(model.num_layers)):
-            why = "whose layers differ, or have experts; allowed: fedspallm.merge 'mean', without dp.enabled"
-            raise model.checkpoint.refused(why)
-        _same_inputs[model] = _of_same_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
+            reason = "whose layers differ, or have experts; allowed: fedspallm.merge 'mean', without dp.enabled"
+            raise model.checkpoint.refused(reason)
+        _same_inputs[model] = _group_by_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
     return _same_inputs[model]
 
 
@@ -185,12 +187,12 @@ def _shapes(model: LanguageModel, layer: int) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.layer_like(layer).items()}
 
 
-def _by_first(names: Sequence[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
-    firsts = (together[0] for together in _of_same_inputs(names, statistics))
-    return {name: statistics[name] for name in firsts if name in statistics}
+def _statistics_by_group(names: Sequence[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
+    first_names = (group[0] for group in _group_by_inputs(names, statistics))
+    return {name: statistics[name] for name in first_names if name in statistics}
 
 
-def _of_same_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> list[list[str]]:
+def _group_by_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> list[list[str]]:
     """Return the matrices in groups that share their inputs' statistics, where there are any; else one by one."""
     groups: dict[object, list[str]] = {}
     for name in names:
@@ -199,22 +201,22 @@ def _of_same_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> l
 
 
 class _Watch(TorchFunctionMode):
-    """A watch sees what is multiplied by which of some matrices (out, in), and calls ``seen`` with name and inputs."""
+    """A watch sees what is multiplied by which of some matrices (out, in), and calls ``observer`` with both."""
 
-    def __init__(self, matrices: Mapping[str, Tensor], seen: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, matrices: Mapping[str, Tensor], observer: Callable[[str, Tensor], None]) -> None:
         super().__init__()
-        self.seen = seen
+        self.observer = observer
         self.names = {_place(matrix): name for name, matrix in matrices.items()}
-        self.turned = {_place(matrix.mT): name for name, matrix in matrices.items()}
+        self.transposed_names = {_place(matrix.mT): name for name, matrix in matrices.items()}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         inputs, matrix = args[_PRODUCTS[func] :][:2] if func in _PRODUCTS and len(args) > 1 else (None, None)
         if isinstance(matrix, Tensor):
-            name = (self.names if func is F.linear else self.turned).get(_place(matrix))
+            name = (self.names if func is F.linear else self.transposed_names).get(_place(matrix))
             if name is not None:
-                self.seen(name, inputs)
+                self.observer(name, inputs)
         return func(*args, **kwargs or {})
 
 
@@ -241,46 +243,46 @@ def _observe(
     Matrices that are given one tensor share its statistics. An expert is sent some tokens of a batch, or none: the
     others count as zeros.
     """
-    found: dict[str, Found] = {}
-    given: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
-    alive: list[Tensor] = []  # so that no id is used twice within a batch
-    unseen = set(names)  # in the current batch
+    statistics: dict[str, Found] = {}
+    first_names: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
+    tensors: list[Tensor] = []  # so that no id is used twice within a batch
+    unseen_names = set(names)  # in the current batch
     layer = model.number_of(module)
     places = model.matrices[layer].places
 
-    def seen(name: str, inputs: Tensor) -> None:
-        unseen.discard(name)
-        first = given.setdefault(id(inputs), name)
+    def observe(name: str, inputs: Tensor) -> None:
+        unseen_names.discard(name)
+        first = first_names.setdefault(id(inputs), name)
         if first != name:
-            found[name] = found[first]
+            statistics[name] = statistics[first]
             return
-        alive.append(inputs)
+        tensors.append(inputs)
         size = inputs.shape[-1]
-        if name not in found:
+        if name not in statistics:
             assert kind is not None
-            found[name] = kind(size, inputs.device)
+            statistics[name] = kind(size, inputs.device)
         inputs = inputs.reshape(-1, size)
-        if (lacking := -len(inputs) % num_sequences) and places[name].expert < 0:
+        if (num_missing := -len(inputs) % num_sequences) and places[name].expert < 0:
             raise model.checkpoint.refused(f"whose '{name}' in layer {layer} is given a part of the tokens")
-        inputs = F.pad(inputs, (0, 0, 0, lacking)) if lacking else inputs
+        inputs = F.pad(inputs, (0, 0, 0, num_missing)) if num_missing else inputs
         # some models flatten (sequences, length) before their matrices
-        found[name].add(inputs.reshape(num_sequences, -1, size))
+        statistics[name].add(inputs.reshape(num_sequences, -1, size))
 
-    outputs, done = torch.empty_like(hidden), 0
+    outputs, num_done = torch.empty_like(hidden), 0
     num_sequences = min(batch_size, len(hidden))
     views = model.matrices[layer].views(dict(module.named_parameters()))
     matrices = {name: views[name] for name in names}
-    with _Watch(matrices, seen) if kind is not None else nullcontext():
+    with _Watch(matrices, observe) if kind is not None else nullcontext():
         for output in model.run(module, hidden, batch_size):
-            outputs[done : done + len(output)] = output
-            done += len(output)
-            at_work = {places[name].parameter for name in names if name not in unseen}
-            for name in sorted(unseen) if kind is not None else ():
-                if places[name].parameter not in at_work:
+            outputs[num_done : num_done + len(output)] = output
+            num_done += len(output)
+            busy_parameters = {places[name].parameter for name in names if name not in unseen_names}
+            for name in sorted(unseen_names) if kind is not None else ():
+                if places[name].parameter not in busy_parameters:
                     raise model.checkpoint.refused(f"whose '{name}' in layer {layer} was given no input that is known")
-                seen(name, hidden.new_zeros(num_sequences, matrices[name].shape[1]))
-            unseen = set(names)
-            given.clear()
-            alive.clear()
-            num_sequences = min(batch_size, len(hidden) - done)
-    return outputs, found
+                observe(name, hidden.new_zeros(num_sequences, matrices[name].shape[1]))
+            unseen_names = set(names)
+            first_names.clear()
+            tensors.clear()
+            num_sequences = min(batch_size, len(hidden) - num_done)
+    return outputs, statistics

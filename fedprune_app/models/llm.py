@@ -41,8 +41,8 @@ Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 class _Relay(nn.Module):
     """A relay stands in the shell for a decoder layer: it notes how it was called, and hands on what it was given.
 
-    ``result`` is handed on in place of that where there is one. ``beside`` is how many outputs the layer returns beside
-    the hidden states. Whatever else the model asks of a layer is the layer's.
+    ``result`` is handed on in place of that where there is one. ``num_extra`` is how many outputs the layer returns
+    beside the hidden states. Whatever else the model asks of a layer is the layer's.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -50,7 +50,7 @@ class _Relay(nn.Module):
         self.layer = (layer,)  # in a tuple, so that it is no part of the shell
         self.calls: list[tuple[Tensor, Arguments]] = []
         self.result: Tensor | None = None
-        self.beside: int | None = None
+        self.num_extra: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -58,11 +58,11 @@ class _Relay(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["layer"][0], name)
 
-    def forward(self, *given: Any, **keywords: Any) -> Any:
-        hidden, *more = given or (keywords.pop("hidden_states"),)
-        self.calls.append((hidden, (tuple(more), tuple(keywords.items()))))
-        out = hidden if self.result is None else self.result
-        return out if self.beside is None else (out, *[None] * self.beside)
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        hidden, *rest = arguments or (keywords.pop("hidden_states"),)
+        self.calls.append((hidden, (tuple(rest), tuple(keywords.items()))))
+        output = hidden if self.result is None else self.result
+        return output if self.num_extra is None else (output, *[None] * self.num_extra)
 
 
 class LanguageModel:
@@ -81,22 +81,22 @@ class LanguageModel:
         self._encode_once = lru_cache(maxsize=32)(self._encode)
         self._digests: dict[int, str] = {}
         self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
-        self._called: tuple[tuple[int, int], list[Arguments]] | None = None
+        self._call_cache: tuple[tuple[int, int], list[Arguments]] | None = None
         try:
             self.prefix, self._layers = decoder_layers(self.checkpoint.skeleton)
         except ValueError as error:
             raise self.checkpoint.refused(str(error)) from None
         self.matrices = [Matrices(layer) for layer in self._layers]
-        more = self.prefix + f".{self.num_layers}."
-        if beyond := next((name for name in self.checkpoint.unexpected if name.startswith(more)), None):
+        next_prefix = self.prefix + f".{self.num_layers}."
+        if extra_name := next((name for name in self.checkpoint.unexpected if name.startswith(next_prefix)), None):
             log.warning(
-                "checkpoint %r has tensor '%s', its config says %d layers", str(folder), beyond, self.num_layers
+                "checkpoint %r has tensor '%s', its config says %d layers", str(folder), extra_name, self.num_layers
             )
         self._shell = copy.deepcopy(self.checkpoint.skeleton)
         self._relays = [_Relay(layer) for layer in self._layers]
         self._shell.set_submodule(self.prefix, nn.ModuleList(self._relays))
         fill(self._shell, self.shell_tensors()).to(self.device).requires_grad_(False)
-        self._try()
+        self._check_layerwise()
 
     @property
     def num_layers(self) -> int:
@@ -108,13 +108,13 @@ class LanguageModel:
         """Return the longest sequence for which the model was made; None where its config does not say so."""
         return getattr(self._text, "max_position_embeddings", None)
 
-    def sequence_length(self, asked: int) -> int:
-        """Return the tokens of a sequence: ``asked``, or for 0 the papers' length, but no more than the model takes.
+    def sequence_length(self, length: int) -> int:
+        """Return the tokens of a sequence: ``length``, or for 0 the papers' length, but no more than the model takes.
 
         ``ValueError`` where more are asked for than that for which the model was made.
         """
-        self._check_length(asked)
-        return asked or min(_LENGTH, self.max_length or _LENGTH)
+        self._check_length(length)
+        return length or min(_LENGTH, self.max_length or _LENGTH)
 
     def _check_length(self, length: int) -> None:
         if self.max_length and length > self.max_length:
@@ -164,8 +164,8 @@ class LanguageModel:
     def layer_tensors(self, layer: int) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a decoder layer, by name within the layer, on the CPU."""
         start = f"{self.prefix}.{layer}."
-        read = self.checkpoint.read(start + name for name in self._layers[layer].state_dict())
-        return self.matrices[layer].apart({name.removeprefix(start): tensor for name, tensor in read.items()})
+        tensors = self.checkpoint.read(start + name for name in self._layers[layer].state_dict())
+        return self.matrices[layer].apart({name.removeprefix(start): tensor for name, tensor in tensors.items()})
 
     def layer_like(self, layer: int) -> dict[str, Tensor]:
         """Return tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
@@ -197,10 +197,12 @@ class LanguageModel:
 
     def num_parameters(self) -> tuple[int, int]:
         """Return two numbers of parameters: of the whole model, and of the prunable matrices."""
-        likes = [self.layer_like(layer) for layer in range(self.num_layers)]
-        prunable = sum(like[name].numel() for layer, like in enumerate(likes) for name in self.prunable(layer))
-        in_layers = sum(parameter.numel() for parameter in self._layers.parameters())
-        return in_layers + sum(parameter.numel() for parameter in self._shell.parameters()), prunable
+        shapes_by_layer = [self.layer_like(layer) for layer in range(self.num_layers)]
+        prunable = sum(
+            shapes[name].numel() for layer, shapes in enumerate(shapes_by_layer) for name in self.prunable(layer)
+        )
+        num_in_layers = sum(parameter.numel() for parameter in self._layers.parameters())
+        return num_in_layers + sum(parameter.numel() for parameter in self._shell.parameters()), prunable
 
     # --- computing ----------------------------------------------------------------------------------------------
 
@@ -237,8 +239,8 @@ class LanguageModel:
         """
         tensors = self.shell_tensors()
         for layer in range(self.num_layers):
-            own = {name: tensor.clone() for name, tensor in layers(layer).items()}
-            tensors |= self.named(layer, {**self.layer_tensors(layer), **own})
+            matrices = {name: tensor.clone() for name, tensor in layers(layer).items()}
+            tensors |= self.named(layer, {**self.layer_tensors(layer), **matrices})
         return fill(copy.deepcopy(self.checkpoint.skeleton), tensors).to(self.device).train()
 
     @torch.no_grad()
@@ -251,20 +253,20 @@ class LanguageModel:
         self._check_length(tokens.shape[1])
         hidden = torch.empty(0)
         for start in range(0, len(tokens), batch_size):
-            entered = self._calls(tokens[start : start + batch_size])[0][0]
+            states = self._calls(tokens[start : start + batch_size])[0][0]
             if not start:
                 if device is None:
                     device = self.home(tokens.numel())
-                hidden = torch.empty((len(tokens), *entered.shape[1:]), dtype=entered.dtype, device=device)
-            hidden[start : start + len(entered)] = entered
+                hidden = torch.empty((len(tokens), *states.shape[1:]), dtype=states.dtype, device=device)
+            hidden[start : start + len(states)] = states
         return hidden
 
     @torch.no_grad()
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
         """Yield the layer's outputs for these hidden states, batch by batch, where the states lie."""
         for batch in torch.split(hidden, batch_size):
-            more, keywords = self._arguments(batch.shape[0], batch.shape[1])[self.number_of(module)]
-            output = module(batch.to(self.device), *more, **dict(keywords))
+            arguments, keywords = self._arguments(batch.shape[0], batch.shape[1])[self.number_of(module)]
+            output = module(batch.to(self.device), *arguments, **dict(keywords))
             yield (output[0] if isinstance(output, tuple) else output).to(hidden.device)
 
     def pass_through(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Tensor:
@@ -279,15 +281,15 @@ class LanguageModel:
     @torch.no_grad()
     def losses(self, tokens: Tensor, hidden: Tensor) -> list[float]:
         """Return the mean cross entropy of each sequence's next tokens; ``hidden`` are the last layer's outputs."""
-        found: list[float] = []
-        at_once = max(1, _LOGITS // (self._vocabulary * tokens.shape[1]))
-        for ids, state in zip(torch.split(tokens, at_once), torch.split(hidden, at_once), strict=True):
+        losses: list[float] = []
+        num_sequences = max(1, _LOGITS // (self._vocabulary * tokens.shape[1]))
+        for ids, state in zip(torch.split(tokens, num_sequences), torch.split(hidden, num_sequences), strict=True):
             logits = self._logits(ids, state)
-            each = F.cross_entropy(
+            token_losses = F.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:].to(self.device), reduction="none"
             )  # (sequences, length - 1)
-            found += each.double().mean(1).tolist()
-        return found
+            losses += token_losses.double().mean(1).tolist()
+        return losses
 
     # --- inside -------------------------------------------------------------------------------------------------
 
@@ -295,12 +297,12 @@ class LanguageModel:
         """Return the logits of sequences whose hidden states after the last layer are ``hidden``."""
         self._relays[-1].result = hidden.to(self.device)
         try:
-            found: Tensor = self._shell(ids.to(self.device), use_cache=False).logits
+            logits: Tensor = self._shell(ids.to(self.device), use_cache=False).logits
         finally:
             self._relays[-1].result = None
             for relay in self._relays:
                 relay.calls.clear()
-        return found
+        return logits
 
     def _calls(self, tokens: Tensor) -> list[tuple[Tensor, Arguments]]:
         """Return how the decoder layers are called, in turn, for these tokens."""
@@ -317,13 +319,13 @@ class LanguageModel:
         The last answer is remembered.
         """
         shape = (num_sequences, length)
-        if self._called is None or self._called[0] != shape:
-            called = self._calls(torch.zeros(shape, dtype=torch.int64))
-            self._called = shape, [arguments for _, arguments in called]
-        return self._called[1]
+        if self._call_cache is None or self._call_cache[0] != shape:
+            calls = self._calls(torch.zeros(shape, dtype=torch.int64))
+            self._call_cache = shape, [arguments for _, arguments in calls]
+        return self._call_cache[1]
 
     @torch.no_grad()
-    def _try(self) -> None:
+    def _check_layerwise(self) -> None:
         """Refuse a model that does more between its layers, and around them, than to hand hidden states on.
 
         The layers' arguments may depend on the length of the sequences alone, and what comes after the last layer on
@@ -335,42 +337,42 @@ class LanguageModel:
                 self._calls(ids)
             if not self._relays[0].calls:
                 raise ValueError("does not call them")
-            hidden, (more, keywords) = self._relays[0].calls[0]
-            answer = self.layer(0, self.layer_tensors(0))(hidden, *more, **dict(keywords))
+            hidden, (arguments, keywords) = self._relays[0].calls[0]
+            answer = self.layer(0, self.layer_tensors(0))(hidden, *arguments, **dict(keywords))
             for relay in self._relays:
-                relay.beside = len(answer) - 1 if isinstance(answer, tuple) else None
+                relay.num_extra = len(answer) - 1 if isinstance(answer, tuple) else None
             state = answer[0] if isinstance(answer, tuple) else answer
             if state.shape != hidden.shape:
                 raise ValueError(f"returns states of shape {tuple(state.shape)} for {tuple(hidden.shape)}")
-            calls, others = self._calls(ids), self._arguments(*ids.shape)
-            if any(given is not calls[0][0] for given, _ in calls):
+            calls, other_arguments = self._calls(ids), self._arguments(*ids.shape)
+            if any(states is not calls[0][0] for states, _ in calls):
                 raise ValueError("changes hidden states between them")
-            if not all(map(_alike, [arguments for _, arguments in calls], others)):
+            if not all(map(_are_equal, [arguments for _, arguments in calls], other_arguments)):
                 raise ValueError("calls them with what depends on the text, or with more than tensors and numbers")
             if not torch.equal(self._logits(ids, state), self._logits(torch.zeros_like(ids), state)):
                 raise ValueError("reads more than the last one's output")
         except Exception as error:  # families refuse to be taken apart with many kinds of error
-            why = f"which cannot be run layer by layer: '{self.prefix}' is the list of its layers, and it"
-            raise self.checkpoint.refused(f"{why} {one_line(error)[:200]}") from None
+            reason = f"which cannot be run layer by layer: '{self.prefix}' is the list of its layers, and it"
+            raise self.checkpoint.refused(f"{reason} {one_line(error)[:200]}") from None
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _are_equal(first: Any, second: Any) -> bool:
     """Return whether two arguments of decoder layers, of tensors, numbers and words alone, are the same."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return isinstance(one, bool | int | float | str | torch.dtype | None) and one == other
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and torch.equal(first, second)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_are_equal, first, second))
+    return isinstance(first, bool | int | float | str | torch.dtype | None) and first == second
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the outermost list of modules that holds the most matrices, and the list."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
-    counts = [len(Matrices(module).places) for _, module in outer]
+    outermost = [(n, m) for n, m in lists if not any(n.startswith(f"{prefix}.") for prefix, _ in lists)]
+    counts = [len(Matrices(module).places) for _, module in outermost]
     if not counts or not max(counts):
         raise ValueError("which has no list of decoder layers with matrices")
-    return outer[counts.index(max(counts))]
+    return outermost[counts.index(max(counts))]
 
 
 @lru_cache(maxsize=1)  # a process that simulates many clients opens it once
@@ -410,14 +412,14 @@ def perplexities(
 
     Each layer is read once for as many texts as :data:`_HIDDEN` lets in.
     """
-    found: dict[str, Perplexity] = {}
+    results: dict[str, Perplexity] = {}
     group: dict[str, Tensor] = {}
     for name, windows in texts.items():
-        if group and sum(each.numel() for each in [*group.values(), windows]) * model.token_bytes > _HIDDEN:
-            found |= _perplexities(model, layers, group, batch_size)
+        if group and sum(tokens.numel() for tokens in [*group.values(), windows]) * model.token_bytes > _HIDDEN:
+            results |= _perplexities(model, layers, group, batch_size)
             group = {}
         group[name] = windows
-    return found | _perplexities(model, layers, group, batch_size)
+    return results | _perplexities(model, layers, group, batch_size)
 
 
 def dense_perplexities(model: LanguageModel, texts: Mapping[str, Tensor], batch_size: int) -> dict[str, Perplexity]:
@@ -425,10 +427,10 @@ def dense_perplexities(model: LanguageModel, texts: Mapping[str, Tensor], batch_
 
     The runs of a sweep share the model, so the same windows are measured once in a process.
     """
-    asked = f"{batch_size} {Payload(dict(texts)).digest()}"
-    if asked not in model.dense:
-        model.dense[asked] = perplexities(model, model.layer_tensors, texts, batch_size)
-    return dict(model.dense[asked])
+    key = f"{batch_size} {Payload(dict(texts)).digest()}"
+    if key not in model.dense:
+        model.dense[key] = perplexities(model, model.layer_tensors, texts, batch_size)
+    return dict(model.dense[key])
 
 
 def _perplexities(
@@ -439,9 +441,9 @@ def _perplexities(
     for layer in range(model.num_layers):
         module = model.layer(layer, layers(layer))
         hidden = {name: model.pass_through(module, states, batch_size) for name, states in hidden.items()}
-    found = {}
+    results = {}
     for name, windows in texts.items():
         losses = model.losses(windows, hidden.pop(name))
         value = math.exp(min(math.fsum(losses) / len(losses), 700.0))
-        found[name] = Perplexity(value, windows.shape[1], len(losses))
-    return found
+        results[name] = Perplexity(value, windows.shape[1], len(losses))
+    return results

@@ -31,20 +31,20 @@ class Matrices:
 
     def __init__(self, layer: nn.Module) -> None:
         self.places: dict[str, Place] = {}
-        self._of: dict[str, list[str]] = {}  # by parameter, its matrices
+        self._names_of: dict[str, list[str]] = {}  # by parameter, its matrices
         for owner, module in layer.named_modules():
             if isinstance(module, _ConvNd | nn.Embedding):
                 continue
             is_turned = type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
-            for own, parameter in module.named_parameters(recurse=False):
-                name = f"{owner}.{own}".removeprefix(".")
+            for attribute, parameter in module.named_parameters(recurse=False):
+                name = f"{owner}.{attribute}".removeprefix(".")
                 if parameter.dim() == 3:
                     places = {f"{name}.{i}": Place(name, i, is_turned) for i in range(len(parameter))}
-                elif own == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+                elif attribute == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
                     places = {name: Place(name, -1, is_turned)}
                 else:
                     continue
-                self._of[name] = list(places)
+                self._names_of[name] = list(places)
                 self.places |= places
 
     def apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -53,22 +53,22 @@ class Matrices:
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what :meth:`apart` returns, in the memory of ``tensors``."""
-        found: dict[str, Tensor] = {}
+        views: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            for own in self._of.get(name, [name]):
-                place = self.places.get(own, Place(own, -1, is_turned=False))
+            for matrix_name in self._names_of.get(name, [name]):
+                place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
                 part = tensor if place.expert < 0 else tensor[place.expert]
-                found[own] = part.mT if place.is_turned else part
-        return found
+                views[matrix_name] = part.mT if place.is_turned else part
+        return views
 
     def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what :meth:`apart` was given; ``tensors`` has all matrices of a parameter, or none."""
-        found: dict[str, Tensor] = {}
-        for own, tensor in tensors.items():
-            place = self.places.get(own, Place(own, -1, is_turned=False))
+        parameters: dict[str, Tensor] = {}
+        for matrix_name, tensor in tensors.items():
+            place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
             if place.expert > 0:
                 continue
-            parts = [tensors[name] for name in self._of[place.parameter]] if place.expert == 0 else [tensor]
-            turned = [part.mT.contiguous() if place.is_turned else part for part in parts]
-            found[place.parameter] = torch.stack(turned) if place.expert == 0 else turned[0]
-        return found
+            parts = [tensors[name] for name in self._names_of[place.parameter]] if place.expert == 0 else [tensor]
+            oriented = [part.mT.contiguous() if place.is_turned else part for part in parts]
+            parameters[place.parameter] = torch.stack(oriented) if place.expert == 0 else oriented[0]
+        return parameters

@@ -39,8 +39,8 @@ class Schedule:
         rise = max(1, self.steps // 10)
         if step < rise:
             return self.learning_rate * (step + 1) / rise
-        done = (step - rise) / max(1, self.steps - rise)
-        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+        progress = (step - rise) / max(1, self.steps - rise)
+        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def recovered(
@@ -53,10 +53,12 @@ def recovered(
     is the mean cross entropy of the next token, in nats, over all steps. Raises ``ValueError`` for a loss that is not
     finite.
     """
-    whole = model.whole(lambda layer: layers[layer].tensors if layer in layers else {}).float().requires_grad_(False)
-    named = {name: m for layer, pruned in layers.items() for name, m in model.named(layer, pruned.masks).items()}
-    matrices = {name: whole.get_parameter(name).requires_grad_(True) for name in named}
-    masks = {name: mask.to(model.device) for name, mask in named.items()}
+    network = model.whole(lambda layer: layers[layer].tensors if layer in layers else {}).float().requires_grad_(False)
+    masks_by_name = {
+        name: m for layer, pruned in layers.items() for name, m in model.named(layer, pruned.masks).items()
+    }
+    matrices = {name: network.get_parameter(name).requires_grad_(True) for name in masks_by_name}
+    masks = {name: mask.to(model.device) for name, mask in masks_by_name.items()}
     optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=_BETAS, weight_decay=0.0)
     losses = []
     with global_draws_of(draw):  # for dropout, which some families have
@@ -64,7 +66,7 @@ def recovered(
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)
             ids = batch.to(model.device)
-            logits = whole(ids[:, :-1], use_cache=False).logits
+            logits = network(ids[:, :-1], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -77,14 +79,18 @@ def recovered(
     mean = float(torch.stack(losses).mean())
     if not math.isfinite(mean):
         raise ValueError(f"the loss of recovery is {mean}, allowed: a finite one (fedspallm.recovery-learning-rate)")
-    found: dict[int, Payload] = {}
+    payloads: dict[int, Payload] = {}
     for layer, pruned in layers.items():
-        start = f"{model.prefix}.{layer}."
-        own = {name.removeprefix(start): each.detach() for name, each in matrices.items() if name.startswith(start)}
-        apart = model.matrices[layer].apart(own)
-        tensors = {name: apart[name].to("cpu", pruned.tensors[name].dtype) for name in pruned.masks}
-        found[layer] = Payload.pruned(tensors, pruned.masks)
-    return found, mean
+        prefix = f"{model.prefix}.{layer}."
+        parameters = {
+            name.removeprefix(prefix): parameter.detach()
+            for name, parameter in matrices.items()
+            if name.startswith(prefix)
+        }
+        weights = model.matrices[layer].apart(parameters)
+        tensors = {name: weights[name].to("cpu", pruned.tensors[name].dtype) for name in pruned.masks}
+        payloads[layer] = Payload.pruned(tensors, pruned.masks)
+    return payloads, mean
 
 
 def _batches(segments: Tensor, size: int, draw: torch.Generator) -> Iterator[Tensor]:

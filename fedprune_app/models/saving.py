@@ -40,16 +40,16 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path, c
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
     total = 0
-    with replacing_folder(folder) as new:
-        _write_config(model, new, cut)
+    with replacing_folder(folder) as new_folder:
+        _write_config(model, new_folder, cut)
         for part in range(count):
             tensors = model.checkpoint.as_stored(_named_part(model, layers, part - 1, cut)[0])
             name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
-            save_file({n: t.contiguous() for n, t in tensors.items()}, new / name, metadata={"format": "pt"})
+            save_file({n: t.contiguous() for n, t in tensors.items()}, new_folder / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
             total += sum(t.numel() * t.element_size() for t in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (new / INDEX).write_text(json.dumps(index, indent=1))
+        (new_folder / INDEX).write_text(json.dumps(index, indent=1))
     return total
 
 
@@ -60,17 +60,17 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: 
     """
     sizes, digests = {}, {}
     total = 0
-    with replacing_folder(folder) as new:
-        _write_config(model, new, cut)
+    with replacing_folder(folder) as new_folder:
+        _write_config(model, new_folder, cut)
         for part in range(model.num_layers + 1):
             tensors, masks = _named_part(model, layers, part - 1, cut)
             data = codec.pack(Payload(tensors, masks))
             name = f"part-{part:05d}.fp"
-            (new / name).write_bytes(data)
+            (new_folder / name).write_bytes(data)
             digests[name] = hashlib.sha256(data).hexdigest()
             sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
             total += len(data)
-        (new / _PARTS).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
+        (new_folder / _PARTS).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
     return total
 
 
@@ -87,9 +87,9 @@ def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
     try:
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
         if not sparse:
-            return _dense(config, _parts(folder))
+            return _dense_model(config, _parts(folder))
         size = sum(path.stat().st_size for path in folder.glob("part-*.fp"))
-        return _sparse(config, _parts(folder), Chooser(size))
+        return _sparse_model(config, _parts(folder), Chooser(size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
 
@@ -107,20 +107,20 @@ def _parts(folder: Path) -> Iterator[Payload]:
         yield codec.unpack(data, int(max_bytes))
 
 
-def _dense(config: Any, parts: Iterable[Payload]) -> Any:
+def _dense_model(config: Any, parts: Iterable[Payload]) -> Any:
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     return fill(skeleton(config, _dtype(tensors)), tensors)
 
 
-def _sparse(config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:
+def _sparse_model(config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:
     shell = next(parts).tensors
     model = skeleton(config, _dtype(shell))
     prefix, layers = decoder_layers(model)
     model.set_submodule(prefix, nn.ModuleList(nn.Identity() for _ in layers))
     fill(model, shell)
     pairs = enumerate(zip(layers, parts, strict=True))
-    made = [_layer(layer, f"{prefix}.{i}.", part, chooser) for i, (layer, part) in pairs]
-    model.set_submodule(prefix, nn.ModuleList(made))
+    sparse_layers = [_layer(layer, f"{prefix}.{i}.", part, chooser) for i, (layer, part) in pairs]
+    model.set_submodule(prefix, nn.ModuleList(sparse_layers))
     return model.requires_grad_(False)
 
 
@@ -128,17 +128,17 @@ def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
-def _layer(like: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.Module:
+def _layer(template: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.Module:
     """Return the decoder layer of a part, whose names begin with ``start``, sparse where that is faster."""
-    module = copy.deepcopy(like)  # on no device
+    module = copy.deepcopy(template)  # on no device
     tensors = {name.removeprefix(start): tensor for name, tensor in part.tensors.items()}
     for name in [name.removeprefix(start) for name in part.masks]:
         owner = name.removesuffix(".weight")
-        is_linear = owner != name and type(like.get_submodule(owner)) is nn.Linear  # others compute more than that
-        if is_linear and (new := chooser.layer(tensors[name], tensors.get(f"{owner}.bias"))):
-            module.set_submodule(owner, new)
-            tensors = {each: tensor for each, tensor in tensors.items() if each.rpartition(".")[0] != owner}
-            tensors |= {f"{owner}.{each}": tensor for each, tensor in new.state_dict().items()}
+        is_linear = owner != name and type(template.get_submodule(owner)) is nn.Linear  # others compute more than that
+        if is_linear and (sparse_layer := chooser.layer(tensors[name], tensors.get(f"{owner}.bias"))):
+            module.set_submodule(owner, sparse_layer)
+            tensors = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] != owner}
+            tensors |= {f"{owner}.{key}": tensor for key, tensor in sparse_layer.state_dict().items()}
     module.load_state_dict(tensors, assign=True)
     return module
 

@@ -84,12 +84,12 @@ class Chooser:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self._found: dict[tuple[object, ...], Speed] = {}
+        self._speeds: dict[tuple[object, ...], Speed] = {}
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
         """Return a sparse layer of these, or None where the dense one is at least as fast."""
         if is_for_tensor_cores(weight):
-            return self._on_tensor_cores(weight, bias)
+            return self._tensor_core_layer(weight, bias)
         if not sparse_linear.instructions() or weight.dtype not in DTYPES or weight.device.type != "cpu":
             return None
         density = float(torch.count_nonzero(weight)) / max(1, weight.numel())
@@ -97,24 +97,24 @@ class Chooser:
             return None
         matrix = pack(weight)
         key = (tuple(weight.shape), weight.dtype, round(20 * density), torch.get_num_threads())
-        if key not in self._found:
-            self._found[key] = speed_of(weight, matrix, self._num_bytes)
-        return SparseLinear(matrix, bias) if self._found[key].is_packed_faster else None
+        if key not in self._speeds:
+            self._speeds[key] = speed_of(weight, matrix, self._num_bytes)
+        return SparseLinear(matrix, bias) if self._speeds[key].is_packed_faster else None
 
-    def _on_tensor_cores(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+    def _tensor_core_layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
         """Return a linear layer whose weight has the kept halves alone, which a GPU's tensor cores read as they are.
 
         The layer must be faster for one input and for many, else the result is None.
         """
-        packed = to_sparse_semi_structured(weight.contiguous())
+        packed_weight = to_sparse_semi_structured(weight.contiguous())
         for tokens in (1, _PROMPT):
             key = (tuple(weight.shape), weight.dtype, tokens)
-            if key not in self._found:
-                self._found[key] = _speed_on_gpu(weight, packed, tokens)
-            if not self._found[key].is_packed_faster:
+            if key not in self._speeds:
+                self._speeds[key] = _speed_on_gpu(weight, packed_weight, tokens)
+            if not self._speeds[key].is_packed_faster:
                 return None
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        layer.weight = nn.Parameter(packed, requires_grad=False)
+        layer.weight = nn.Parameter(packed_weight, requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
         return layer
@@ -146,12 +146,12 @@ def sparsify(model: nn.Module) -> list[str]:
     """
     layers = list(_linear_layers(model))
     chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for _, module, _ in layers))
-    replaced = []
+    names = []
     for name, module, parent in layers:
-        if new := chooser.layer(module.weight.detach(), module.bias):
-            setattr(parent, name.rpartition(".")[2], new)
-            replaced.append(name)
-    return replaced
+        if sparse_layer := chooser.layer(module.weight.detach(), module.bias):
+            setattr(parent, name.rpartition(".")[2], sparse_layer)
+            names.append(name)
+    return names
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
@@ -166,15 +166,15 @@ def _speed_on_gpu(weight: Tensor, packed: Tensor, tokens: int) -> Speed:
     inputs = torch.ones(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
     times: list[list[float]] = [[], []]
     for _ in range(1 + _TURNS):  # the first one is to warm up
-        for each, taken in zip((weight, packed), times, strict=True):
+        for matrix, milliseconds in zip((weight, packed), times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(_REPEATS):
-                F.linear(inputs, each)
+                F.linear(inputs, matrix)
             end.record()
             end.synchronize()
-            taken.append(start.elapsed_time(end) / _REPEATS)
-    return Speed(*(statistics.median(taken[1:]) for taken in times))
+            milliseconds.append(start.elapsed_time(end) / _REPEATS)
+    return Speed(*(statistics.median(milliseconds[1:]) for milliseconds in times))
 
 
 def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
@@ -187,15 +187,15 @@ def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
     inputs = torch.ones(1, weight.shape[1], dtype=weight.dtype)
     dense = [weight.clone() for _ in range(count)]
     packed = [copy.deepcopy(matrix) for _ in range(count)]
-    ways: tuple[Callable[[int], Tensor], ...] = (
+    products: tuple[Callable[[int], Tensor], ...] = (
         lambda number: F.linear(inputs, dense[number]),
         lambda number: sparse_linear.linear(inputs, packed[number]),
     )
     times: list[list[float]] = [[], []]
     for _ in range(1 + _TURNS):  # the first one is to warm up
-        for way, taken in zip(ways, times, strict=True):
-            started = time.perf_counter()
+        for product, milliseconds in zip(products, times, strict=True):
+            start = time.perf_counter()
             for number in range(count):
-                way(number)
-            taken.append(1000 * (time.perf_counter() - started) / count)
-    return Speed(*(statistics.median(taken[1:]) for taken in times))
+                product(number)
+            milliseconds.append(1000 * (time.perf_counter() - start) / count)
+    return Speed(*(statistics.median(milliseconds[1:]) for milliseconds in times))

@@ -91,25 +91,25 @@ def conv_net(
     """
     strides = [1] * len(channels) if strides is None else strides
     pooled = [True] * len(channels) if pooled is None else pooled
-    smallest = _smallest_side(strides, pooled, kernel_size, padding)
+    min_side = _smallest_side(strides, pooled, kernel_size, padding)
     depth, height, width = image_shape
-    if min(height, width) < smallest:
-        given, other = "x".join(map(str, image_shape)), "mlp-small" if height == width == 1 else "cnn-small"
+    if min(height, width) < min_side:
+        shape_text, model_name = "x".join(map(str, image_shape)), "mlp-small" if height == width == 1 else "cnn-small"
         raise ValueError(
-            f"image shape {given} is too small for this model, allowed: sides >= {smallest}, or another model such as "
-            f"{other}"
+            f"image shape {shape_text} is too small for this model, allowed: sides >= {min_side}, or another "
+            f"model such as {model_name}"
         )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (out_channels, stride, pools) in enumerate(zip(channels, strides, pooled, strict=True), start=1):
         layers[f"conv{i}"] = nn.Conv2d(depth, out_channels, kernel_size, stride, padding)
-        between: list[tuple[str, nn.Module]] = []
+        block: list[tuple[str, nn.Module]] = []
         if norm == "bn":
-            between.append((f"bn{i}", nn.BatchNorm2d(out_channels)))
+            block.append((f"bn{i}", nn.BatchNorm2d(out_channels)))
         elif norm == "gn":
-            between.append((f"gn{i}", nn.GroupNorm(num_groups, out_channels)))
+            block.append((f"gn{i}", nn.GroupNorm(num_groups, out_channels)))
         if pools:
-            between.append((f"pool{i}", nn.MaxPool2d(2)))
-        layers.update(reversed(between) if pool_first else between)
+            block.append((f"pool{i}", nn.MaxPool2d(2)))
+        layers.update(reversed(block) if pool_first else block)
         layers[f"relu{i}"] = nn.ReLU()
         depth = out_channels
         height, width = (((n + 2 * padding - kernel_size) // stride + 1) // (1 + pools) for n in (height, width))
@@ -143,10 +143,10 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
 
     class Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
         def forward(self, x: Tensor) -> Tensor:
-            inner = self.relu(self.bn1(self.conv1(x)))
-            skipped = x if self.downsample is None else self.downsample(x)
-            activated: Tensor = self.relu(self.bn2(self.conv2(inner)) + skipped)
-            return activated
+            hidden = self.relu(self.bn1(self.conv1(x)))
+            shortcut = x if self.downsample is None else self.downsample(x)
+            output: Tensor = self.relu(self.bn2(self.conv2(hidden)) + shortcut)
+            return output
 
     model: nn.Module = ResNet(Block, [2, 2, 2, 2], num_classes=num_classes, norm_layer=norm)
     model.conv1 = nn.Conv2d(image_shape[0], 64, kernel_size=3, padding=1, bias=False)
@@ -198,49 +198,49 @@ def architecture(
     if build is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return _checked(name, _brought(build, name, image_shape, num_classes), image_shape, num_classes)
+            return _check_network(name, _build_plugged(build, name, image_shape, num_classes), image_shape, num_classes)
     with torch.device("meta"):
         if name == "resnet18-gn":
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":
             return _resnet18(image_shape, num_classes, nn.BatchNorm2d)
         try:
-            if (plain := name.removesuffix("-cr")) in _VARIATIONAL and plain != name:
-                encoder = conv_net(image_shape, 2 * LATENT, **_CONV_NETS[plain])
+            if (base_name := name.removesuffix("-cr")) in _VARIATIONAL and base_name != name:
+                encoder = conv_net(image_shape, 2 * LATENT, **_CONV_NETS[base_name])
                 return Variational(OrderedDict(encoder.named_children()), num_classes, LATENT)
             return conv_net(image_shape, num_classes, **_CONV_NETS[name])
         except ValueError as error:
             raise ValueError(f"model is {name!r}: {error}") from None
 
 
-def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
+def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
     try:
         model = build(image_shape, num_classes)
         if isinstance(model, nn.Module):
             if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
                 raise ValueError("it is TorchScript, allowed: a network in Python")
-            model = _unwrapped(model).to("cpu")
+            model = _unwrap(model).to("cpu")
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
-        given = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
-        raise ValueError(f"model '{name}' cannot be made for {given}: {type(error).__name__}: {error}") from error
+        inputs_text = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
+        raise ValueError(f"model '{name}' cannot be made for {inputs_text}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module")
     return model
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def _unwrap(model: nn.Module) -> nn.Module:
     """Return the network inside of ``torch.compile`` and ``nn.DataParallel``, parts of it alike.
 
     Compiled code sees no new weights, and a client computes on one device.
     """
     model.__dict__.pop("_compiled_call_impl", None)
     for key, part in model.named_children():
-        setattr(model, key, _unwrapped(part))
-    inner = model._modules.get("_orig_mod") or (model.module if isinstance(model, nn.DataParallel) else None)
-    return inner or model
+        setattr(model, key, _unwrap(part))
+    network = model._modules.get("_orig_mod") or (model.module if isinstance(model, nn.DataParallel) else None)
+    return network or model
 
 
-def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
+def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
     """Return a network of a plug-in if it maps two images to their logits."""
     for key, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -253,12 +253,14 @@ def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: 
     try:
         with torch.no_grad():
             logits = model.eval()(torch.zeros(2, *image_shape))
-    except Exception as error:  # as above
-        given = "x".join(map(str, image_shape))
-        raise ValueError(f"model '{name}' fails on images of {given}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a user's network raises what it likes
+        shape = "x".join(map(str, image_shape))
+        raise ValueError(f"model '{name}' fails on images of {shape}: {type(error).__name__}: {error}") from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"model '{name}' returns {found} for two images, allowed: logits of shape {(2, num_classes)}")
+        shape_text = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(
+            f"model '{name}' returns {shape_text} for two images, allowed: logits of shape {(2, num_classes)}"
+        )
     return model.train()
 
 
@@ -341,8 +343,8 @@ def buffer_names(model: nn.Module) -> list[str]:
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters by name, in order, then the running statistics: the model's own, not copies."""
-    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: own[name] for name in parameter_names(model) + buffer_names(model)}
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensors[name] for name in parameter_names(model) + buffer_names(model)}
 
 
 def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, Tensor]:
@@ -365,12 +367,12 @@ def load_state_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     Raises ``ValueError`` for a name that the model lacks, or another shape; the model is then unchanged.
     """
-    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own_tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():
-        if name not in own:
-            raise ValueError(f"tensor '{name}' is not in the model, allowed: {', '.join(own)}")
-        if tensor.shape != own[name].shape:
-            shapes = f"{tuple(tensor.shape)}, allowed: {tuple(own[name].shape)}"
+        if name not in own_tensors:
+            raise ValueError(f"tensor '{name}' is not in the model, allowed: {', '.join(own_tensors)}")
+        if tensor.shape != own_tensors[name].shape:
+            shapes = f"{tuple(tensor.shape)}, allowed: {tuple(own_tensors[name].shape)}"
             raise ValueError(f"tensor '{name}' has shape {shapes}")
     for name, tensor in tensors.items():
-        own[name].copy_(tensor)
+        own_tensors[name].copy_(tensor)

@@ -39,19 +39,19 @@ def read_task(name: str, path: Path) -> dict[str, Any]:
     harness would import code, is refused. Raises a one-line ``ValueError`` naming the file.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"task '{name}': {str(path)!r} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"task '{name}': {str(path)!r} is no YAML of data alone: {one_line(error)}") from None
-    if not isinstance(found, dict) or "dataset_path" not in found:
+    if not isinstance(task, dict) or "dataset_path" not in task:
         raise ValueError(
             f"task '{name}': {str(path)!r} has no 'dataset_path', allowed: a task of lm-evaluation-harness"
         )
-    arguments = found.get("dataset_kwargs")
+    arguments = task.get("dataset_kwargs")
     if isinstance(arguments, dict) and "data_files" in arguments:
-        arguments["data_files"] = _below(path.parent, arguments["data_files"])
-    return {**found, "task": name}
+        arguments["data_files"] = _resolve_files(path.parent, arguments["data_files"])
+    return {**task, "task": name}
 
 
 def check_tasks(tasks: Mapping[str, Path | None]) -> None:
@@ -60,18 +60,18 @@ def check_tasks(tasks: Mapping[str, Path | None]) -> None:
         if path is not None:
             read_task(name, path)
     if tasks and find_spec("lm_eval") is None:
-        raise _missing("lm_eval")
+        raise _missing_error("lm_eval")
 
 
-def _missing(package: str | None) -> ValueError:
+def _missing_error(package: str | None) -> ValueError:
     return ValueError(f"zero-shot tasks need the package {package}: install the extra fedprune[tasks]")
 
 
-def _below(folder: Path, files: Any) -> Any:
+def _resolve_files(folder: Path, files: Any) -> Any:
     if isinstance(files, dict):
-        return {key: _below(folder, each) for key, each in files.items()}
+        return {key: _resolve_files(folder, file) for key, file in files.items()}
     if isinstance(files, list):
-        return [_below(folder, each) for each in files]
+        return [_resolve_files(folder, file) for file in files]
     return str(folder / files)
 
 
@@ -84,46 +84,48 @@ def accuracies(
     hub. The whole model is in memory, in its dtype. Raises a one-line ``ValueError`` for a task that cannot be run, or
     where the package is missing.
     """
-    given = [name if path is None else read_task(name, path) for name, path in tasks.items()]
+    loaded_tasks = [name if path is None else read_task(name, path) for name, path in tasks.items()]
     with _quiet(offline=not download):
         try:
             from lm_eval.evaluator import evaluate
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise _missing(error.name) from None
-        whole = model.whole(layers).eval()
+            raise _missing_error(error.name) from None
+        network = model.whole(layers).eval()
         tokenizer = model.tokenizer()
-        first = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
+        prefix_token = next(
+            (token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), None
+        )
         harness = HFLM(
-            pretrained=whole,
+            pretrained=network,
             tokenizer=tokenizer,
             batch_size=batch_size,
             device=str(model.device),
-            prefix_token_id=tokenizer("\n").input_ids[0] if first is None else first,
+            prefix_token_id=tokenizer("\n").input_ids[0] if prefix_token is None else prefix_token,
         )
         try:
             manager = TaskManager(include_defaults=any(path is None for path in tasks.values()))
-            found = evaluate(harness, manager.load(given), bootstrap_iters=0, log_samples=False)
+            report = evaluate(harness, manager.load(loaded_tasks), bootstrap_iters=0, log_samples=False)
         except Exception as error:  # the harness and its data sets refuse with many kinds of error
             raise ValueError(f"tasks {', '.join(tasks)} cannot be run: {one_line(error)[:300]}") from None
-    return {name: _accuracy(name, found) for name in tasks}
+    return {name: _accuracy(name, report) for name in tasks}
 
 
-def _accuracy(name: str, found: Mapping[str, Any]) -> Accuracy:
-    results = found["results"].get(name, {})
+def _accuracy(name: str, report: Mapping[str, Any]) -> Accuracy:
+    results = report["results"].get(name, {})
     for metric in _METRICS:
         if metric in results:
-            return Accuracy(float(results[metric]), int(found["n-samples"][name]["effective"]))
-    told = ", ".join(key for key in results if "," in key and "_stderr" not in key) or "nothing"
-    raise ValueError(f"task '{name}' tells {told}, allowed: a task with the metric acc or exact_match")
+            return Accuracy(float(results[metric]), int(report["n-samples"][name]["effective"]))
+    metrics = ", ".join(key for key in results if "," in key and "_stderr" not in key) or "nothing"
+    raise ValueError(f"task '{name}' tells {metrics}, allowed: a task with the metric acc or exact_match")
 
 
 @contextmanager
 def _quiet(offline: bool) -> Iterator[None]:
     """Let the harness and its libraries say nothing, and reach no hub, until the block ends."""
     variables = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"} if offline else {}
-    before = {name: os.environ.get(name) for name in variables}
+    old_values = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -132,5 +134,5 @@ def _quiet(offline: bool) -> Iterator[None]:
             yield
     finally:
         logging.disable(level)
-        for name, value in before.items():
+        for name, value in old_values.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})

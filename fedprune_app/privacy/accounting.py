@@ -108,10 +108,10 @@ def epsilon(spent: Spent, delta: float, accountant: str = "pld") -> float:
     """
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta}, allowed: above 0 and below 1")
-    counted = tuple(sorted(((r, n) for r, n in spent.items() if n > 0), key=repr))
-    if not counted:
+    counts = tuple(sorted(((r, n) for r, n in spent.items() if n > 0), key=repr))
+    if not counts:
         return 0.0
-    return (_by_losses if accountant == "pld" else _by_divergences)(counted, delta)
+    return (_by_losses if accountant == "pld" else _by_divergences)(counts, delta)
 
 
 def affords(spent: Spent, delta: float, limit: float, accountant: str = "pld") -> bool:
@@ -119,35 +119,35 @@ def affords(spent: Spent, delta: float, limit: float, accountant: str = "pld") -
     return epsilon(spent, delta, "rdp") <= limit or epsilon(spent, delta, accountant) <= limit
 
 
-Counted = tuple[tuple[Release, int], ...]
+Counts = tuple[tuple[Release, int], ...]
 
 
 @lru_cache(maxsize=512)  # clients of equal volume spend the same
-def _by_divergences(counted: Counted, delta: float) -> float:
-    rho = sum((count * divergence(release) for release, count in counted), np.zeros(len(ORDERS)))
+def _by_divergences(counts: Counts, delta: float) -> float:
+    rho = sum((count * divergence(release) for release, count in counts), np.zeros(len(ORDERS)))
     if not np.isfinite(rho).any():
         return math.inf
     return float(compute_epsilon(ORDERS, rho, delta)[0])
 
 
 @lru_cache(maxsize=512)
-def _by_losses(counted: Counted, delta: float) -> float:
-    enough = _by_divergences(counted, delta)
-    return enough if enough > _LONGEST else min(enough, float(_losses(counted).get_epsilon_for_delta(delta)))
+def _by_losses(counts: Counts, delta: float) -> float:
+    bound = _by_divergences(counts, delta)
+    return bound if bound > _LONGEST else min(bound, float(_losses(counts).get_epsilon_for_delta(delta)))
 
 
 @lru_cache(maxsize=4)  # for the second delta
-def _losses(counted: Counted) -> PrivacyLossDistribution:
-    grid = _interval(counted)
-    composed = privacy_loss_distribution.identity(grid)
-    for release, count in counted:
+def _losses(counts: Counts) -> PrivacyLossDistribution:
+    grid = _interval(counts)
+    losses = privacy_loss_distribution.identity(grid)
+    for release, count in counts:
         if not isinstance(release, Steps) or release.sample_rate:
-            composed = composed.compose(_losses_of(release, grid).self_compose(count))
-    return composed
+            losses = losses.compose(_release_losses(release, grid).self_compose(count))
+    return losses
 
 
 @lru_cache(maxsize=64)  # a client's are the same in every round
-def _losses_of(release: Release, grid: float) -> PrivacyLossDistribution:
+def _release_losses(release: Release, grid: float) -> PrivacyLossDistribution:
     """Return the distribution of one release's privacy loss, which is finite, on a grid of this width."""
     if isinstance(release, Laplace):
         return privacy_loss_distribution.from_laplace_mechanism(
@@ -158,15 +158,15 @@ def _losses_of(release: Release, grid: float) -> PrivacyLossDistribution:
     )
 
 
-def _interval(counted: Counted) -> float:
+def _interval(counts: Counts) -> float:
     """Return the width of the grid on which privacy losses are counted, a power of 2: they are rounded up.
 
     A step's loss has the variance 2 D, with its divergence D of order 1. A grid of a tenth of the releases' mean
     deviation makes ε too large by a few hundredths of a percent, at most by two tenths. The library's fixed 1e-4 takes
     ten times as long where losses are large, and is too wide where they are small.
     """
-    variance = sum(count * 2 * _per_order(divergence(release)) for release, count in counted)
-    deviation = math.sqrt(variance / sum(count for _, count in counted))
+    variance = sum(count * 2 * _per_order(divergence(release)) for release, count in counts)
+    deviation = math.sqrt(variance / sum(count for _, count in counts))
     return min(_COARSEST, 2.0 ** math.floor(math.log2(_PER_DEVIATION * deviation))) if deviation else _COARSEST
 
 
@@ -197,29 +197,29 @@ def noise_for(
     sample_rate: float,
     steps: int,
     accountant: str = "pld",
-    besides: tuple[tuple[Release, int], ...] = (),
+    extra_releases: tuple[tuple[Release, int], ...] = (),
 ) -> float:
     """Return the least noise multiplier, of three decimals, for which ``steps`` steps are (target_epsilon, delta)-DP.
 
-    ``besides`` are further releases, and how often each is made. Raises ``ValueError`` when not even a multiplier of
+    ``extra_releases`` are further ones, and how often each is made. Raises ``ValueError`` when not even a multiplier of
     1000 is enough.
     """
-    enough, too_little = 1000, 0  # whole thousandths, so every machine finds the same
+    high, low = 1000, 0  # whole thousandths, so every machine finds the same
 
     def is_enough(thousandths: int) -> bool:
-        spent = {Steps(thousandths / 1000, sample_rate): steps, **dict(besides)}
+        spent = {Steps(thousandths / 1000, sample_rate): steps, **dict(extra_releases)}
         return affords(spent, delta, target_epsilon, accountant)
 
-    while not is_enough(enough):
-        too_little, enough = enough, enough * 2
-        if enough > 1_000_000:
-            counts = f" beside {sum(count for _, count in besides)} noised counts" if besides else ""
-            what = f"{steps} steps{counts} reach with no noise up to 1000"
-            raise ValueError(f"dp.target-epsilon is {target_epsilon:g}, which {what}; allowed: a larger one")
-    while enough - too_little > 1:
-        middle = (enough + too_little) // 2
-        too_little, enough = (too_little, middle) if is_enough(middle) else (middle, enough)
-    return enough / 1000
+    while not is_enough(high):
+        low, high = high, high * 2
+        if high > 1_000_000:
+            counts = f" beside {sum(count for _, count in extra_releases)} noised counts" if extra_releases else ""
+            problem = f"{steps} steps{counts} reach with no noise up to 1000"
+            raise ValueError(f"dp.target-epsilon is {target_epsilon:g}, which {problem}; allowed: a larger one")
+    while high - low > 1:
+        middle = (high + low) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high / 1000
 
 
 def total(*parts: Spent) -> Counter[Release]:
@@ -229,7 +229,7 @@ def total(*parts: Spent) -> Counter[Release]:
     >>> total({release: 2}, {release: 3})[release]
     5
     """
-    everything: Counter[Release] = Counter()
+    releases: Counter[Release] = Counter()
     for part in parts:
-        everything.update(part)
-    return everything
+        releases.update(part)
+    return releases

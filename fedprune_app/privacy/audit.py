@@ -57,17 +57,17 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}, allowed: above 0 and below 1")
 
-    def refuted(epsilon: float) -> bool:
+    def is_refuted(epsilon: float) -> bool:
         return p_value(canaries, guesses, correct, epsilon, delta) < 1 - confidence
 
     low, high = 0.0, 1.0
-    if not refuted(low):
+    if not is_refuted(low):
         return 0.0
-    while refuted(high):
+    while is_refuted(high):
         low, high = high, 2 * high
     while high - low > 1e-6:
         middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
     return low
 
 
@@ -113,11 +113,11 @@ class Finding:
     @property
     def verdict(self) -> str:
         """Return the finding as one line of text."""
-        seen = f"{self.correct} of {self.guesses} guesses were right"
+        summary = f"{self.correct} of {self.guesses} guesses were right"
         if self.holds:
-            return f"{seen}; ε is at least {self.bound:.3g}, which does not contradict the ledger's {self.claim:.3g}"
+            return f"{summary}; ε is at least {self.bound:.3g}, which does not contradict the ledger's {self.claim:.3g}"
         return (
-            f"the ledger claims ε = {self.claim:.3g} at δ = {self.delta:g}, but {seen}: "
+            f"the ledger claims ε = {self.claim:.3g} at δ = {self.delta:g}, but {summary}: "
             f"ε is at least {self.bound:.3g} (confidence {self.confidence:.1%})"
         )
 
@@ -129,8 +129,8 @@ class Finding:
     @classmethod
     def of(cls, scores: Tensor, coins: Tensor, number: int, delta: float, confidence: float, claim: float) -> Finding:
         """Return the finding for ``number`` guesses of the coins (m,), True for in, by an attack's scores (m,)."""
-        guessed = guesses_of(scores, number)
-        correct = int(((guessed == 1) & coins).sum() + ((guessed == -1) & ~coins).sum())
+        guesses = guesses_of(scores, number)
+        correct = int(((guesses == 1) & coins).sum() + ((guesses == -1) & ~coins).sum())
         return cls(len(coins), number, correct, delta, confidence, claim)
 
 
@@ -163,21 +163,19 @@ class Evidence:
         self.scores = torch.zeros(rows, dtype=torch.float64)
         """The sum over releases of the posterior means of x (rows,): the larger, the likelier a canary was in."""
 
-    def add(self, update: Tensor, directions: Tensor, others: Sequence[Tensor] = ()) -> None:
+    def add(self, update: Tensor, directions: Tensor, other_directions: Sequence[Tensor] = ()) -> None:
         """Add the evidence of one release: ``update`` u (d,) and the examples' ``directions`` (rows, d).
 
-        Parts along ``others`` (d,) and along the mean direction say nothing of single coins and are taken out. A
-        release without any signal adds nothing.
+        Parts along ``other_directions`` (d,) and along the mean direction say nothing of single coins and are taken
+        out. A release without any signal adds nothing.
         """
-        basis = _orthonormal([directions.mean(0), *others])
-        u, g = _outside(update, basis), _outside(directions, basis)
+        basis = _orthonormal([directions.mean(0), *other_directions])
+        u, g = _orthogonal_part(update, basis), _orthogonal_part(directions, basis)
         gram, projections = (g @ g.T).double(), (g @ u).double()
         unit = float(gram.diagonal().mean())
         if not unit > 0 or not float(u.norm()) > 0:
             return
-        noise, scale = _most_likely(
-            gram / unit, projections / math.sqrt(unit), float(u.double().square().sum()), len(u)
-        )
+        noise, scale = _fit_noise(gram / unit, projections / math.sqrt(unit), float(u.double().square().sum()), len(u))
         # Each release is solved by itself: where the model is wrong and noise is small, errors differ between releases.
         system = gram / unit + noise * torch.eye(self.rows, dtype=torch.float64)
         self.scores += torch.linalg.solve(system, projections / math.sqrt(unit)) / scale
@@ -185,27 +183,29 @@ class Evidence:
 
 def _orthonormal(vectors: Sequence[Tensor]) -> Tensor:
     """Return an orthonormal basis (<= k, d) of the space that k vectors (d,) span."""
-    stacked = torch.stack(list(vectors))
-    _, values, basis = torch.linalg.svd(stacked, full_matrices=False)
-    spanning: Tensor = basis[values > 1e-6 * values.max()] if float(values.max()) > 0 else basis[:0]
-    return spanning
+    matrix = torch.stack(list(vectors))
+    _, values, basis = torch.linalg.svd(matrix, full_matrices=False)
+    result: Tensor = basis[values > 1e-6 * values.max()] if float(values.max()) > 0 else basis[:0]
+    return result
 
 
-def _outside(vectors: Tensor, basis: Tensor) -> Tensor:
+def _orthogonal_part(vectors: Tensor, basis: Tensor) -> Tensor:
     """Return the part of each vector (..., d) that is orthogonal to an orthonormal basis (k, d)."""
-    outside: Tensor = vectors - (vectors @ basis.T) @ basis
-    return outside
+    residual: Tensor = vectors - (vectors @ basis.T) @ basis
+    return residual
 
 
-def _most_likely(gram: Tensor, projections: Tensor, squared_norm: float, dimensions: int) -> tuple[float, float]:
+def _fit_noise(gram: Tensor, projections: Tensor, squared_norm: float, dimensions: int) -> tuple[float, float]:
     """Return the (λ, τ) that maximise the likelihood of u ~ N(0, τ² (Gᵀ G + λ I)).
 
     ``gram`` is G Gᵀ (m, m), ``projections`` G u (m,), ``squared_norm`` ‖u‖² and ``dimensions`` d.
     """
     values, vectors = torch.linalg.eigh(gram)
-    kept = values > 1e-10 * values.max()
-    spectrum = values[kept].numpy()
-    squares = ((vectors.T @ projections)[kept].square() / values[kept]).numpy()  # of u along each singular direction
+    is_kept = values > 1e-10 * values.max()
+    spectrum = values[is_kept].numpy()
+    squares = (
+        (vectors.T @ projections)[is_kept].square() / values[is_kept]
+    ).numpy()  # of u along each singular direction
     rest, rest_dimensions = max(squared_norm - float(squares.sum()), 0.0), dimensions - len(spectrum)
     best = (-math.inf, 1.0, 1.0)
     for noise in GRID:

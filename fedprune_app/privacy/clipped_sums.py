@@ -22,7 +22,7 @@ ClippedSum = Callable[..., dict[str, Tensor]]
 """
 
 
-class _Watched:
+class _Watch:
     """Layers are watched by hooks, which keep each layer's input and output of a forward pass."""
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
@@ -32,22 +32,22 @@ class _Watched:
             for name, layer in model.named_modules()
             if parameters & {*layer.parameters(recurse=False)} and _rule_of(layer) is not None
         }
-        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self.activations: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Watch a forward pass, and forget it afterwards. A layer that is used twice is refused."""
 
         def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if layer in self.seen:
+            if layer in self.activations:
                 raise ValueError(f"layer '{self.layers[layer]}' is used twice, allowed: dp.grad-sample 'hooks'")
-            self.seen[layer] = inputs[0], output
+            self.activations[layer] = inputs[0], output
 
         handles = [layer.register_forward_hook(keep) for layer in self.layers]
         try:
             yield
         finally:
-            self.seen.clear()
+            self.activations.clear()
             for handle in handles:
                 handle.remove()
 
@@ -57,10 +57,10 @@ def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: T
 
     The result is None where all norms are finite.
     """
-    good = factors.isfinite()
-    if bool(good.all()):
+    is_finite = factors.isfinite()
+    if bool(is_finite.all()):
         return None
-    return clipped_sum(images[good], labels[good]) if bool(good.any()) else {}
+    return clipped_sum(images[is_finite], labels[is_finite]) if bool(is_finite.any()) else {}
 
 
 _LARGEST_SQUARED_NORM = 1e16  # of a linear layer's inputs, and of its backprops, for one example
@@ -96,21 +96,21 @@ def _materialised(
     class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
         GRAD_SAMPLERS: ClassVar = dict(RULES)
 
-    with _wrapped(model, lambda: PerExample(model, loss_reduction="sum")) as wrapped:
+    with _wrapped_model(model, lambda: PerExample(model, loss_reduction="sum")) as module:
 
         def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            wrapped.zero_grad()
+            module.zero_grad()
             _no_gradients(trained)
-            F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-            found = {name: getattr(parameter, "grad_sample", None) for name, parameter in trained.items()}
-            samples = {name: value for name, value in found.items() if value is not None}  # of used parameters
+            F.cross_entropy(module(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            grad_samples = {name: getattr(parameter, "grad_sample", None) for name, parameter in trained.items()}
+            samples = {name: value for name, value in grad_samples.items() if value is not None}  # parameters in use
             for name in samples.keys() & masks.keys():
                 samples[name].mul_(masks[name])
-            factors = clip_factors(over_tensors(_squared_norms(each) for each in samples.values()), clip_norm)
-            fewer = _without(clipped_sum, factors, images, labels)
-            if fewer is not None:
-                return fewer
-            return {name: torch.einsum("n,n...->...", factors, each) for name, each in samples.items()}
+            factors = clip_factors(over_tensors(_squared_norms(sample) for sample in samples.values()), clip_norm)
+            finite_sums = _without(clipped_sum, factors, images, labels)
+            if finite_sums is not None:
+                return finite_sums
+            return {name: torch.einsum("n,n...->...", factors, sample) for name, sample in samples.items()}
 
         yield clipped_sum
 
@@ -121,7 +121,7 @@ def _one_pass(
 ) -> Iterator[ClippedSum]:
     """Give a clipped sum that keeps inputs and outputs of every layer and stops the backward pass at the outputs."""
     name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    watched = _Watched(model, trained)
+    watch = _Watch(model, trained)
 
     def clipped_sum(
         images: Tensor,
@@ -129,21 +129,21 @@ def _one_pass(
         network: Callable[[Tensor], Tensor] = model,
         masks: Mapping[str, Tensor] = masks,
     ) -> dict[str, Tensor]:
-        with watched.forward():
+        with watch.forward():
             loss = F.cross_entropy(network(images), labels, reduction="sum")
-            layers = [layer for layer in watched.layers if layer in watched.seen]  # one without use has no gradient
-            inputs = [watched.seen[layer][0].detach() for layer in layers]
-            outputs = [watched.seen[layer][1] for layer in layers]
+            layers = [layer for layer in watch.layers if layer in watch.activations]  # one without use has no gradient
+            inputs = [watch.activations[layer][0].detach() for layer in layers]
+            outputs = [watch.activations[layer][1] for layer in layers]
             backprops = torch.autograd.grad(loss, outputs, materialize_grads=True)
-        squared: list[Tensor] = []
+        norms: list[Tensor] = []
         sums: dict[str, ClippedTensor] = {}
         for layer, a, b in zip(layers, inputs, backprops, strict=True):
-            for name, squared_norms, total in _of_layer(layer, a, b, name_of, masks):
-                squared.append(squared_norms)
+            for name, squared_norms, total in _layer_terms(layer, a, b, name_of, masks):
+                norms.append(squared_norms)
                 sums[name] = total
-        factors = clip_factors(over_tensors(squared), clip_norm)
-        fewer = _without(partial(clipped_sum, network=network, masks=masks), factors, images, labels)
-        return {name: total(factors) for name, total in sums.items()} if fewer is None else fewer
+        factors = clip_factors(over_tensors(norms), clip_norm)
+        finite_sums = _without(partial(clipped_sum, network=network, masks=masks), factors, images, labels)
+        return {name: total(factors) for name, total in sums.items()} if finite_sums is None else finite_sums
 
     yield clipped_sum
 
@@ -159,7 +159,7 @@ def _rule_of(layer: nn.Module) -> Any:
 ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the sum of clipped gradients
 
 
-def _of_layer(
+def _layer_terms(
     layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
     """Yield each trained parameter of a layer, its squared norms (n,) and its clipped sum.
@@ -170,21 +170,21 @@ def _of_layer(
         gradients: dict[Tensor, Tensor] = {} if layer.bias is None else {layer.bias: b}
         if (name := name_of.get(layer.weight)) is not None:
             mask = masks.get(name)
-            yield name, _linear_squared_norms(a, b, mask), partial(_clipped_linear, a, b, mask)
+            yield name, _linear_squared_norms(a, b, mask), partial(_clip_linear_sum, a, b, mask)
     else:
         gradients = _rule_of(layer)(layer, [a], b)
     for parameter, gradient in gradients.items():
         if (name := name_of.get(parameter)) is not None:
-            each = _masked(gradient, masks.get(name))
-            yield name, _squared_norms(each), partial(_clipped, each)
+            example_gradients = _apply_mask(gradient, masks.get(name))
+            yield name, _squared_norms(example_gradients), partial(_clip_sum, example_gradients)
 
 
-def _clipped_linear(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor) -> Tensor:
-    return _masked((b * factors[:, None]).T @ a, mask)
+def _clip_linear_sum(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor) -> Tensor:
+    return _apply_mask((b * factors[:, None]).T @ a, mask)
 
 
-def _clipped(each: Tensor, factors: Tensor) -> Tensor:
-    total: Tensor = torch.tensordot(factors, each, 1)
+def _clip_sum(example_gradients: Tensor, factors: Tensor) -> Tensor:
+    total: Tensor = torch.tensordot(factors, example_gradients, 1)
     return total
 
 
@@ -194,7 +194,7 @@ METHODS: Mapping[str, Any] = {
 }
 
 
-def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+def _apply_mask(values: Tensor, mask: Tensor | None) -> Tensor:
     return values if mask is None else values * mask
 
 
@@ -210,14 +210,14 @@ def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 @contextmanager
-def _wrapped(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
+def _wrapped_model(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
     """Give an Opacus module around the model, and leave the model as it was before."""
-    wrapped = wrap()
+    module = wrap()
     try:
-        yield wrapped
+        yield module
     finally:
-        wrapped.to_standard_module()
-        left = (
+        module.to_standard_module()
+        attributes = (
             "grad_sample",
             "_forward_counter",
             "_current_grad_sample",
@@ -225,7 +225,7 @@ def _wrapped(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
             "max_batch_len",
         )
         for owner in [*model.parameters(), *model.modules()]:
-            for attribute in left:
+            for attribute in attributes:
                 if attribute in vars(owner):
                     delattr(owner, attribute)
 

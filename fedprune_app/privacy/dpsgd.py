@@ -90,7 +90,7 @@ class DPSGD:
 
 @dataclass(frozen=True)
 class _Step:
-    how: DPSGD
+    settings: DPSGD
     clipped_sum: ClippedSum
     gradients: Mapping[str, Tensor]
     kept: Mapping[str, Tensor]
@@ -112,7 +112,7 @@ class _Step:
 
     def finish(self, expected_batch: float) -> None:
         """Add noise after all examples of the batch, and divide the sum by ``expected_batch``."""
-        self.how.add_noise(self.gradients, self.kept, expected_batch)
+        self.settings.add_noise(self.gradients, self.kept, expected_batch)
 
 
 def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -63,9 +63,9 @@ class Data:
     @classmethod
     def of(cls, digests: Iterable[bytes], about: str, *, may_change: bool = False, joins: bool = False) -> Self:
         """Return the data that consist of the records with these digests, in whatever order."""
-        ordered = sorted(digests)
-        records = frozenset(digest[:_SHORT] for digest in ordered) if may_change else frozenset()
-        return cls(hashlib.sha256(b"".join(ordered)).hexdigest(), len(ordered), about, records, joins)
+        sorted_digests = sorted(digests)
+        records = frozenset(digest[:_SHORT] for digest in sorted_digests) if may_change else frozenset()
+        return cls(hashlib.sha256(b"".join(sorted_digests)).hexdigest(), len(sorted_digests), about, records, joins)
 
 
 _SHORT = 8  # bytes of a record's digest in a file: of 10^5 records two share them by chance once in 10^9 ledgers
@@ -100,7 +100,7 @@ class Ledger:
         self.budgets = tuple(budgets)
         self._spent: Counter[Release] = Counter()
         self._charges = 0
-        self._data: list[Data] = []  # whose releases these are: first and, where that may change, later
+        self._data: list[Data] = []  # the data whose releases these are: first and, where that may change, later
         self._lines = 0
         self._check = ""  # the check of the last line
         self._offset = 0  # where the next line begins
@@ -115,52 +115,52 @@ class Ledger:
 
     def shares(self, data: Data) -> bool:
         """Return whether the ledger has a record of ``data``, which then pays for all of the ledger's releases."""
-        return any(own.records & data.records for own in self._data)
+        return any(part.records & data.records for part in self._data)
 
     @property
     def spent(self) -> Spent:
         """Return how often each kind of release was made."""
         return Counter(self._spent)
 
-    def charge_steps(self, noise_multiplier: float, sample_rate: float, steps: int, what: str = "") -> None:
-        """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is a note for readers of the file.
+    def charge_steps(self, noise_multiplier: float, sample_rate: float, steps: int, note: str = "") -> None:
+        """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``note`` is for readers of the file.
 
         The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing where the charge
         would pass a budget. Raises ``ValueError`` for numbers out of range.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}, allowed: at least 0")
-        self._charge(Steps(noise_multiplier, sample_rate), steps, what)
+        self._charge(Steps(noise_multiplier, sample_rate), steps, note)
 
-    def charge_laplace(self, scale: float, sensitivity: float, what: str = "") -> None:
+    def charge_laplace(self, scale: float, sensitivity: float, note: str = "") -> None:
         """Charge one number with Laplace noise, see :class:`accounting.Laplace`; otherwise as :meth:`charge_steps`."""
-        self._charge(Laplace(scale, sensitivity), 1, what)
+        self._charge(Laplace(scale, sensitivity), 1, note)
 
     def epsilon(self, delta: float, accountant: str = "") -> float:
         """Return the ε at ``delta`` of all charges so far together, by the ledger's accountant or another one."""
         return accounting.epsilon(self._spent, delta, accountant or self.accountant)
 
-    def affords(self, more: Spent) -> bool:
-        """Return whether ``more`` would stay within every budget; True without a budget."""
-        return self._passed(more) is None
+    def affords(self, releases: Spent) -> bool:
+        """Return whether ``releases`` would stay within every budget; True without a budget."""
+        return self._exceeded_budget(releases) is None
 
-    def require(self, more: Spent) -> None:
-        """Raise :class:`Overspent` where ``more`` would pass a budget."""
-        if budget := self._passed(more):
+    def require(self, releases: Spent) -> None:
+        """Raise :class:`Overspent` where ``releases`` would pass a budget."""
+        if budget := self._exceeded_budget(releases):
             raise Overspent(
                 f"the privacy budget is {budget.epsilon:g} at delta {budget.delta:g}, {self.epsilon(budget.delta):.4g} "
-                f"of it are spent, and this would make it {self._cost(more, budget.delta):.4g}"
+                f"of it are spent, and this would make it {self._cost(releases, budget.delta):.4g}"
             )
 
     def __copy__(self) -> Self:
         """Return a ledger in memory that begins with this one's charges, to try out the cost of further releases."""
-        other = type(self)(accountant=self.accountant, budgets=self.budgets)
-        other._spent, other._charges = Counter(self._spent), self._charges
-        return other
+        duplicate = type(self)(accountant=self.accountant, budgets=self.budgets)
+        duplicate._spent, duplicate._charges = Counter(self._spent), self._charges
+        return duplicate
 
     # --- the file -------------------------------------------------------------------------------------------------
 
-    def _charge(self, release: Release, count: int, what: str) -> None:
+    def _charge(self, release: Release, count: int, note: str) -> None:
         if self.path is None:
             self.require({release: count})
             self._spent[release] += count
@@ -169,7 +169,7 @@ class Ledger:
         with self._locked(fcntl.LOCK_EX) as file:
             self.require({release: count})
             kind = "steps" if isinstance(release, Steps) else "laplace"
-            self._append({"kind": kind, **vars(release), "count": count, "what": what}, file)
+            self._append({"kind": kind, **vars(release), "count": count, "what": note}, file)
 
     def _append(self, entry: Mapping[str, object], file: BinaryIO) -> None:
         line = _line(self._check, entry)
@@ -178,31 +178,31 @@ class Ledger:
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
-        self._take_in(line)
+        self._read_line(line)
 
     def _require_data(self, data: Data, file: BinaryIO) -> None:
         """Make a new ledger that of ``data``, and raise ``ValueError`` for an old one of other data."""
-        if any(own.identity == data.identity for own in self._data):
+        if any(part.identity == data.identity for part in self._data):
             return
         if self._lines and not (self._data and (data.joins or self.shares(data))):
-            whose = (
+            origin = (
                 f"of other data ({self._data[0].about})" if self._data else "of data that its first line does not name"
             )
             raise ValueError(
-                f"ledger '{self.path}' is {whose}, allowed: a ledger of these data ({data.about}), or none"
+                f"ledger '{self.path}' is {origin}, allowed: a ledger of these data ({data.about}), or none"
             )
-        known = data.records if data.joins else frozenset[bytes]().union(*(own.records for own in self._data))
-        records = base64.b64encode(b"".join(sorted(data.records - known))).decode()
+        known_records = data.records if data.joins else frozenset[bytes]().union(*(part.records for part in self._data))
+        records = base64.b64encode(b"".join(sorted(data.records - known_records))).decode()
         entry = {"kind": "data", "identity": data.identity, "size": data.size, "about": data.about, "records": records}
         self._append(entry, file)
 
-    def _passed(self, more: Spent) -> Budget | None:
-        """Return the first budget that ``more`` would pass."""
-        spent = total(self._spent, more)
-        return next((b for b in self.budgets if not affords(spent, b.delta, b.epsilon, self.accountant)), None)
+    def _exceeded_budget(self, releases: Spent) -> Budget | None:
+        """Return the first budget that ``releases`` would pass."""
+        totals = total(self._spent, releases)
+        return next((b for b in self.budgets if not affords(totals, b.delta, b.epsilon, self.accountant)), None)
 
-    def _cost(self, more: Spent, delta: float) -> float:
-        return accounting.epsilon(total(self._spent, more), delta, self.accountant)
+    def _cost(self, releases: Spent, delta: float) -> float:
+        return accounting.epsilon(total(self._spent, releases), delta, self.accountant)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
@@ -217,13 +217,13 @@ class Ledger:
                 file.seek(self._offset)
                 for line in file.readlines():
                     if line.endswith(b"\n"):
-                        self._take_in(line)
+                        self._read_line(line)
                 yield file
         except OSError as error:  # errors such as that of a full disk do not name the file
             error.filename = error.filename or str(self.path)
             raise
 
-    def _take_in(self, line: bytes) -> None:
+    def _read_line(self, line: bytes) -> None:
         try:
             check, text = line.decode().rstrip("\n").split(" ", 1)
             if check != _check(self._check, text):
@@ -236,8 +236,8 @@ class Ledger:
                 self._spent[release] += count
                 self._charges += 1
         except (ValueError, KeyError, TypeError) as error:
-            where = f"ledger '{self.path}' line {self._lines + 1}"
-            raise ValueError(f"{where} is damaged ({error}): what was spent is not known") from None
+            place = f"ledger '{self.path}' line {self._lines + 1}"
+            raise ValueError(f"{place} is damaged ({error}): what was spent is not known") from None
         self._lines += 1
         self._check = check
         self._offset += len(line)
@@ -251,14 +251,14 @@ def ledger_of(data: Data, folder: Path) -> Path:
     because each record's releases have to be in one.
     """
     ledgers = sorted(folder.glob(f"{_OWN}*.jsonl"))
-    found = [path for path in ledgers if Ledger(path).shares(data)]
-    if len(found) > 1 or (data.joins and not found and len(ledgers) > 1):
-        names = ", ".join(f"'{path}'" for path in found or ledgers)
-        where = "are in the ledgers" if found else "are in none of the ledgers"
-        raise ValueError(f"the client's data {where} {names}, allowed: all of them in one ledger")
-    if data.joins and not found:
-        found = ledgers
-    return found[0] if found else folder / f"{_OWN}{data.identity[:16]}.jsonl"
+    paths = [path for path in ledgers if Ledger(path).shares(data)]
+    if len(paths) > 1 or (data.joins and not paths and len(ledgers) > 1):
+        names = ", ".join(f"'{path}'" for path in paths or ledgers)
+        place = "are in the ledgers" if paths else "are in none of the ledgers"
+        raise ValueError(f"the client's data {place} {names}, allowed: all of them in one ledger")
+    if data.joins and not paths:
+        paths = ledgers
+    return paths[0] if paths else folder / f"{_OWN}{data.identity[:16]}.jsonl"
 
 
 _OWN = "own-"
@@ -273,8 +273,8 @@ def _data(entry: Mapping[str, str]) -> Data:
     records = base64.b64decode(entry["records"], validate=True)
     if len(records) % _SHORT:
         raise ValueError("a digest is cut")
-    short = frozenset(records[i : i + _SHORT] for i in range(0, len(records), _SHORT))
-    return Data(str(entry["identity"]), int(entry["size"]), str(entry["about"]), short)
+    digests = frozenset(records[i : i + _SHORT] for i in range(0, len(records), _SHORT))
+    return Data(str(entry["identity"]), int(entry["size"]), str(entry["about"]), digests)
 
 
 def _release(entry: Mapping[str, float | str]) -> tuple[Release, int]:

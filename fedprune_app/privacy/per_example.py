@@ -40,12 +40,14 @@ def windows(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     """
     assert not isinstance(layer.padding, str)
     height, width = layer.padding
-    seen = F.pad(inputs, (width, width, height, height))
+    patches = F.pad(inputs, (width, width, height, height))
     for dim in range(2):
         dilation = layer.dilation[dim]
-        seen = seen.unfold(2 + dim, dilation * (layer.kernel_size[dim] - 1) + 1, layer.stride[dim])[..., ::dilation]
-    seen = seen.permute(0, 1, 4, 5, 2, 3)
-    return seen.reshape(len(seen), math.prod(seen.shape[1:4]), -1)
+        patches = patches.unfold(2 + dim, dilation * (layer.kernel_size[dim] - 1) + 1, layer.stride[dim])[
+            ..., ::dilation
+        ]
+    patches = patches.permute(0, 1, 4, 5, 2, 3)
+    return patches.reshape(len(patches), math.prod(patches.shape[1:4]), -1)
 
 
 RULES: Samplers = {

@@ -26,7 +26,7 @@ def check_model(model: nn.Module, name: str = "") -> None:
         )
 
 
-_checked: set[Hashable] = set()  # networks that passed
+_checked_keys: set[Hashable] = set()  # networks that passed
 
 
 def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
@@ -37,7 +37,7 @@ def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequenc
     """
     computation = computation_key(model)
     key = computation, tuple(example_shape), tuple(names), grad_sample
-    if computation is not None and key in _checked:
+    if computation is not None and key in _checked_keys:
         return
     check_model(model)
     try:
@@ -47,9 +47,9 @@ def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequenc
     except ValueError:
         raise
     except Exception as error:  # a user's network raises what it likes
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"the network cannot be trained privately: {said}") from None
-    _checked.add(key)
+        error_text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"the network cannot be trained privately: {error_text}") from None
+    _checked_keys.add(key)
 
 
 def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
@@ -65,41 +65,45 @@ def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Seque
         parameter.requires_grad_(name in names)
     first = next(model.parameters())
     images = torch.randn(2, *example_shape, generator=draw).to(first)
-    by_example = _by_autograd(model, names, images)
-    squared = torch.stack([over_tensors(gradient.square().sum() for gradient in each.values()) for each in by_example])
+    gradients_by_example = _autograd_gradients(model, names, images)
+    squared = torch.stack(
+        [over_tensors(gradient.square().sum() for gradient in gradients.values()) for gradients in gradients_by_example]
+    )
     norms = squared.sqrt()
     for clip_norm in (2 * float(norms.max()) or 1.0, float(norms.min()) / 2 or 1.0):
         factors = clip_factors(squared, clip_norm)
-        with attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, _drawing_alike(first.device):
+        with attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, _same_draws(first.device):
             sums = clipped_sum(images * 1, torch.arange(2, device=first.device))
-        stacked = {name: torch.stack([each[name] for each in by_example]) for name in names}
-        _compare(sums, {name: torch.tensordot(factors, each, 1) for name, each in stacked.items()})
+        stacked_gradients = {
+            name: torch.stack([gradients[name] for gradients in gradients_by_example]) for name in names
+        }
+        _compare(sums, {name: torch.tensordot(factors, gradients, 1) for name, gradients in stacked_gradients.items()})
 
 
-def _by_autograd(model: nn.Module, names: Sequence[str], images: Tensor) -> list[dict[str, Tensor]]:
+def _autograd_gradients(model: nn.Module, names: Sequence[str], images: Tensor) -> list[dict[str, Tensor]]:
     """Return the gradients of each image's loss by name; the labels are 0, 1, ..."""
     parameters = dict(model.named_parameters())
-    with _drawing_alike(images.device):
+    with _same_draws(images.device):
         losses = F.cross_entropy(model(images * 1), torch.arange(len(images), device=images.device), reduction="none")
     gradients = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
     return [dict(zip(names, gradients(loss, [parameters[name] for name in names]), strict=True)) for loss in losses]
 
 
 @contextmanager
-def _drawing_alike(device: torch.device) -> Iterator[None]:
+def _same_draws(device: torch.device) -> Iterator[None]:
     """Let a network that draws draw the same each time; the global generators are afterwards as they were."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         yield
 
 
-def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _compare(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     largest = max(float(gradient.abs().sum()) for gradient in expected.values())
     for name, gradient in expected.items():
         if not gradient.numel():
             continue
         atol = 1e-3 * float(gradient.abs().mean()) + 1e-7 * largest  # float32 rounds, also what would be 0
-        if not torch.allclose(found.get(name, gradient * 0), gradient, rtol=1e-3, atol=atol):
+        if not torch.allclose(sums.get(name, gradient * 0), gradient, rtol=1e-3, atol=atol):
             raise ValueError(
                 f"the gradient of {name!r} is not what its layer's rule finds, allowed with dp.enabled: networks that "
                 "use each layer once, as a layer, and overwrite nothing"
@@ -115,28 +119,28 @@ def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
     of training.
     """
     first = next(model.parameters())
-    before = {name: (id(tensor), tensor._version) for name, tensor in _tensors_of(model)}
-    with _drawing_alike(first.device):
+    versions = {name: (id(tensor), tensor._version) for name, tensor in _tensors_of(model)}
+    with _same_draws(first.device):
         images = torch.randn(2, *example_shape, device=first.device, dtype=first.dtype, requires_grad=True)
         outputs = model(images * 1)  # a network may overwrite what it takes
-        mixes = False
-        for one, other in ((0, 1), (1, 0)):
+        is_mixing = False
+        for i, j in ((0, 1), (1, 0)):
             if outputs.requires_grad:
-                (gradient,) = torch.autograd.grad(outputs[one].sum(), images, retain_graph=True, allow_unused=True)
-                mixes |= gradient is not None and bool(gradient[other].any())
+                (gradient,) = torch.autograd.grad(outputs[i].sum(), images, retain_graph=True, allow_unused=True)
+                is_mixing |= gradient is not None and bool(gradient[j].any())
         with torch.no_grad():
-            again, once_more = model(images * 1), model(images * 1)
-            if torch.equal(again, once_more):  # else it draws, and examples are drawn for in turn
-                alone = torch.cat([model(images[k : k + 1] * 1) for k in (0, 1)])
-                scale = float(again.abs().max())
-                mixes |= not torch.allclose(again, alone, rtol=1e-3, atol=1e-3 * scale)
+            first_outputs, second_outputs = model(images * 1), model(images * 1)
+            if torch.equal(first_outputs, second_outputs):  # else it draws, and examples are drawn for in turn
+                single_outputs = torch.cat([model(images[k : k + 1] * 1) for k in (0, 1)])
+                scale = float(first_outputs.abs().max())
+                is_mixing |= not torch.allclose(first_outputs, single_outputs, rtol=1e-3, atol=1e-3 * scale)
     for name, tensor in _tensors_of(model):
-        if before.get(name) != (id(tensor), tensor._version):
+        if versions.get(name) != (id(tensor), tensor._version):
             raise ValueError(
                 f"the network changes {name!r} as it computes, allowed with dp.enabled: networks that change nothing "
                 "of theirs, which would leave the client without noise"
             )
-    if mixes:
+    if is_mixing:
         raise ValueError(
             "the network mixes the examples of a batch, allowed with dp.enabled: networks in which the output for an "
             "example depends on that example alone"

@@ -59,7 +59,7 @@ def expected(client):
         partition=client.client_id,
         num_partitions=CLIENTS,
         count=client.num_examples,
-        most=max(counts),
+        max_segments=max(counts),
         length=client.options.segment_length,
         seed=client.config.seed,
     )
@@ -121,7 +121,7 @@ def test_memory_is_bounded(counted, monkeypatch):
         for partition in range(CLIENTS):
             client = counted(partition, seed=seed)
             assert torch.equal(client.segments()[0], expected(client)[0])
-    cut = private_text._cut[client.model]
+    cut = private_text._caches[client.model]
     assert len(cut.segments) == 2
     private_text.forget_documents()
     client.segments()
@@ -135,6 +135,6 @@ def test_documents_too_short_for_a_segment_take_no_memory(counted):
     (counted.folder / "calibration" / "shard.jsonl").write_text("\n".join(lines))
     client = counted(0)
     client.segments()
-    kept = private_text._cut[client.model]._tokens
+    kept = private_text._caches[client.model]._tokens
     assert {len(ids) for ids in kept.values()} <= {0, 48}
     assert all(ids.untyped_storage().nbytes() == 8 * len(ids) for ids in kept.values())

@@ -41,7 +41,7 @@ def dealt(documents, num_clients, count, deal="documents", seed=0):
             partition=k,
             num_partitions=num_clients,
             count=counts[k],
-            most=max(counts),
+            max_segments=max(counts),
             length=LENGTH,
             seed=seed,
         )
@@ -116,7 +116,15 @@ def test_segments_of_everything_leave_documents_unread_that_nobody_needs():
         return torch.arange(2 * LENGTH)
 
     calibration_segments(
-        documents, encode, deal="segments", partition=1, num_partitions=8, count=3, most=4, length=LENGTH, seed=0
+        documents,
+        encode,
+        deal="segments",
+        partition=1,
+        num_partitions=8,
+        count=3,
+        max_segments=4,
+        length=LENGTH,
+        seed=0,
     )
     assert len(read) == 7  # of the first client four, of this one three
 

@@ -151,7 +151,7 @@ def test_a_private_client_with_a_full_disk_releases_nothing_and_forgets_nothing(
             empty.charge_steps(1.0, 0.5, 0)
             room = page - 10 - path.stat().st_size - empty.path.stat().st_size
             empty.path.unlink()
-            Ledger(path).charge_steps(1.0, 0.5, 0, what="x" * room)
+            Ledger(path).charge_steps(1.0, 0.5, 0, note="x" * room)
             assert path.stat().st_size == page - 10
         disk.fill()
 

@@ -44,6 +44,8 @@ def test_clients_whose_process_has_not_started_are_not_at_work(monkeypatch):
 
 @pytest.mark.timeout(120)
 def test_an_engine_that_does_not_start_in_time_ends_with_a_line():
-    code = "import time; from fedprune_app.engine.simulation import _in_time\nwith _in_time(0.1): time.sleep(3600)"
+    code = (
+        "import time; from fedprune_app.engine.simulation import _time_limit\nwith _time_limit(0.1): time.sleep(3600)"
+    )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "Ray did not start within startup-seconds = 0.1\n")

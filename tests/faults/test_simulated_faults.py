@@ -298,7 +298,7 @@ def charged_without_fsync():
         file.seek(self._offset)
         file.write(line)
         file.flush()
-        self._take_in(line)
+        self._read_line(line)
 
     return ledger.Ledger, "_append", append
 

@@ -194,7 +194,7 @@ class Arriving(InProcessGrid):
 
 def test_a_run_begins_when_enough_clients_are_there_and_says_how_many_are():
     said = []
-    roster, left_out = register_clients(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, least=3, say=said.append)
+    roster, left_out = register_clients(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, min_clients=3, say=said.append)
     assert len(roster) == 3
     assert left_out == []
     assert said == ["waiting for clients: 1 of 3 connected", "waiting for clients: 2 of 3 connected"]
@@ -207,7 +207,7 @@ def test_too_few_clients_are_waited_for_no_longer_than_allowed():
         TooFewReplies,
         match=r"^2 of the 3 clients that the run waits for connected within startup-seconds = 0.5$",
     ):
-        register_clients(grid, 0.5, KEY, least=3)
+        register_clients(grid, 0.5, KEY, min_clients=3)
     assert 0.5 <= time.monotonic() - started < 5
 
 
@@ -232,13 +232,13 @@ def with_a_bad_first(grid: InProcessGrid) -> InProcessGrid:
 def test_clients_that_cannot_take_part_do_not_count_as_there():
     grid = with_a_bad_first(InProcessGrid(client_app.app, 3, DEFAULTS))
     with pytest.raises(TooFewReplies, match=r"^2 of the 3 clients that .* can take part; first reason: .*data-dir"):
-        register_clients(grid, 600, KEY, least=3)  # in a simulation nobody comes later
+        register_clients(grid, 600, KEY, min_clients=3)  # in a simulation nobody comes later
 
 
 def test_who_comes_later_is_asked_until_enough_can_take_part():
     said = []
     grid = with_a_bad_first(Arriving(client_app.app, 6, DEFAULTS))
-    roster, left_out = register_clients(grid, 600, KEY, least=4, say=said.append)
+    roster, left_out = register_clients(grid, 600, KEY, min_clients=4, say=said.append)
     assert list(roster) == [1, 2, 3, 4]
     assert len(left_out) == 1
     assert "data-dir" in left_out[0]
@@ -275,7 +275,7 @@ def test_a_node_that_its_operator_mends_while_the_run_waits_takes_part(monkeypat
 
     said = []
     grid = with_a_bad_first(Mending(client_app.app, 3, DEFAULTS, mend=mend))
-    roster, left_out = register_clients(grid, 600, KEY, least=3, say=said.append)
+    roster, left_out = register_clients(grid, 600, KEY, min_clients=3, say=said.append)
     assert list(roster) == [0, 1, 2]
     assert left_out == []
     assert said == ["waiting for clients: 2 of 3 can take part"]
@@ -291,7 +291,7 @@ def test_a_node_that_is_started_anew_under_another_id_takes_the_place_of_the_old
     grid = Mending(client_app.app, 4, DEFAULTS, mend=mend)
     contexts = list(grid._contexts.values())
     contexts[1].node_config["partition-id"] = 0
-    roster, left_out = register_clients(grid, 600, KEY, least=3)
+    roster, left_out = register_clients(grid, 600, KEY, min_clients=3)
     assert {number: info.node_id for number, info in roster.items()} == {
         number: contexts[place].node_id for number, place in ((0, 1), (2, 2), (3, 3))
     }
@@ -303,7 +303,7 @@ def test_two_nodes_of_one_partition_are_both_left_out_even_where_one_comes_later
     contexts = list(grid._contexts.values())
     contexts[3].node_config["partition-id"] = 1
     with pytest.raises(TooFewReplies, match=r"^2 of the 3 clients that the run waits for can take part"):
-        register_clients(grid, 600, KEY, least=3)
+        register_clients(grid, 600, KEY, min_clients=3)
 
 
 # --- a run that is resumed --------------------------------------------------------------------------------------------

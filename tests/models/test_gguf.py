@@ -11,7 +11,7 @@ gguf = pytest.importorskip("gguf")
 
 from fedprune_app.config import DEFAULTS, OPTIONS  # noqa: E402
 from fedprune_app.models.checkpoints import resolve_checkpoint  # noqa: E402
-from fedprune_app.models.gguf import _folder_of  # noqa: E402
+from fedprune_app.models.gguf import _converted_folder  # noqa: E402
 from fedprune_app.models.llm import LanguageModel, import_transformers  # noqa: E402
 from tests.models.tiny_gguf import gguf_model, write_gguf  # noqa: E402
 from tests.models.tiny_llm import text_folder  # noqa: E402
@@ -22,7 +22,7 @@ KINDS = gguf.GGMLQuantizationType
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    _folder_of.cache_clear()
+    _converted_folder.cache_clear()
     return tmp_path / "cache" / "fedprune"
 
 
@@ -51,7 +51,7 @@ def test_it_is_computed_once_whatever_the_file_is_called_and_anew_where_the_copy
     assert resolve_checkpoint(str(file.rename(tmp_path / "other.gguf")), download=False) == folder
     assert weights.stat().st_mtime_ns == written
     weights.write_bytes(before[:-1])
-    _folder_of.cache_clear()  # as in the next process
+    _converted_folder.cache_clear()  # as in the next process
     assert resolve_checkpoint(str(tmp_path / "other.gguf"), download=False) == folder
     assert weights.read_bytes() == before
     write_gguf(tmp_path / "other.gguf", gguf_model(seed=1))

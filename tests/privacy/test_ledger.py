@@ -322,7 +322,7 @@ def test_a_copy_tries_out_without_spending(tmp_path):
 def filled(path: Path, count: int = 4) -> Ledger:
     ledger = Ledger(path)
     for number in range(count):
-        ledger.charge_steps(1.0, 0.1, 3, what=f"round {number}\nwith a line break")
+        ledger.charge_steps(1.0, 0.1, 3, note=f"round {number}\nwith a line break")
     ledger.charge_laplace(2.0, 1.0)
     return ledger
 
