@@ -125,10 +125,6 @@ class FedLTP(DPFed):
         """Expect the values of the coordinates that the client has; the server knows their places."""
         return Schema.like(packed(self.model, self.masks(self.drawn[client])))
 
-    def reply_bytes(self, round: Round) -> int:
-        """Return the size of the first sub-model, which has all that the others have; to pack each takes time."""
-        return Schema.like(packed(self.model, self.masks(1))).max_bytes
-
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = self.masks(self.drawn[client])
         tensors = unpacked(update.tensors, masks, self.model)  # where the client has nothing, it moved nothing

@@ -102,10 +102,6 @@ class FedSPA(DPFed):
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(packed(self.model, self.coordinates(round, client)))
 
-    def reply_bytes(self, round: Round) -> int:
-        """Return the size of the first one's reply: all clients send as many, and to draw coordinates takes time."""
-        return self.expect(round, round.participants[0]).max_bytes
-
     def begin(self, round: Round) -> None:
         super().begin(round)
         if round.number == 1:
