@@ -276,7 +276,8 @@ def articles_table() -> str:
         f"| clients | sparsity | seeds | {' | '.join(f'{text}, own / global' for text in texts)} | MB up | minutes |",
         f"| ---: | ---: | ---: |{' ---: |' * (len(texts) + 2)}",
     ]
-    for clients, density in dict.fromkeys((int(row["clients"]), float(row["density"])) for row in rows):
+    cells = {(int(row["clients"]), float(row["density"])) for row in rows}
+    for clients, density in sorted(cells, key=lambda cell: (cell[0], -cell[1])):
         cell = [row for row in rows if (int(row["clients"]), float(row["density"])) == (clients, density)]
         by_text = [[row for row in cell if row["text"] == text] for text in texts]
         told = [f"{_spread([fmean(_own(row)) for row in each])} / {_global(each)}" for each in by_text]
@@ -294,7 +295,7 @@ def kinds_table() -> str:
         f"| sparsity | seeds | test text | dense | {' | '.join(f'model of {text}' for text in texts)} | global |",
         f"| ---: | ---: | --- | ---: |{' ---: |' * (len(texts) + 1)}",
     ]
-    for density in dict.fromkeys(float(row["density"]) for row in rows):
+    for density in sorted({float(row["density"]) for row in rows}, reverse=True):
         for text in texts:
             cell = [row for row in rows if float(row["density"]) == density and row["text"] == text]
             own = [_spread([_own(row)[number] for row in cell]) for number in range(len(texts))]
