@@ -103,6 +103,8 @@ CLAIMS = (
             ("c", 0.3, "mean", "masks"),
             ("d", 0.2, "hessians", "mean"),
             ("e", 0.2, "alps", "hessians"),
+            ("f", 0.5, "hessians", "mean"),
+            ("g", 0.5, "alps", "hessians"),
         )
     ),
 )
