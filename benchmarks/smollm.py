@@ -251,6 +251,9 @@ def claims_table() -> str:
         "| --- | --- | --- | ---: | ---: | --- | --- | --- |",
     ]
     waiting = [claim.name for claim in CLAIMS if compared(claim) is None]
+    sections = [
+        [name for name in waiting if name[0] == number] for number in dict.fromkeys(name[0] for name in waiting)
+    ]
     for claim in CLAIMS:
         if (apart := compared(claim)) is None:
             continue
@@ -267,7 +270,9 @@ def claims_table() -> str:
     done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
     lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
     if waiting:
-        lines[-1] += f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {', '.join(waiting)}."
+        lines[-1] += (
+            f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {', '.join(f'{names[0]}–{names[-1]}' for names in sections)}."
+        )
     return "\n".join(lines)
 
 
