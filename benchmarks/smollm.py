@@ -270,9 +270,8 @@ def claims_table() -> str:
     done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
     lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
     if waiting:
-        lines[-1] += (
-            f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {', '.join(f'{names[0]}–{names[-1]}' for names in sections)}."
-        )
+        names = ", ".join(f"{each[0]}–{each[-1]}" for each in sections)
+        lines[-1] += f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {names}."
     return "\n".join(lines)
 
 
