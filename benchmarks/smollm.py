@@ -250,12 +250,10 @@ def claims_table() -> str:
         "| | clients, texts | claim | in the paper | difference, points | 95 % | by seed | verdict |",
         "| --- | --- | --- | ---: | ---: | --- | --- | --- |",
     ]
-    waiting = [claim.name for claim in CLAIMS if compared(claim) is None]
-    sections = [
-        [name for name in waiting if name[0] == number] for number in dict.fromkeys(name[0] for name in waiting)
-    ]
+    waiting: dict[str, list[str]] = {}  # by the claim's section
     for claim in CLAIMS:
         if (apart := compared(claim)) is None:
+            waiting.setdefault(claim.name[0], []).append(claim.name)
             continue
         interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}" if len(apart.by_seed) > 1 else "–"
         numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
@@ -270,7 +268,7 @@ def claims_table() -> str:
     done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
     lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
     if waiting:
-        names = ", ".join(f"{each[0]}–{each[-1]}" for each in sections)
+        names = ", ".join(f"{each[0]}–{each[-1]}" for each in waiting.values())
         lines[-1] += f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {names}."
     return "\n".join(lines)
 

@@ -105,7 +105,7 @@ class FedSpaLLM(FederatedStrategy):
         self.texts = texts  # by name; the first is what the run is judged by
         self.global_model = PrunedModel(dense, self.recorder.folder, context.run_key)
         rule = MaskMerge if self.options.merge == "masks" else MeanMerge
-        self.merge: MeanMerge | HessianMerge = rule(self.config, self.global_model, self.clients)
+        self.merge: MeanMerge | HessianMerge = rule(self.config, self.global_model)
         if self.options.merge == "hessians":
             groups = same_inputs()
             noise = noise_multiplier(dense.num_layers * len(groups))  # of clients that release so many in a round

@@ -41,8 +41,8 @@ class MeanMerge:
 
     clients_prune = True
 
-    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
-        self.config, self.model, self.clients = config, model, clients
+    def __init__(self, config: Config, model: PrunedModel) -> None:
+        self.config, self.model = config, model
         self._mean = L0Mean(1)
 
     def answer(self, layer: int) -> Schema:
