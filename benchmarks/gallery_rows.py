@@ -50,7 +50,8 @@ def configurations() -> dict[str, dict[str, Any]]:
     found = dict(BASELINES)
     for file in sorted((ROOT / "gallery").glob("*.toml")):
         settings = tomllib.loads(file.read_text())
-        found[file.stem] = {**settings, "plugins": str(file.with_suffix(".py"))}
+        method = "heterofl" if file.stem == "fedrolex" else file.stem  # one file for both
+        found[file.stem] = {**settings, "plugins": str(file.with_name(f"{method}.py"))}
         if file.stem == "fedper":
             found["fedrep"] = {**found["fedper"], "fedper": {"personal-layers": 1, "head-epochs": 3}}
         if file.stem in ("heterofl", "fedrolex"):

@@ -1,9 +1,14 @@
-"""HeteroFL: each client trains the leading units that it can bear, always as many, and no others.
+"""HeteroFL: each client trains the leading units that it can bear. FedRolex: a window of as many, which rolls on.
 
 Diao, Ding, Tarokh, "HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous Clients",
 ICLR 2021, Algorithm 1. Each coordinate is averaged over the clients that have it, and one that nobody has stays
 (equations 1 to 4). While a client of width r trains, the output of each hidden layer is divided by r (the Scaler), and
 the logits of classes that it has no example of are 0 (masked cross entropy).
+
+Alam, Liu, Yan, Zhang, "FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction", NeurIPS
+2022, Algorithm 1. In round j the window of a layer of K units begins at unit ``(j − 1) mod K`` and goes on at the first
+unit behind the last one. The server rolls its model so that the window's units lead, and rolls the average back: to
+order hidden units anew changes nothing that a network computes. So the client is HeteroFL's.
 
 Deviations: a client's width comes from ``fjord.widths``, or from its node's ``capacity``, and is fixed. BatchNorm's
 statistics are averaged like weights, where the paper asks all clients for them after training (static BatchNorm). All
@@ -27,6 +32,33 @@ class HeteroFL(fp.FjORD):
     """The server is FjORD's, but all clients count alike."""
 
     by_examples = False
+
+
+class FedRolex(HeteroFL):
+    """The server has one model of full width; ``first`` is the unit with which this round's windows begin."""
+
+    averages = False  # a robust average measures from a model that is not rolled
+    first = 0
+
+    def rolled(self, tensors: Mapping[str, Tensor], shift: int) -> dict[str, Tensor]:
+        """Return the model with the units of all hidden layers moved on by so many places."""
+        result = dict(tensors)
+        for group in self.groups:
+            for piece in group.slices:
+                result[piece.tensor] = result[piece.tensor].roll(shift * piece.repeat, piece.dim)
+        return result
+
+    def begin(self, round: fp.Round) -> None:
+        super().begin(round)
+        self.first = round.number - 1
+
+    def sub_network(self, client: int) -> dict[str, Tensor]:
+        reach = self.extents_of(client)
+        model = self.rolled(self.model, -self.first)
+        return {n: fp.structured.leading_block(t, reach.get(n)).contiguous() for n, t in model.items()}
+
+    def end(self, round: fp.Round) -> None:
+        self.model = self.rolled(self.mean.mean(self.rolled(self.model, -self.first)), self.first)
 
 
 class HeteroFLClient(fp.FjORDClient):
@@ -73,5 +105,12 @@ fp.register_system(
     strategy=HeteroFL,
     client=HeteroFLClient,
     summary="HeteroFL: each client trains the leading units that it can bear",
+    uses=("fjord.widths",),
+)
+fp.register_system(
+    "fedrolex",
+    strategy=FedRolex,
+    client=HeteroFLClient,
+    summary="FedRolex: each client trains a rolling window of units",
     uses=("fjord.widths",),
 )

@@ -22,6 +22,8 @@ from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import QUICK, run_with
 
 GALLERY = Path(__file__).parents[2] / "gallery"
+SHARED = {"fedrolex": "heterofl"}
+"""Methods that stand in another method's file."""
 CLIENTS = 3
 WHOLE_BATCHES = {
     **QUICK,
@@ -33,10 +35,14 @@ WHOLE_BATCHES = {
 }
 
 
+def file_of(name):
+    return GALLERY / f"{SHARED.get(name, name)}.py"
+
+
 def settings_of(name, **settings):
     """The settings of a run of the method, with underscores for "-" and two of them for "."."""
     given = {key.replace("__", ".").replace("_", "-"): value for key, value in settings.items()}
-    return {**WHOLE_BATCHES, "system": name, "plugins": str(GALLERY / f"{name}.py"), **given}
+    return {**WHOLE_BATCHES, "system": name, "plugins": str(file_of(name)), **given}
 
 
 def config_of(name, **settings):
@@ -45,8 +51,8 @@ def config_of(name, **settings):
 
 def loaded(name):
     """The module of a method, as a run has loaded it."""
-    plugins.load({"plugins": str(GALLERY / f"{name}.py")})
-    (module,) = (module for _, module in loading._files.values() if Path(str(module.__file__)).stem == name)
+    plugins.load({"plugins": str(file_of(name))})
+    (module,) = (module for _, module in loading._files.values() if Path(str(module.__file__)) == file_of(name))
     return module
 
 

@@ -39,7 +39,7 @@ def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
 @BOTH
 def test_it_keeps_the_laws(system):
     settings = {"fjord.widths": SETTINGS["fjord__widths"]}
-    check_system(system, plugins=str(small.GALLERY / f"{system}.py"), settings=settings)
+    check_system(system, plugins=str(small.file_of(system)), settings=settings)
 
 
 def test_with_fedrolex_every_unit_is_trained_by_narrow_clients_too(tmp_path):
