@@ -177,7 +177,7 @@ def sweep(
     given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
     outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
-        outcome.check(with_reasons=not progress)
+        outcome.check()
     except LaunchError as error:
         raise RunsFailed(str(error), outcome.runs, outcome.failed) from None
     return list(outcome.runs)

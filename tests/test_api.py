@@ -306,7 +306,7 @@ def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
         fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)
 
 
-def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path, capsys):
+def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path):
     quick = {"out": tmp_path / "s", "engine": "inprocess", "num_server_rounds": 1}
 
     def sweep(seeds, **more):
@@ -319,10 +319,8 @@ def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
     with refuses("clients", 4, where="run 'fedavg-digits-seed0'", allowed="2"):
         sweep([0, 1], clients=4, resume=True)
     assert not (tmp_path / "s" / "fedavg-digits-seed1").exists()
-    capsys.readouterr()
     runs = sweep([0, 1], resume=True)
     assert [len(run.info["partition"]) for run in runs] == [2, 2]
-    assert "2 clients, as the runs in" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -53,10 +53,9 @@ def main(commands: typer.Typer = app) -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
-        if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
-            raise ConfigError(f"argument {sys.argv.index('', 1)}", "", "a text, or no such argument")
-        if empty_options := [name for name in sys.argv[1:] if name.startswith("--") and name.endswith("=")]:
-            raise ConfigError(empty_options[0], "", "a text, or no such option")
+        for argument in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
+            if not argument or (argument.startswith("--") and argument.endswith("=")):
+                raise ConfigError("argument", argument, "a text, or no such argument")
         code = commands(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
@@ -73,11 +72,6 @@ def main(commands: typer.Typer = app) -> None:
         say(f" {_one_line(error)}", "failed:", "red")
         sys.exit(1)
     except (ValueError, OSError) as error:
-        say(f" {_one_line(error)}", "error:", "red")
-        sys.exit(2)
-    except RuntimeError as error:  # pathlib's, up to Python 3.12
-        if not str(error).startswith("Symlink loop"):
-            raise
         say(f" {_one_line(error)}", "error:", "red")
         sys.exit(2)
     if code == _INTERRUPTED:

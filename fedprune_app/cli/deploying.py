@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -63,16 +62,14 @@ def local(
     for file in files:
         read_policy({POLICY_FILE: str(file)})
     shares = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
-    for count, option in ((len(folders), "--data-dirs"), (len(files), "--policies"), (len(shares), "--capacities")):
-        if count not in (0, nodes):
-            raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {count} entries")
     places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
-    values_by_key: dict[str, Iterable[Scalar]] = {
-        "data-dir": map(str, folders),
-        "capacity": shares,
-        POLICY_FILE: map(str, files),
-    }
-    for key, values in values_by_key.items():
+    for option, key, values in (
+        ("--data-dirs", "data-dir", list(map(str, folders))),
+        ("--capacities", "capacity", shares),
+        ("--policies", POLICY_FILE, list(map(str, files))),
+    ):
+        if len(values) not in (0, nodes):
+            raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {len(values)} entries")
         for place, value in zip(places, values, strict=False):
             place[key] = value
     given = given_in(config, overrides, plugin)
@@ -181,14 +178,11 @@ def superlink(
     All other options are those of flower-superlink.
     Without the secret everybody who reaches the Control API may start runs.
     """
-    from fedprune_app.engine.superlink import SECRET_VARIABLE
-    from fedprune_app.launching.credentials import read_control_secret
+    from fedprune_app.engine.superlink import SECRET_VARIABLE, read_secret
     from fedprune_app.launching.local import superlink_command
 
     command = superlink_command(context.args)
-    if not secret.expanduser().is_file():
-        raise ConfigError("--control-secret", secret, "a file")
-    read_control_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
+    read_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 
 

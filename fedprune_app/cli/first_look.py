@@ -89,7 +89,6 @@ def list_(
 
 
 def _keys_table(options: Mapping[str, Option]) -> Table:
-    """Return a table of these settings with default, meaning, range and choices."""
     table = Table(box=None, pad_edge=False)
     table.add_column("key = default", no_wrap=True)
     table.add_column("meaning")

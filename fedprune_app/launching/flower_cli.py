@@ -49,9 +49,8 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
-    start = process.stdout.find("{")
     try:
-        answer: dict[str, object] = json.loads(process.stdout[start:]) if start >= 0 else {}
+        answer: dict[str, object] = json.loads("{" + process.stdout.partition("{")[2])
     except json.JSONDecodeError:
         answer = {}
     if process.returncode != 0 or not answer.get("success", False):

@@ -26,19 +26,13 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.flower_private import has_fleet_port
-from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
+from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials, read_secret
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.launching import flower_cli, processes
-from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates, valid_until
-from fedprune_app.launching.credentials import (
-    make_database,
-    make_node_key,
-    public_half,
-    read_control_secret,
-    write_secret,
-)
+from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates
+from fedprune_app.launching.credentials import make_database, make_node_key, public_half
 from fedprune_app.launching.flower_cli import Link
 
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
@@ -99,7 +93,7 @@ class Deployment:
             f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
         replace_file(home / "config.toml", content.encode())
-        write_secret(home / CREDENTIALS, credentials(address, read_control_secret(self._secret("control"))))
+        replace_file(home / CREDENTIALS, credentials(address, read_secret(self._secret("control"))), mode=0o600)
         return Link("local", processes.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
@@ -110,7 +104,7 @@ class Deployment:
         """Return the path of a file with a secret of this deployment, and make the file if it is missing."""
         path = self.folder / f"{name}.secret"
         if not path.exists():
-            write_secret(path, secrets.token_hex(32).encode())
+            replace_file(path, secrets.token_hex(32).encode(), mode=0o600)
         return path
 
     def _spawn(
@@ -174,7 +168,6 @@ class Deployment:
         self._spawn(name, command)
 
     def _nodes(self) -> list[dict[str, object]]:
-        """Return the SuperLink's list of nodes."""
         nodes = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
         return nodes if isinstance(nodes, list) else []
 
@@ -218,7 +211,7 @@ def node_config_text(values: Mapping[str, Scalar]) -> str:
     """Return the value of ``--node-config`` as Flower reads it: TOML values, separated by spaces.
 
     Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
-    raised for a value that holds quotes of both kinds.
+    raised for a value with a double quote.
     """
     return " ".join(f"{key}={_toml(key, value)}" for key, value in values.items())
 
@@ -226,11 +219,9 @@ def node_config_text(values: Mapping[str, Scalar]) -> str:
 def _toml(key: str, value: Scalar) -> str:
     if not isinstance(value, str):
         return str(value).lower()
-    if '"' not in value:
-        return '"' + value.replace("\\", "\\\\") + '"'
-    if "'" not in value:
-        return f"'{value}'"
-    raise ConfigError(key, value, "one kind of quotes", where="node-config")
+    if '"' in value:
+        raise ConfigError(key, value, 'a text without "', where="node-config")
+    return '"' + value.replace("\\", "\\\\") + '"'
 
 
 @contextmanager
@@ -245,12 +236,6 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
-    for path in (certificates.certificate, certificates.ca):
-        try:
-            valid_until(path)
-        except ConfigError as error:
-            error.hint = f"remove {str(certificates.ca)!r}, and new ones are made"
-            raise
     port, fleet_port = processes.free_ports(2)
     deployment = Deployment(folder, certificates, port, fleet_port)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from fedprune_app.config import OPTIONS, ConfigError, Scalar, told_of
 
 Range = list[Scalar] | Mapping[str, Any]
 """These are choices, or a table with ``low`` and ``high``, and with ``log`` or ``step``."""
-_short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Search:
         yield self.name, first
         for key, choices in {"seed": list(self.seeds), **values}.items():
             for value in choices[1:]:
-                yield f"{self.name} {key}={_short(value)}".strip(), {**first, key: value}
+                yield f"{self.name} {key}={value}".strip(), {**first, key: value}
 
     def distributions(self) -> dict[str, Any]:
         """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
@@ -95,5 +93,4 @@ def _distribution(key: str, spec: Range) -> Any:
     try:
         return kind(low, high, **arguments)
     except (ArithmeticError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{key} in space", spec, "what Optuna draws from", hint=reason) from None
+        raise ConfigError(f"{key} in space", spec, "what Optuna draws from", hint=str(error)) from None
