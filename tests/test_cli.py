@@ -52,7 +52,7 @@ def test_a_level_of_the_log_may_be_in_small_letters_or_is_refused(fedprune, monk
         monkeypatch.setenv("FEDPRUNE_LOG", level)
         found, said = fedprune("list")
         assert found == code, said
-    assert "FEDPRUNE_LOG is 'foo'" in " ".join(said.split())
+    assert "FEDPRUNE_LOG is 'FOO'" in " ".join(said.split())
 
 
 def test_a_folder_with_the_name_of_a_shipped_configuration_does_not_hide_it(fedprune, tmp_path):

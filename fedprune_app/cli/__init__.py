@@ -52,7 +52,10 @@ def main(commands: typer.Typer = app) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
+        level = (os.environ.get("FEDPRUNE_LOG") or "ERROR").upper()  # the progress bar shows what matters
+        if level not in logging.getLevelNamesMapping():
+            raise ConfigError("FEDPRUNE_LOG", level, ", ".join(logging.getLevelNamesMapping()))
+        logging.getLogger("flwr").setLevel(level)
         for argument in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
             if not argument or (argument.startswith("--") and argument.endswith("=")):
                 raise ConfigError("argument", argument, "a text, or no such argument")
@@ -77,13 +80,6 @@ def main(commands: typer.Typer = app) -> None:
     if code == _INTERRUPTED:
         say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)
-
-
-def _set_log_level(name: str) -> None:
-    levels = logging.getLevelNamesMapping()
-    if name.upper() not in levels:
-        raise ConfigError("FEDPRUNE_LOG", name, ", ".join(levels))
-    logging.getLogger("flwr").setLevel(levels[name.upper()])
 
 
 def _one_line(error: Exception) -> str:

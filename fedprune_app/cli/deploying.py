@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -63,11 +64,12 @@ def local(
         read_policy({POLICY_FILE: str(file)})
     shares = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
     places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
-    for option, key, values in (
-        ("--data-dirs", "data-dir", list(map(str, folders))),
-        ("--capacities", "capacity", shares),
-        ("--policies", POLICY_FILE, list(map(str, files))),
-    ):
+    values_by_option: dict[str, tuple[str, Sequence[Scalar]]] = {
+        "--data-dirs": ("data-dir", list(map(str, folders))),
+        "--capacities": ("capacity", shares),
+        "--policies": (POLICY_FILE, list(map(str, files))),
+    }
+    for option, (key, values) in values_by_option.items():
         if len(values) not in (0, nodes):
             raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {len(values)} entries")
         for place, value in zip(places, values, strict=False):

@@ -168,7 +168,6 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Say in what a run or its data are less than they seem."""
     for line in notes:
         say(f" {line}", "note:", "yellow")
 

@@ -54,7 +54,6 @@ def say(text: str, label: str = "", style: str = "") -> None:
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print rows of a subject and words on it."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for subject, words in rows:
         table.add_row(Text(subject, "bold"), words)

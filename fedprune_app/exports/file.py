@@ -202,7 +202,6 @@ def full_density(model: nn.Module, payload: Payload) -> float:
 
 
 def num_parameters(payload: Payload, names: list[str]) -> int:
-    """Return how many values a payload keeps of the tensors ``names``."""
     tensors = {name: payload.tensors[name] for name in names}
     return Payload(tensors, {name: mask for name, mask in payload.masks.items() if name in tensors}).num_kept()
 

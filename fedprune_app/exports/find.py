@@ -182,9 +182,7 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 def _names_from_server(config: Config, full: nn.Module, round: int) -> list[str]:
     """Return the names of a personal model's tensors that are the server's final ones (LG-FedAvg's upper layers)."""
     kind, names = SYSTEMS[config.system].client, list(state_tensors(full, include_buffers=True))
-    if not issubclass(kind, ImageClient):
-        return []
-    return kind.names_from_server(config, names, prunable_names(full), round)
+    return kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
 
 
 def _exportable(

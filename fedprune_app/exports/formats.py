@@ -62,10 +62,8 @@ def export_model(
     """
     if format not in FORMATS:
         raise ConfigError("--format", format, ", ".join(FORMATS))
-    if output.is_dir():
-        raise ConfigError("--output", output, "a file", which="is a folder")
-    if output.exists() and not force:
-        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces it")
+    if output.is_dir() or (output.exists() and not force):
+        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
     model = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
     content, runner, full_runner = convert(model, format)
     replace_file(output, content)

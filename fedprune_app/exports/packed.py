@@ -23,8 +23,7 @@ from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sparse import SparseLinear
 from fedprune_app.results.reader import check_models, read_info
 
-CHECKPOINT = Path("models") / "global"
-"""A run of a language model leaves its global model here, for transformers."""
+CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
 
 
 @dataclass(frozen=True)

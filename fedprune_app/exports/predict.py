@@ -16,8 +16,7 @@ from fedprune_app.exports.file import ExportInfo, load_model, read_export_info
 from fedprune_app.models.vision import Build
 
 _BATCH = 1024  # examples that go through a network together
-Classes = list[tuple[str, float]]
-"""These are classes with their probabilities, the likeliest first."""
+Classes = list[tuple[str, float]]  # with their probabilities, the likeliest first
 
 
 class Prediction(NamedTuple):
@@ -78,7 +77,7 @@ def _likeliest(network: nn.Module, info: ExportInfo, examples: Tensor, top: int)
     names = info.class_names or tuple(map(str, range(info.classes)))
     mean, std = (torch.tensor(values, dtype=examples.dtype).view(-1, 1, 1) for values in (info.mean, info.std))
     likeliest: list[Classes] = []
-    for batch in examples.split(_BATCH):
+    for batch in torch.split(examples, _BATCH):
         with torch.no_grad():
             shares, classes = network((batch - mean).div(std).float()).softmax(1).topk(min(top, len(names)))
         for row in zip(classes.tolist(), shares.tolist(), strict=True):

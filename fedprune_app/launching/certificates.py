@@ -21,10 +21,8 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.launching.credentials import host_and_port, private_bytes
 
-_VALID_DAYS = 365
 _HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _MINUTE = "%Y-%m-%d %H:%M UTC"
-_LINK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,10 @@ class Certificates:
 
 
 def certificates_in(folder: Path) -> Certificates:
-    """Return the paths at which :func:`make_certificates` puts its files in ``folder``."""
     return Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
 
 
-def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAYS) -> Certificates:
+def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> Certificates:
     """Make a certificate authority in ``folder``, and a SuperLink certificate for the names and addresses ``hosts``.
 
     Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all files
@@ -141,7 +138,7 @@ def check_link(address: str, ca: Path) -> datetime.datetime:
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2", "http/1.1"])  # of gRPC, and of HTTP from Flower 1.40 on
     try:
-        connection = socket.create_connection((host, int(port)), _LINK_SECONDS)
+        connection = socket.create_connection((host, int(port)), timeout=10)
         with connection, context.wrap_socket(connection, server_hostname=host) as link:
             certificate = link.getpeercert(binary_form=True)
     except (OSError, OverflowError) as error:

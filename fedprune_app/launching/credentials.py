@@ -35,7 +35,6 @@ def make_node_key(path: Path) -> Path:
 
 
 def public_half(key: Path) -> Path:
-    """Return the path at which :func:`make_node_key` puts the public key of the private ``key``."""
     return key.with_name(key.name + ".pub")
 
 

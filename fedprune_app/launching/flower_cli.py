@@ -60,7 +60,6 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
 
 
 def submit(link: Link, app: Path, config: Mapping[str, Scalar]) -> str:
-    """Start a run and return its id."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-", delete=False) as file:
         file.write(to_toml(config))
     try:

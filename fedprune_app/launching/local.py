@@ -10,7 +10,6 @@ This module makes certificates and node keys, and runs the same programs as on m
 from __future__ import annotations
 
 import re
-import secrets
 import subprocess
 import sys
 import sysconfig
@@ -26,10 +25,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.flower_private import has_fleet_port
-from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials, read_secret
+from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
-from fedprune_app.files import replace_file
+from fedprune_app.files import kept_secret, replace_file
 from fedprune_app.launching import flower_cli, processes
 from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates
 from fedprune_app.launching.credentials import make_database, make_node_key, public_half
@@ -63,6 +62,10 @@ def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
     return bool(answer.status == HealthCheckResponse.SERVING)
 
 
+def _words(options: Mapping[str, object]) -> list[str]:
+    return [str(word) for option in options.items() for word in option]
+
+
 # --- the topology on this machine -----------------------------------------------------------------------------------
 
 
@@ -93,18 +96,15 @@ class Deployment:
             f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
         replace_file(home / "config.toml", content.encode())
-        replace_file(home / CREDENTIALS, credentials(address, read_secret(self._secret("control"))), mode=0o600)
+        replace_file(home / CREDENTIALS, credentials(address, kept_secret(self._secret("control"))), mode=0o600)
         return Link("local", processes.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
-        """Return the path of the log of the program ``name``."""
         return self.folder / name / "log.txt"
 
     def _secret(self, name: str) -> Path:
-        """Return the path of a file with a secret of this deployment, and make the file if it is missing."""
         path = self.folder / f"{name}.secret"
-        if not path.exists():
-            replace_file(path, secrets.token_hex(32).encode(), mode=0o600)
+        kept_secret(path)
         return path
 
     def _spawn(
@@ -125,23 +125,30 @@ class Deployment:
         database = self.folder / "superlink.db"
         if not database.exists():
             make_database(database)
-        command = superlink_command(["--isolation", "process"])
-        command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
-        command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
-        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR)), "--database", str(database)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
-        if has_fleet_port():
-            command += ["--fleet-api-address", self.node_address]
+        options = {
+            "--isolation": "process",
+            "--ssl-ca-certfile": self.certificates.ca,
+            "--ssl-keyfile": self.certificates.key,
+            "--ssl-certfile": self.certificates.certificate,
+            "--superexec-auth-secret-file": self._secret(_EXECUTOR),
+            "--database": database,
+            "--host": "127.0.0.1",
+            "--port": self.port,
+            **({"--fleet-api-address": self.node_address} if has_fleet_port() else {}),
+        }
+        switches = ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+        command = superlink_command([*switches, *_words(options)])
         process = self._spawn(_SUPERLINK, command, {SECRET_VARIABLE: str(self._secret("control"))})
         url = f"https://127.0.0.1:{self.port}/health"
         processes.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
 
     def start_executor(self) -> None:
-        """Start the SuperExec, the program that runs the ServerApps."""
-        command = [processes.tool("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.port}"]
-        command += ["--root-certificates", str(self.certificates.ca)]
-        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR))]
-        self._spawn(_EXECUTOR, command)
+        options = {
+            "--runtime-api-address": f"127.0.0.1:{self.port}",
+            "--root-certificates": self.certificates.ca,
+            "--superexec-auth-secret-file": self._secret(_EXECUTOR),
+        }
+        self._spawn(_EXECUTOR, [processes.tool("flower-superexec"), *_words(options)])
 
     def register(self, name: str) -> None:
         """Register the key of the node ``name`` at the SuperLink, unless that was done; make a key that is missing."""
@@ -161,11 +168,15 @@ class Deployment:
         """
         self._wait_until_missed(name)
         (port,) = processes.free_ports(1)
-        command = [processes.tool("flower-supernode"), "--superlink", self.node_address]
-        command += ["--root-certificates", str(self.certificates.ca), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--auth-supernode-private-key", str(self.folder / name / "node.key")]
-        command += ["--node-config", node_config_text(node_config)]
-        self._spawn(name, command)
+        options = {
+            "--superlink": self.node_address,
+            "--root-certificates": self.certificates.ca,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--auth-supernode-private-key": self.folder / name / "node.key",
+            "--node-config": node_config_text(node_config),
+        }
+        self._spawn(name, [processes.tool("flower-supernode"), *_words(options)])
 
     def _nodes(self) -> list[dict[str, object]]:
         nodes = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
@@ -198,11 +209,9 @@ class Deployment:
             time.sleep(0.5)
 
     def kill(self, name: str) -> None:
-        """End the program ``name`` and all that it started, at once."""
         processes.end(self.processes.pop(name))
 
     def stop(self) -> None:
-        """End all programs, the nodes first."""
         for name in list(reversed(self.processes)):
             self.kill(name)
 

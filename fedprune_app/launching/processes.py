@@ -85,15 +85,13 @@ def tool(name: str) -> str:
 
     Raises :class:`LaunchError` if the program is not installed.
     """
-    beside = Path(sys.executable).parent / name
-    path = str(beside) if beside.exists() else shutil.which(name)
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if path is None:
         raise LaunchError(f"command {name!r} is not installed beside {sys.executable}")
     return path
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` different ports of 127.0.0.1 that no program uses now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:

@@ -18,8 +18,7 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 
 NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", POLICY_FILE, *POLICY_KEYS)
-OWN = ("image-folder", "table", "text")
-"""Datasets that a client may have to itself, beside those of plug-ins."""
+OWN = ("image-folder", "table", "text")  # datasets that a client may have to itself, beside those of plug-ins
 
 
 def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LATEST = Path("runs/latest")
-"""The link to the run that was started last without a folder of its own."""
+LATEST = Path("runs/latest")  # the link to the run that was started last without a folder of its own
 
 
 @contextmanager

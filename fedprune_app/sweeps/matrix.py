@@ -22,8 +22,8 @@ from fedprune_app.results.recorder import holds_run
 from fedprune_app.sweeps.space import Search, check_range
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
+# what a search may go by, and where better is; no number of test data, which nothing may be decided by
 OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
-"""What a search may go by, and where better is; no number of test data, which nothing may be decided by."""
 _OF_SEARCH = {
     "trials": Option(20, "how many settings are drawn", bounds=(Bound("at least", 1, operator.ge),)),
     "sampler": Option("tpe", "how settings are drawn", {"tpe": "by what was good before", "random": "at random"}),
@@ -77,7 +77,6 @@ class _Loader(yaml.SafeLoader):
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
-    """Return the text of a matrix file, which :func:`read_matrix` reads as this document."""
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
     return text
 
@@ -114,6 +113,9 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
         if key not in _SECTIONS or (key == "datasets" and "search" in document):
             raise ConfigError("entry", key, sections, where=where)
     common = _settings(where, "common", document.get("common", {}))
+    for key in ("system", "dataset"):
+        if key in common and (f"{key}s" in document or "search" not in document):
+            raise ConfigError(f"{key} in common", common[key], f"in {key}s", where=where)
     seeds = document.get("seeds", [0])
     are_numbers = isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)
     if not are_numbers or len(set(seeds)) != len(seeds):
@@ -133,7 +135,6 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
 def _cells(
     where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: Sequence[int]
 ) -> list[tuple[str, dict[str, Any]]]:
-    _check_not_common(where, common, ("system", "dataset"))
     systems = _variants(where, "systems", "system", document.get("systems"))
     datasets = _variants(where, "datasets", "dataset", document.get("datasets", ["digits"]))
     settings = []
@@ -158,7 +159,6 @@ def _searches(
         }
     shared = _space(where, table.get("space", {}))
     if "systems" in document:
-        _check_not_common(where, common, ("system",))
         entries = document["systems"]
         bare = [_without_space(entry) for entry in entries] if isinstance(entries, list) else entries
         variants = _variants(where, "systems", "system", bare)
@@ -189,12 +189,6 @@ def _space(where: str, space: Any) -> dict[str, Any]:
     for key, spec in space.items():
         check_range(where, key, spec)
     return space
-
-
-def _check_not_common(where: str, common: Mapping[str, Any], keys: Sequence[str]) -> None:
-    for key in keys:
-        if key in common:
-            raise ConfigError(f"{key} in common", common[key], f"in {key}s", where=where)
 
 
 _LONGEST = 200  # characters of a name, of 255 that a folder may have: a digest, trial and seed may follow

@@ -8,8 +8,7 @@ from typing import Any
 
 from fedprune_app.config import OPTIONS, ConfigError, Scalar, told_of
 
-Range = list[Scalar] | Mapping[str, Any]
-"""These are choices, or a table with ``low`` and ``high``, and with ``log`` or ``step``."""
+Range = list[Scalar] | Mapping[str, Any]  # choices, or a table with low and high, and with log or step
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,9 @@ def check_range(where: str, key: object, spec: Any) -> None:
     """Raise :class:`ConfigError` for what is neither a list of choices nor a table with two ends."""
     if not isinstance(key, str) or key == "seed":
         raise ConfigError("space", key, "names of settings, and seed in seeds", where=where)
-    if isinstance(spec, list):
-        is_range = bool(spec) and all(isinstance(value, bool | int | float | str) for value in spec)
-    else:
-        is_range = isinstance(spec, dict) and {"low", "high"} <= spec.keys() <= {"low", "high", "log", "step"}
-    if not is_range:
+    are_choices = isinstance(spec, list) and spec and all(isinstance(each, bool | int | float | str) for each in spec)
+    is_range = isinstance(spec, dict) and {"low", "high"} <= spec.keys() <= {"low", "high", "log", "step"}
+    if not are_choices and not is_range:
         raise ConfigError(
             f"{key} in space",
             spec,

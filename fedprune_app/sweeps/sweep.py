@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,8 +27,7 @@ from fedprune_app.sweeps.matrix import Matrix, to_yaml
 from fedprune_app.sweeps.search import BEST, SearchResult, best_matrix, find, storage_in, study_of
 from fedprune_app.sweeps.space import Search
 
-Say = Callable[[str, str], object]
-"""Told what happens: a label, which may be empty, and a text."""
+Say = Callable[[str, str], object]  # told what happens: a label, which may be empty, and a text
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,10 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
             _check_objective(search, probes[search.name].config)
         firsts = [{**probes[search.name].config.to_dict(), "out-dir": ""} for search in searches]
         runs = [prepare(Given(first, where=matrix.where), placement) for first in firsts]
-    with ExitStack() as stack:
-        session = stack.enter_context(Session(console))
-        open_runs = [run for run in runs if not run.is_complete]
-        for run in open_runs:
-            session.tell(run.notes)
+    with Session(console) as session:
         # minutes of training or a download, which a mistake should not wait for
-        language_models.prepare_models([run.config for run in open_runs], console)
+        language_models.prepare_models([run.config for run in runs if not run.is_complete], console)
         mark(out, "sweep")
-        stack.enter_context(exclusive(out, patience_seconds=1))  # two sweeps would make the same runs
 
         def make(run: Prepared) -> Run:
             if not run.is_complete:
@@ -103,9 +96,11 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
             trial_settings = Given(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
             return make(prepare(trial_settings, placement))
 
-        outcome = (
-            _run_searches(searches, out, placement.clients, trial, say) if searches else _run_matrix(runs, make, say)
-        )
+        with exclusive(out, patience_seconds=1):  # two sweeps would make the same runs
+            if searches:
+                outcome = _run_searches(searches, out, placement.clients, trial, say)
+            else:
+                outcome = _run_matrix(runs, make, say)
     return replace(outcome, tables=(*outcome.tables, *(write_tables(outcome.runs, out) if outcome.runs else ())))
 
 
