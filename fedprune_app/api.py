@@ -31,7 +31,6 @@ from fedprune_app.config.shipped import config_file
 from fedprune_app.data import splits
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
-from fedprune_app.files import as_path
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.preflight.given import Given, trusted_code, with_plugins
@@ -218,7 +217,7 @@ def _plain(value: Any) -> Any:
 def _path(name: str, value: object, alternative: str = "") -> Path:
     if not isinstance(value, str | PathLike) or not os.fspath(value):
         raise ConfigError(name, value, f"a path{alternative}")
-    return as_path(name, value)
+    return Path(value).expanduser()
 
 
 @_in_python

@@ -27,7 +27,7 @@ def local(
     config: Configs = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs."),
+        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs.", min=1),
     ] = None,
     data_dirs: Annotated[
         str, typer.Option("--data-dirs", help="Folders with each node's own data, in place of a partition: 'A,B,C'.")
@@ -55,8 +55,6 @@ def local(
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
         nodes = len(folders) or len(files) or 3
-    if nodes < 1:
-        raise ConfigError("--nodes", nodes, "at least 1")
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError("--data-dirs", folder, "folders")

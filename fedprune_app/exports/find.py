@@ -179,12 +179,6 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     return rounds[client], store.read(rounds[client])
 
 
-def _names_from_server(config: Config, full: nn.Module, round: int) -> list[str]:
-    """Return the names of a personal model's tensors that are the server's final ones (LG-FedAvg's upper layers)."""
-    kind, names = SYSTEMS[config.system].client, list(state_tensors(full, include_buffers=True))
-    return kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
-
-
 def _exportable(
     run: Path, config: Config, inputs: Mapping[str, Any], client: int | None, round: int, state: State
 ) -> Exportable:
@@ -192,7 +186,11 @@ def _exportable(
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
     names = list(state_tensors(full, include_buffers=True))
     weights = state.group("weights")
-    of_server = _names_from_server(config, full, round)
+    kind = SYSTEMS[config.system].client
+    # the tensors of a personal model that are the server's final ones (LG-FedAvg's upper layers)
+    of_server = (
+        kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
+    )
     if client is not None and of_server:
         weights |= {name: t for name, t in read_tensors(run / _GLOBAL).tensors.items() if name in of_server}
     missing_names = [name for name in names if name not in weights]

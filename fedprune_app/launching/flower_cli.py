@@ -60,12 +60,10 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
 
 
 def submit(link: Link, app: Path, config: Mapping[str, Scalar]) -> str:
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-") as file:
         file.write(to_toml(config))
-    try:
+        file.flush()
         return str(flwr(link, "run", str(app), link.name, "--run-config", file.name)["run-id"])
-    finally:
-        Path(file.name).unlink()
 
 
 def _run_row(link: Link, run_id: str) -> dict[str, object]:

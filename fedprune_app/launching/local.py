@@ -9,6 +9,7 @@ This module makes certificates and node keys, and runs the same programs as on m
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -222,15 +223,10 @@ def node_config_text(values: Mapping[str, Scalar]) -> str:
     Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
     raised for a value with a double quote.
     """
-    return " ".join(f"{key}={_toml(key, value)}" for key, value in values.items())
-
-
-def _toml(key: str, value: Scalar) -> str:
-    if not isinstance(value, str):
-        return str(value).lower()
-    if '"' in value:
-        raise ConfigError(key, value, 'a text without "', where="node-config")
-    return '"' + value.replace("\\", "\\\\") + '"'
+    for key, value in values.items():
+        if '"' in str(value):
+            raise ConfigError(key, value, 'a text without "', where="node-config")
+    return " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
 
 
 @contextmanager

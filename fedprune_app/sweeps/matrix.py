@@ -199,9 +199,6 @@ def _settings(where: str, section: str, table: Any) -> dict[str, Any]:
         raise ConfigError(f"an entry of {section}", table, "key: value pairs", where=where)
     with told_of(f"{where}: an entry of {section}"):
         settings = flatten(table)
-    for key, value in settings.items():
-        if not isinstance(value, bool | int | float | str):
-            raise ConfigError(f"{key} in {section}", value, "one value", where=where)
     if "seed" in settings:
         raise ConfigError(f"seed in {section}", settings["seed"], "in seeds", where=where)
     return settings
