@@ -67,7 +67,8 @@ def predictions(
 def _examples(path: Path, info: ExportInfo) -> Tensor:
     """Return an image as float32 in [0, 1], or a table's rows as float64: (N, C, H, W), not normalised yet."""
     if not path.is_file():
-        raise ValueError(f"{str(path)!r} is no file, allowed: files of {'tables' if info.features else 'images'}")
+        kind = "table" if info.features else "image"
+        raise ValueError(f"{kind} {str(path)!r} is no file here, allowed: files of {kind}s")
     if info.features:
         return torch.from_numpy(np.array(tables.rows(path, info.features))).view(-1, *info.image_shape)
     return torch.from_numpy(np.array(read_image(path, info.image_shape, info.image_fit)))[None].float().div_(255)

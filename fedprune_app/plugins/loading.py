@@ -199,19 +199,14 @@ def _from_file(code: Code) -> ModuleType:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(code.key, code.target, which="cannot be read", hint=str(error)) from None
-    entry = _files.get(code.target)
-    if entry is None or entry[0] != digest:
+    if code.target not in _files or _files[code.target][0] != digest:
         name = f"fedprune_plugin_{path.stem}_{hashlib.sha256(code.target.encode()).hexdigest()[:8]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # where dataclasses look for the module of a class
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            sys.modules.pop(name)
-            raise
+        spec.loader.exec_module(module)
         _files[code.target] = digest, module
     return _files[code.target][1]
 
