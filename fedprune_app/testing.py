@@ -10,8 +10,6 @@ message or sent twice leave everything as if their clients had not been asked. A
 and on the embedded digits unless ``settings`` say otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The ``fedprune`` command does what Flower's own command line does not do."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -1,7 +1,5 @@
 """Commands for deployments on real nodes: ``fedprune deploy``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands for a first look: ``list`` and ``demo``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

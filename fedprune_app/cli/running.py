@@ -1,7 +1,5 @@
 """Commands that start runs: ``run``, ``check``, ``check-data`` and ``sweep``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The terminal is where all commands read the same options and say things in the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated

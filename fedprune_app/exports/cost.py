@@ -1,7 +1,5 @@
 """What an exported network costs: its size, and the time it takes on this machine."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time

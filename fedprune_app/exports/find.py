@@ -1,7 +1,5 @@
 """Find the model to export in the folder of a run, and make the smallest real network of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace

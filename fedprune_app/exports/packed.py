@@ -4,8 +4,6 @@
 whose pruned weights are zeros.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

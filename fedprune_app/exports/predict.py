@@ -1,7 +1,5 @@
 """An exported model classifies images of files, or rows of tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Certificates of a deployment: an authority of one's own, made, read and checked."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import re

@@ -1,7 +1,5 @@
 """Secrets of a deployment: the keys of nodes, the SuperLink's database, and who may submit runs."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import sqlite3

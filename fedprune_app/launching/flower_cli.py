@@ -1,7 +1,5 @@
 """Flower's command line, asked about one run on one SuperLink."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tempfile

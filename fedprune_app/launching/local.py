@@ -7,8 +7,6 @@ This module makes certificates and node keys, and runs the same programs as on m
 * a SuperNode per client, with its own key, its own home and its own state folder.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

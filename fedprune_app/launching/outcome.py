@@ -1,7 +1,5 @@
 """What became of a run, as its folder tells."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

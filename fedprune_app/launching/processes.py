@@ -1,7 +1,5 @@
 """Flower's programs as processes of ours: their environment, their logs, and how they end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

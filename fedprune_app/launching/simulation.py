@@ -6,8 +6,6 @@ simulation in a process of its own, without a SuperLink. On a SuperLink of real 
 status again and again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -12,8 +12,6 @@ run folder does not make anybody import code. A node of a deployment imports wha
 what its operator allows with ``allowed-plugins``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """A plug-in registers a system, a model, a dataset or a partition under a name of its own."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping

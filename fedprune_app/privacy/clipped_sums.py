@@ -1,7 +1,5 @@
 """Sums of clipped gradients per example, in one backward pass or by Opacus' hooks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

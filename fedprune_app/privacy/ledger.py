@@ -6,8 +6,6 @@ missing from the middle is noticed. A line without its end was being written whe
 left, and the line is dropped. Any other damage is an error, for then nobody knows what was spent.
 """
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import hashlib

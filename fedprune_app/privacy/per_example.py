@@ -1,7 +1,5 @@
 """Each type of layer has a rule for the gradients of single examples, and a gradient's norm says how it is clipped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """The demo is small enough for two cores and three minutes, and real in every part; ``fedprune demo`` runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedprune_app.config import ConfigError, Scalar

@@ -1,7 +1,5 @@
 """A run without a folder of its own gets the next number, and a link leads to the last one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

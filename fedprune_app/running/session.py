@@ -1,7 +1,5 @@
 """A run goes from start to end, on any engine; its progress is shown and its outcome is checked."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator

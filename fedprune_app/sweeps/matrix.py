@@ -1,7 +1,5 @@
 """An experiment matrix combines systems, datasets and seeds from one YAML file; each cell is one run."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import operator

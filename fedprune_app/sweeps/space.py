@@ -1,7 +1,5 @@
 """A search draws settings from a space: for each key a list of choices, or a range from a low to a high end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

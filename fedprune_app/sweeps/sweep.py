@@ -1,7 +1,5 @@
 """The runs of a matrix, or of searches, are made one after another, and tables compare them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
