@@ -19,7 +19,10 @@ fi
 [ ! -w /control ] || [ -e /control/control.secret ] || fedprune deploy control-secret /control/control.secret
 k=0
 while [ "$k" -lt "$nodes" ]; do
-    [ -e "/node/$k/node.key.pub" ] || fedprune deploy node-key "/node/$k/node.key"
+    if [ ! -e "/node/$k/node.key.pub" ]; then
+        rm -f "/node/$k/node.key"  # of a set-up that was cut short, which nobody has registered
+        fedprune deploy node-key "/node/$k/node.key"
+    fi
     mkdir -p /certificates/nodes
     cp "/node/$k/node.key.pub" "/certificates/nodes/$k.pub"
     k=$((k + 1))

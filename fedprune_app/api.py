@@ -31,7 +31,6 @@ from fedprune_app.config.shipped import config_file
 from fedprune_app.data import splits
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
-from fedprune_app.files import as_path
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.preflight.given import Given, trusted_code, with_plugins
@@ -95,10 +94,6 @@ class RunsFailed(LaunchError):
         super().__init__(message)
         self.runs = list(runs)
         self.failed = dict(failed)
-
-    def __reduce__(self) -> tuple[type[RunsFailed], tuple[str, list[Run], dict[str, str]]]:
-        """Return what makes the error again, so that another process can raise it here."""
-        return type(self), (str(self), self.runs, self.failed)
 
 
 Settings = Mapping[str, object]
@@ -168,7 +163,7 @@ def sweep(
     from fedprune_app.sweeps.sweep import sweep as make
 
     parsed_matrix = (
-        matrix_of(_matrix_with_dashes(_plain(matrix)), "in memory")
+        matrix_of(_plain(matrix), "in memory")
         if isinstance(matrix, Mapping)
         else read_matrix(_path("matrix", matrix, ", or a mapping with its entries"))
     )
@@ -177,7 +172,7 @@ def sweep(
     given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
     outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
-        outcome.check(with_reasons=not progress)
+        outcome.check()
     except LaunchError as error:
         raise RunsFailed(str(error), outcome.runs, outcome.failed) from None
     return list(outcome.runs)
@@ -195,50 +190,23 @@ def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
     """Return settings by key; the keys' types are checked where they are parsed."""
-    value_by_name = {str(name): value for name, value in flatten(dict(settings)).items()}
-    flat: dict[str, Scalar] = {key: _plain(value) for key, value in _with_dashes(value_by_name).items()}
+    flat: dict[str, Scalar] = _plain({str(name): value for name, value in flatten(dict(settings)).items()})
     if isinstance(names := flat.get("plugins"), list) and all(isinstance(name, str) for name in names):
         flat["plugins"] = ",".join(names)
     return flat
 
 
-def _with_dashes(settings: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return settings under keys with dashes; a key that is no text is refused where it is read."""
-    value_by_key: dict[Any, Any] = {}
-    for name, value in settings.items():
-        key = name.replace("_", "-") if isinstance(name, str) else name
-        if key in value_by_key:
-            raise ConfigError(key, value, "once", which="is given twice, with _ and with -")
-        value_by_key[key] = value
-    return value_by_key
-
-
-def _matrix_with_dashes(matrix: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a matrix whose settings have keys with dashes, as files have them."""
-
-    def keyed(settings: Any) -> Any:
-        if not isinstance(settings, Mapping):
-            return settings
-        return {key: keyed(value) for key, value in _with_dashes(settings).items()}
-
-    result = dict(matrix)
-    for section in ("systems", "datasets"):
-        if isinstance(result.get(section), list):
-            result[section] = [keyed(entry) for entry in result[section]]
-    if "common" in result:
-        result["common"] = keyed(result["common"])
-    if isinstance(search := result.get("search"), Mapping) and isinstance(search.get("space"), Mapping):
-        result["search"] = {**search, "space": keyed(search["space"])}  # a range's own keys have no underscores
-    return result
-
-
 def _plain(value: Any) -> Any:
     """Return a value as a file of settings has it.
 
-    A number of NumPy is a number, an array or a range is a list, and a path is a text.
+    Keys have dashes. A number of NumPy is a number, an array or a range is a list, and a path is a text.
     """
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        keys = [key.replace("_", "-") if isinstance(key, str) else key for key in value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ConfigError(key, ..., "once", which="is given twice, with _ and with -")
+        return dict(zip(keys, map(_plain, value.values()), strict=True))
     if isinstance(value, list | tuple | range):
         return [_plain(item) for item in value]
     if isinstance(value, np.generic | np.ndarray):
@@ -249,9 +217,7 @@ def _plain(value: Any) -> Any:
 def _path(name: str, value: object, alternative: str = "") -> Path:
     if not isinstance(value, str | PathLike) or not os.fspath(value):
         raise ConfigError(name, value, f"a path{alternative}")
-    if "\0" in str(value):
-        raise ConfigError(name, value, "a path without null characters")
-    return as_path(name, value)
+    return Path(value).expanduser()
 
 
 @_in_python
@@ -327,23 +293,17 @@ def _exportable(
 ) -> Exportable:
     from fedprune_app.exports.find import find_model
 
-    state, data = _present_folders(state_dir, data_dir)
+    state, data = _present_folder("state_dir", state_dir), _present_folder("data_dir", data_dir)
     return find_model(_folder("run", run), client, state_dir=state, data_dir=data, trusted=_trusted_names(plugins))
 
 
-def _present_folders(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
-    """Return where a run's folders are now; an empty text is where they were."""
-
-    def place(name: str, value: AnyPath) -> str:
-        return str(_path(name, value)) if value else ""
-
-    return place("state_dir", state_dir), place("data_dir", data_dir)
+def _present_folder(name: str, value: AnyPath) -> str:
+    """Return where a folder of a run is now; an empty text is where it was."""
+    return str(_path(name, value)) if value else ""
 
 
 def _trusted_names(plugins: str | Sequence[str]) -> list[str]:
-    """Load the plug-ins of these names, and return them with absolute paths."""
-    names = [plugins] if isinstance(plugins, str) else plugins
-    return trusted_code(names) if names else []
+    return trusted_code([plugins] if isinstance(plugins, str) else plugins)
 
 
 @_in_python
@@ -373,7 +333,7 @@ def export(
         check_options(path, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugins)
         pack_model(folder, path, force=force)
         return path
-    state, data = _present_folders(state_dir, data_dir)
+    state, data = _present_folder("state_dir", state_dir), _present_folder("data_dir", data_dir)
     form, trusted = format_of(path, format), _trusted_names(plugins)
     export_model(folder, client, form, path, force=force, state_dir=state, data_dir=data, trusted=trusted)
     return path

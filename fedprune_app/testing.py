@@ -10,15 +10,13 @@ message or sent twice leave everything as if their clients had not been asked. A
 and on the embedded digits unless ``settings`` say otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ from unittest import mock
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 
-from clients.base import Update
 from clients.reply_fields import Kind as ReplyKind
 from clients.reply_fields import fields_of, undeclared
 from fedprune_app import client_app, server_app
@@ -38,13 +35,10 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, inprocess, wire
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
-from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
-from fedprune_app.learning.training import TrainingResult
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.registry import System
 from fedprune_app.results import own_measures
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measures
@@ -87,18 +81,6 @@ _KINDS: Mapping[str, ReplyKind] = {
     MessageType.TRAIN: "training",
     MessageType.EVALUATE: "evaluation",
 }
-
-_OF_SERVER: Mapping[str, type] = {"state": State, "doubts": list, "expect": wire.Schema, "send": Iterable}
-_OF_CLIENT: Mapping[str, type] = {
-    "begin": dict,
-    "train": TrainingResult,
-    "local_update": Update,
-    "report": dict,
-    "masks": dict,
-    "personal_model": dict,
-    "evaluation": tuple,
-}
-"""What the hooks that a plug-in's system may override return."""
 
 
 class BrokenLawError(AssertionError):
@@ -225,7 +207,6 @@ class Misbehaving(Failing):
     """
 
     def bad(self, exchanged: str, partition: int, message_id: str) -> Iterator[Message]:
-        """Yield what a misbehaving client answers in the round ``exchanged``, if it answers."""
         if exchanged == MALFORMED:
             reply = self.honest(message_id)
             yield malformed(reply) if partition == 1 else _with_values(reply, math.nan if partition == 2 else 1e30)
@@ -239,7 +220,6 @@ class Twice(InProcessGrid):
     """Every reply to a training message comes twice, in one batch."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Yield replies, those to training messages twice."""
         for reply in super().pull_messages(message_ids):
             yield reply
             if reply.metadata.message_type == MessageType.TRAIN:
@@ -330,7 +310,6 @@ def misrecorded(rows: Iterable[Mapping[str, Any]], columns: Iterable[str], decla
 
 
 def _is_one(value: Any, kind: Kind) -> bool:
-    """Return whether a value is what a field of this kind holds."""
     if kind is Kind.NUMBER:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     if kind is Kind.TEXTS:
@@ -340,14 +319,11 @@ def _is_one(value: Any, kind: Kind) -> bool:
 
 
 class _Laws:
-    """The laws, as methods that raise :class:`BrokenLawError`; they share the run as it is."""
-
     def __init__(self, folder: Path, settings: Mapping[str, Scalar]) -> None:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        with _check_returns(prepare(Given(settings)).system):
-            self._whole = self._run(_ALL_REPLY)
+        self._whole = self._run(_ALL_REPLY)
 
     def _run(
         self, changes: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid
@@ -358,7 +334,6 @@ class _Laws:
         return run_with(values, folder, grid)
 
     def completes(self) -> None:
-        """Check that a run completes, evaluates all clients, and records what is declared, as it is declared."""
         run = self._whole
         _must(run.info["status"] == "completed", "a run completes", f"its status is {run.info['status']!r}")
         evaluated = {row["partition"] for row in run.clients if row["round"] == ROUNDS}
@@ -401,13 +376,11 @@ class _Laws:
                 )
 
     def is_deterministic(self) -> None:
-        """Check that the same settings give the same models, with any number of clients in a training step."""
         for cohort in (0, 2):
             sha256 = self._run({"cohort": cohort}).sha256
             _must(sha256 == self._whole.sha256, "the same settings give the same models", f"not with cohort={cohort}")
 
     def resumes(self) -> None:
-        """Check that a run that was killed after any round resumes to the same models and records."""
         for round in range(1, ROUNDS):
             cut = cut_after(self._whole, round, self._folder / f"cut-{round}")
             resumed = self._run({"resume-from": str(cut)})
@@ -435,37 +408,12 @@ class _Laws:
         )
 
     def is_the_same_on(self, engine: str) -> None:
-        """Another engine ends with the same models."""
         from fedprune_app.running.session import run
 
         folder = self._folder / engine
         prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
         sha256 = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
         _must(sha256 == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
-
-
-@contextmanager
-def _check_returns(system: System) -> Iterator[None]:
-    """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
-
-    def checked_hook(owner: type, name: str, kind: type) -> Callable[..., Any]:
-        hook = getattr(owner, name)
-
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            value = hook(*arguments, **keywords)
-            if not isinstance(value, kind):
-                result = "nothing" if value is None else f"a value of type {type(value).__name__}"
-                raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
-            return value
-
-        return call
-
-    with ExitStack() as stack:
-        for owner, kinds in ((system.strategy, _OF_SERVER), (system.client, _OF_CLIENT)):
-            for name, kind in kinds.items():
-                if hasattr(owner, name):
-                    stack.enter_context(mock.patch.object(owner, name, checked_hook(owner, name, kind)))
-        yield
 
 
 def _must(holds: bool, law: str, finding: str) -> None:

@@ -21,7 +21,6 @@ import pytest
 
 from devtools.faults.disk import Died, Disk
 from fedprune_app import files
-from fedprune_app.config import ConfigError
 from fedprune_app.files import (
     SharedFolderError,
     append_lines,
@@ -67,7 +66,7 @@ def test_a_private_key_goes_through_no_link_of_another_user(place, mode):
         subprocess.run(command, check=True, user=NOBODY, group=NOBODY)
     if mode == 0o777:
         with pytest.raises(
-            ConfigError, match=r"node\.key' is a secret and other users may write to its folder, allowed"
+            SharedFolderError, match=r"node\.key' is a secret and other users may write to its folder, allowed"
         ):
             make_node_key(place / "node.key")
     else:
@@ -79,7 +78,7 @@ def test_a_private_key_goes_through_no_link_of_another_user(place, mode):
 @needs_root
 def test_a_secret_is_not_written_to_the_folder_of_another_user(place):
     os.chown(place, NOBODY, NOBODY)
-    with pytest.raises(ConfigError, match=r"superlink\.key' is a secret and its folder belongs to another user"):
+    with pytest.raises(SharedFolderError, match=r"superlink\.key' is a secret and its folder belongs to another user"):
         make_certificates(place, ["localhost"])
     assert left_in(place) == set()
     replace_file(place / "notes", b"no secret")

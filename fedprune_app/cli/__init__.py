@@ -1,7 +1,5 @@
 """The ``fedprune`` command does what Flower's own command line does not do."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -52,11 +50,13 @@ def main(commands: typer.Typer = app) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
-        if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
-            raise ConfigError(f"argument {sys.argv.index('', 1)}", "", "a text, or no such argument")
-        if empty_options := [name for name in sys.argv[1:] if name.startswith("--") and name.endswith("=")]:
-            raise ConfigError(empty_options[0], "", "a text, or no such option")
+        level = (os.environ.get("FEDPRUNE_LOG") or "ERROR").upper()  # the progress bar shows what matters
+        if level not in logging.getLevelNamesMapping():
+            raise ConfigError("FEDPRUNE_LOG", level, ", ".join(logging.getLevelNamesMapping()))
+        logging.getLogger("flwr").setLevel(level)
+        for argument in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
+            if not argument or (argument.startswith("--") and argument.endswith("=")):
+                raise ConfigError("argument", argument, "a text, or no such argument")
         code = commands(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
@@ -75,21 +75,9 @@ def main(commands: typer.Typer = app) -> None:
     except (ValueError, OSError) as error:
         say(f" {_one_line(error)}", "error:", "red")
         sys.exit(2)
-    except RuntimeError as error:  # pathlib's, up to Python 3.12
-        if not str(error).startswith("Symlink loop"):
-            raise
-        say(f" {_one_line(error)}", "error:", "red")
-        sys.exit(2)
     if code == _INTERRUPTED:
         say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)
-
-
-def _set_log_level(name: str) -> None:
-    levels = logging.getLevelNamesMapping()
-    if name.upper() not in levels:
-        raise ConfigError("FEDPRUNE_LOG", name, ", ".join(levels))
-    logging.getLogger("flwr").setLevel(levels[name.upper()])
 
 
 def _one_line(error: Exception) -> str:

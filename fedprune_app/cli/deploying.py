@@ -1,9 +1,7 @@
 """Commands for deployments on real nodes: ``fedprune deploy``."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +25,7 @@ def local(
     config: Configs = None,
     nodes: Annotated[
         int | None,
-        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs."),
+        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs.", min=1),
     ] = None,
     data_dirs: Annotated[
         str, typer.Option("--data-dirs", help="Folders with each node's own data, in place of a partition: 'A,B,C'.")
@@ -55,24 +53,21 @@ def local(
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
         nodes = len(folders) or len(files) or 3
-    if nodes < 1:
-        raise ConfigError("--nodes", nodes, "at least 1")
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError("--data-dirs", folder, "folders")
     for file in files:
         read_policy({POLICY_FILE: str(file)})
     shares = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
-    for count, option in ((len(folders), "--data-dirs"), (len(files), "--policies"), (len(shares), "--capacities")):
-        if count not in (0, nodes):
-            raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {count} entries")
     places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
-    values_by_key: dict[str, Iterable[Scalar]] = {
-        "data-dir": map(str, folders),
-        "capacity": shares,
-        POLICY_FILE: map(str, files),
+    values_by_option: dict[str, tuple[str, Sequence[Scalar]]] = {
+        "--data-dirs": ("data-dir", list(map(str, folders))),
+        "--capacities": ("capacity", shares),
+        "--policies": (POLICY_FILE, list(map(str, files))),
     }
-    for key, values in values_by_key.items():
+    for option, (key, values) in values_by_option.items():
+        if len(values) not in (0, nodes):
+            raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {len(values)} entries")
         for place, value in zip(places, values, strict=False):
             place[key] = value
     given = given_in(config, overrides, plugin)
@@ -181,14 +176,11 @@ def superlink(
     All other options are those of flower-superlink.
     Without the secret everybody who reaches the Control API may start runs.
     """
-    from fedprune_app.engine.superlink import SECRET_VARIABLE
-    from fedprune_app.launching.credentials import read_control_secret
+    from fedprune_app.engine.superlink import SECRET_VARIABLE, read_secret
     from fedprune_app.launching.local import superlink_command
 
     command = superlink_command(context.args)
-    if not secret.expanduser().is_file():
-        raise ConfigError("--control-secret", secret, "a file")
-    read_control_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
+    read_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 
 

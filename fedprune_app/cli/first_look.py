@@ -1,9 +1,6 @@
 """Commands for a first look: ``list`` and ``demo``."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +73,12 @@ def list_(
         return
     out = Terminal()
     if keys:
-        out.print(_keys_table(options))
+        table = Table(box=None, pad_edge=False)
+        table.add_column("key = default", no_wrap=True)
+        table.add_column("meaning")
+        for key, option in options.items():
+            table.add_row(f"{key} = {toml_value(option.default)}", _meaning(option))
+        out.print(table)
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for kind, entries in kinds.items():
@@ -86,16 +88,6 @@ def list_(
             if kind == "systems" and name in measures:
                 table.add_row("", f"own numbers: {', '.join(measure['name'] for measure in measures[name])}")
     out.print(table)
-
-
-def _keys_table(options: Mapping[str, Option]) -> Table:
-    """Return a table of these settings with default, meaning, range and choices."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("key = default", no_wrap=True)
-    table.add_column("meaning")
-    for key, option in options.items():
-        table.add_row(f"{key} = {toml_value(option.default)}", _meaning(option))
-    return table
 
 
 def _meaning(option: Option) -> Group:

@@ -123,9 +123,6 @@ def export(
     ]
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
-    if info.model.endswith("-cr"):
-        note = " the model predicts from an image's mean code; the run's accuracy is of the mean over drawn codes"
-        say(note, "note:", "yellow")
     say(f": {output.resolve()}", "exported", "green")
 
 

@@ -1,7 +1,5 @@
 """Commands that start runs: ``run``, ``check``, ``check-data`` and ``sweep``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -168,7 +166,6 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """Say in what a run or its data are less than they seem."""
     for line in notes:
         say(f" {line}", "note:", "yellow")
 

@@ -1,7 +1,5 @@
 """The terminal is where all commands read the same options and say things in the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +52,6 @@ def say(text: str, label: str = "", style: str = "") -> None:
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Print rows of a subject and words on it."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for subject, words in rows:
         table.add_row(Text(subject, "bold"), words)

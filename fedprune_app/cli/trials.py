@@ -1,7 +1,5 @@
 """The command that tries to break a run's promise of privacy: ``audit``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

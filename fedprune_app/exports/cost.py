@@ -1,7 +1,5 @@
 """What an exported network costs: its size, and the time it takes on this machine."""
 
-from __future__ import annotations
-
 import platform
 import statistics
 import time
@@ -16,8 +14,7 @@ from torch import Tensor
 
 from fedprune_app.core.rng import generator
 
-Runner = Callable[[Tensor], Any]
-"""Images (N, C, H, W) to logits (N, classes)."""
+Runner = Callable[[Tensor], Any]  # images (N, C, H, W) to logits (N, classes)
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ def latencies(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let PyTorch compute on one thread until the block ends."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -18,8 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -91,25 +93,18 @@ class ExportInfo:
 
         Raises ``ValueError`` for whatever :meth:`to_json` would not write, except unknown keys.
         """
-        try:
-            metadata = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"its metadata is not valid JSON ({type(error).__name__})") from None
-        if not isinstance(metadata, dict):
-            raise ValueError(f"its metadata is {_short(metadata)}, allowed: a JSON object")
+        metadata = _json_object(text)
         for key, (is_allowed, allowed) in _KEYS.items():
             if key not in metadata:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
             if not is_allowed(metadata[key]):
-                raise ValueError(f"'{key}' is {_short(metadata[key])}, allowed: {allowed}")
-        depth = metadata["image_shape"][0]
-        for key in ("mean", "std"):
-            if len(metadata[key]) != depth:
-                raise ValueError(f"'{key}' has {len(metadata[key])} numbers, allowed: {depth}, one per channel")
-        if (count := len(metadata["class_names"])) not in (0, metadata["classes"]):
-            raise ValueError(f"'class_names' has {count} names, allowed: {metadata['classes']}, or none")
-        if (count := len(metadata["features"])) not in (0, math.prod(metadata["image_shape"])):
-            raise ValueError(f"'features' has {count} names, allowed: {math.prod(metadata['image_shape'])}, or none")
+                raise ValueError(f"'{key}' is {reprlib.repr(metadata[key])}, allowed: {allowed}")
+        shape = metadata["image_shape"]
+        lengths = {"mean": shape[0], "std": shape[0], "class_names": metadata["classes"], "features": math.prod(shape)}
+        for key, length in lengths.items():
+            may_be_empty = key in ("class_names", "features")
+            if len(metadata[key]) != length and not (may_be_empty and not metadata[key]):
+                raise ValueError(f"'{key}' has {len(metadata[key])} entries, allowed: {length}")
         values: dict[str, Any] = {
             f.name: tuple(v) if isinstance(v := metadata[f.name], list) else v for f in fields(cls)
         }
@@ -132,13 +127,12 @@ def _sha256(body: Tensor) -> str:
 
 
 def read_export_info(path: str | PathLike[str]) -> ExportInfo:
-    """Return what an export file says that it holds, without a look at its tensors.
+    """Return what an export file says that it holds.
 
     Raises a one-line ``ValueError`` naming the file.
     """
-    content = _read(Path(path), with_tensors=False)
-    _check_digests(Path(path), content)
-    return content.info
+    with _naming(Path(path)):
+        return _read(Path(path))[0]
 
 
 def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse: bool = False) -> nn.Module:
@@ -155,12 +149,18 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
     one-line ``ValueError`` naming the file.
     """
     path = as_path("path", path)
-    content = _read(path, with_tensors=True, build=build)
-    try:
-        network = network_of(content.info, content.payload, build)
-    except ValueError as error:
-        raise ValueError(f"exported model {str(path)!r}: {error}{_build_hint(build)}") from None
-    _check_digests(path, content)  # last, because a digest cannot say what is wrong
+    with _naming(path):
+        info, body = _read(path)
+        if info.model not in MODELS and build is None:
+            raise ValueError(
+                f"model {info.model!r} is of a plug-in, allowed: with --build FILE.py:FUNCTION, or in Python "
+                "load_model(path, build=function)"
+            )
+        full = named_tensors(architecture(info.model, info.image_shape, info.classes, build))
+        # the values, and one byte per element of a mask
+        num_bytes = sum(codec.counted(tensor.shape) * (tensor.element_size() + 1) for tensor in full.values())
+        payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(num_bytes, MAX_FILE_BYTES))
+        network = network_of(info, payload, build)
     if sparse:
         sparsify(network)
     return network
@@ -202,78 +202,47 @@ def full_density(model: nn.Module, payload: Payload) -> float:
 
 
 def num_parameters(payload: Payload, names: list[str]) -> int:
-    """Return how many values a payload keeps of the tensors ``names``."""
-    return Payload(_subset(payload.tensors, names), _subset(payload.masks, names)).num_kept()
+    tensors = {name: payload.tensors[name] for name in names}
+    return Payload(tensors, {name: mask for name, mask in payload.masks.items() if name in tensors}).num_kept()
 
 
-@dataclass(frozen=True, eq=False)
-class _Content:
-    """A file holds an ``info``, and where tensors were asked for a ``body`` and its ``payload``."""
-
-    info: ExportInfo
-    metadata: str
-    body: Tensor | None = None
-    payload: Payload = field(default_factory=lambda: Payload({}))
-
-
-def _check_digests(path: Path, content: _Content) -> None:
-    metadata = json.loads(content.metadata)
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say of an error in one line in which file it is."""
     try:
-        check_json(metadata)
-        if content.body is None or _sha256(content.body) == metadata.get(_BODY):
-            return
-    except (ValueError, RecursionError):
-        pass
-    raise ValueError(f"exported model {str(path)!r} is damaged: its content is not what was written")
-
-
-def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Content:
-    try:
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("fedprune")
-            names = list(file.keys())
-            if text is None or names != [codec.KEY]:
-                raise ValueError("no model that `fedprune export --format safetensors` wrote")
-            info = ExportInfo.from_json(text)
-            if not with_tensors:
-                return _Content(info, text)
-            body = file.get_tensor(codec.KEY)
-        if body.dtype != torch.uint8:
-            raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
-        if info.model not in MODELS and build is None:
-            raise ValueError(
-                f"model {info.model!r} is of a plug-in, allowed: with --build FILE.py:FUNCTION, or in Python "
-                "load_model(path, build=function)"
-            )
-        model = architecture(info.model, info.image_shape, info.classes, build)
-        # the values, and one byte per element of a mask
-        num_bytes = sum(
-            codec.counted(tensor.shape) * (tensor.element_size() + 1) for tensor in named_tensors(model).values()
-        )
-        try:
-            payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(num_bytes, MAX_FILE_BYTES))
-        except ValueError as error:
-            raise ValueError(f"{error}{_build_hint(build)}") from None
-        return _Content(info, text, body, payload)
+        yield
     except OSError as error:
-        reason = "it is a folder, allowed: a file" if Path(path).is_dir() else error.strerror or error
-        raise ValueError(f"exported model {str(path)!r} cannot be read: {reason}") from None
+        raise ValueError(f"exported model {str(path)!r} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
-        reason = str(error).splitlines()[0]
-        problem = f"it is no file of safetensors ({reason}), allowed: one that `fedprune export` wrote as safetensors"
+        problem = f"it is no file of safetensors ({str(error).splitlines()[0]}), allowed: one of `fedprune export`"
         raise ValueError(f"exported model {str(path)!r}: {problem}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
 
 
-def _build_hint(build: Build | None) -> str:
-    return "; the network of build may be another than the one that was exported" if build else ""
+def _read(path: Path) -> tuple[ExportInfo, Tensor]:
+    """Return the info and the one tensor of an export file, which are as they were written."""
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
+        raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
+    with safe_open(path, framework="pt") as file:
+        text = (file.metadata() or {}).get("fedprune")
+        if text is None or list(file.keys()) != [codec.KEY]:
+            raise ValueError("no model that `fedprune export --format safetensors` wrote")
+        body = file.get_tensor(codec.KEY)
+    if body.dtype != torch.uint8:
+        raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
+    metadata = _json_object(text)
+    check_json(metadata)
+    if _sha256(body) != metadata.get(_BODY):
+        raise ValueError("its content is not what was written")
+    return ExportInfo.from_json(text), body
 
 
-def _subset(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    return {name: tensors[name] for name in names if name in tensors}
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"its metadata is no JSON object ({type(error).__name__})") from None
 
 
 def _cuts(full: Mapping[str, Tensor], small: Mapping[str, Tensor]) -> tuple[list[ChannelGroup], dict[str, Tensor]]:
@@ -292,15 +261,14 @@ def _cuts(full: Mapping[str, Tensor], small: Mapping[str, Tensor]) -> tuple[list
 
 
 def _check_tensor(name: str, tensor: Tensor, expected: Tensor, may_be_cut: bool) -> None:
-    if tensor.dtype != expected.dtype:
-        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, allowed: {expected.dtype}")
     full = expected.shape
     fits = tensor.dim() == len(full) and all(
         min(1, most) <= size <= most for size, most in zip(tensor.shape, full, strict=True)
     )
-    if not fits or (tensor.shape != full and not may_be_cut):
-        allowed = f"at most {tuple(full)}" if may_be_cut else tuple(full)
-        raise ValueError(f"tensor {name!r} has shape {_short(tuple(tensor.shape))}, allowed: {allowed}")
+    if tensor.dtype != expected.dtype or not fits or (tensor.shape != full and not may_be_cut):
+        allowed = f"{expected.dtype} and {'at most ' * may_be_cut}{tuple(full)}"
+        shape = reprlib.repr(tuple(tensor.shape))
+        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype} and shape {shape}, allowed: {allowed}")
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:
@@ -317,11 +285,6 @@ def _is_list(value: object, is_one: Callable[[Any], bool]) -> bool:
 
 def _is_names(value: object) -> bool:
     return _is_list(value, lambda name: isinstance(name, str) and len(name) < _MAX_NAME)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 _COUNT = 1 << 53

@@ -1,9 +1,7 @@
 """Find the model to export in the folder of a run, and make the smallest real network of it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,15 @@ from fedprune_app.data.splits import dataset_of
 from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
 from fedprune_app.exports.file import ExportInfo, full_density, network_of
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.models.initial import channels_of, initial_model, shared_names
+from fedprune_app.models.initial import channels_of, initial_model
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import read_info
+
+_GLOBAL = Path("models") / "global.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,19 +72,7 @@ def find_model(
     return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """The inputs are images of this shape, normalised by ``mean`` and ``std``; classes have names or are numbers."""
-
-    image_shape: tuple[int, int, int]
-    num_classes: int
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    features: tuple[str, ...]
-
-
-def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, data_dir: str) -> _Inputs:
+def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, data_dir: str) -> dict[str, Any]:
     """Return what the run's models take, from the client's state and run.json, or else from the data as they are now.
 
     A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
@@ -103,10 +91,9 @@ def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, da
         **{f"normalisation-{name}": values for name, values in normalisation.items()},
     }
     try:
-        facts = ImageClientInfo.facts(fields)
+        return ImageClientInfo.facts(fields)
     except ValueError as error:
         raise ValueError(f"run {str(run)!r} says of its images what cannot be: {error}") from None
-    return _Inputs(*(facts[name] for name in ("image_shape", "num_classes", "classes", "mean", "std", "features")))
 
 
 def _kind_of_inputs(config: Config) -> str:
@@ -130,49 +117,42 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str
     is_own = "nodes" in info  # each client has its own data
     data = replace(data_config(config, is_own), download=False, data_dir=data_dir or config.data_dir)
     if is_own and not data.data_dir:
-        raise ConfigError(
-            "--data-dir",
-            "",
-            "a folder of a node's data",
-            hint=f"run {str(run)!r} does not say how its nodes' images became inputs",
-        )
+        hint = f"run {str(run)!r} does not say how its nodes' images became inputs"
+        raise ConfigError("--data-dir", "", "a folder of a node's data", hint=hint)
     dataset, model = dataset_of(data), info.get("model") or {}
-    where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
-    origin = f"run {str(run)!r} had"
-    if (shape := model.get("image_shape")) != list(dataset.image_shape):
-        raise ValueError(f"{where} has images of shape {list(dataset.image_shape)}, allowed: {shape}, as {origin}")
-    if model.get("classes") != dataset.num_classes:
-        raise ValueError(f"{where} has {dataset.num_classes} classes, allowed: {model.get('classes')}, as {origin}")
-    for name, recorded_name in zip(dataset.classes, model.get("class_names", []), strict=False):
-        if name != recorded_name:
-            raise ValueError(f"{where} has the class {name!r}, allowed in its place: {recorded_name!r}, as {origin}")
-    columns = {"features": list(dataset.features), "features_digest": dataset.features_digest}
-    if any(model.get(key, value) != value for key, value in columns.items()):
-        raise ValueError(f"{where} has other columns, or the same in another order, allowed: as {origin}")
+    found = {
+        "image_shape": list(dataset.image_shape),
+        "classes": dataset.num_classes,
+        "class_names": list(dataset.classes),
+        "features": list(dataset.features),
+        "features_digest": dataset.features_digest,
+    }
+    for key, value in found.items():
+        recorded = model.get(key, value)
+        if value != recorded:
+            where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
+            raise ValueError(f"{where} has {key} {value}, allowed: {recorded}, as run {str(run)!r} had")
     return dataset
 
 
 def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     """Return the global model's tensors as weights; weights that are exactly 0 count as pruned."""
     if not SYSTEMS[config.system].strategy.has_global_model:
-        raise _client_error(config, "it has no global model")
-    path = run / "models" / "global.safetensors"
-    if not path.exists():
-        raise ValueError(f"{str(path)!r} is missing")
+        raise _no_global_model(config)
     tensor_owner = owner("global model", str(info.get("run_key") or ""))
-    tensors = read_tensors(path, round=int(info["rounds_completed"]), owner=tensor_owner).tensors
+    tensors = read_tensors(run / _GLOBAL, round=int(info["rounds_completed"]), owner=tensor_owner).tensors
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
-def _client_error(config: Config, reason: str, allowed: str = "a client's number") -> ConfigError:
+def _no_global_model(config: Config) -> ConfigError:
     return ConfigError(
-        "--client", ..., allowed, condition=f"with system {config.system!r}", which="is not given", hint=reason
+        "--client",
+        ...,
+        "a client's number",
+        condition=f"with system {config.system!r} and batch-norm {config.batch_norm!r}",
+        which="is not given",
+        hint="no model is global as a whole",
     )
-
-
-def _or_global(config: Config) -> str:
-    """Return the end of what is allowed in the place of a client, which is empty where there is no global model."""
-    return ", or the global model" if SYSTEMS[config.system].strategy.has_global_model else ""
 
 
 def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: int, state_dir: str) -> tuple[int, State]:
@@ -180,24 +160,12 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 
     A reply that came too late to count does not count here.
     """
-    system = SYSTEMS[config.system]
-    if issubclass(system.client, FineTuned):
-        raise ConfigError(
-            "--client",
-            client,
-            "none",
-            condition=f"with system {config.system!r}",
-            hint="it does not keep its fine-tuned models",
-        )
-    clients = sorted(row["partition"] for row in info.get("partition") or [])
-    if client not in clients:
-        raise ConfigError("--client", client, f"{_ranges(clients)}{_or_global(config)}")
+    rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
+    if client not in rounds or issubclass(SYSTEMS[config.system].client, FineTuned):
+        allowed = "a client that trained in this run and keeps its model, or the global model"
+        raise ConfigError("--client", client, allowed, condition=f"with system {config.system!r}")
     run_key = str(info.get("run_key") or "")
     store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
-    rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
-    if client not in rounds:
-        trained_clients = f"{_ranges(sorted(rounds))}{_or_global(config)}"
-        raise ConfigError("--client", client, trained_clients, which="never trained in this run and has no model")
     if rounds[client] not in store.rounds():
         raise ConfigError(
             "--state-dir",
@@ -209,50 +177,26 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     return rounds[client], store.read(rounds[client])
 
 
-def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
-    """Return the tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
-    names = _names_from_server(config, full, round)
-    tensors = _read(run / "models" / "global.safetensors").tensors if names else {}
-    return {name: tensors[name] for name in names if name in tensors}
-
-
-def _names_from_server(config: Config, full: nn.Module, round: int) -> list[str]:
-    kind, names = SYSTEMS[config.system].client, list(state_tensors(full, include_buffers=True))
-    if not issubclass(kind, ImageClient):
-        return []
-    return kind.names_from_server(config, names, prunable_names(full), round)
-
-
-def _read(path: Path) -> State:
-    if not path.exists():
-        raise ValueError(f"{str(path)!r} is missing")
-    return read_tensors(path)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ``numbers`` in words: "0 to 9" where they are all of that range, else the first of them."""
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, [*numbers[:10], *["..."] * (len(numbers) > 10)])) or "none"
-
-
-def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, round: int, state: State) -> Exportable:
-    shape, classes = inputs.image_shape, inputs.num_classes
+def _exportable(
+    run: Path, config: Config, inputs: Mapping[str, Any], client: int | None, round: int, state: State
+) -> Exportable:
+    shape, classes = inputs["image_shape"], inputs["num_classes"]
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
-    weights = state.group("weights")
-    if client is not None:
-        weights |= _from_server(run, config, full, round)
     names = list(state_tensors(full, include_buffers=True))
+    weights = state.group("weights")
+    kind = SYSTEMS[config.system].client
+    # the tensors of a personal model that are the server's final ones (LG-FedAvg's upper layers)
+    of_server = (
+        kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
+    )
+    if client is not None and of_server:
+        weights |= {name: t for name, t in read_tensors(run / _GLOBAL).tensors.items() if name in of_server}
+    missing_names = [name for name in names if name not in weights]
     # where clients take some layers of the server alone, its other layers are from before (LG-FedAvg's pre-training)
-    if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
-        raise _client_error(config, "no model of it is global as a whole")
-    if missing := [name for name in names if name not in weights]:
-        is_kept = not issubclass(SYSTEMS[config.system].client, FineTuned)
-        alternative = "a client's number" if is_kept else "no export, as no client's model is kept"
-        if client is None and not set(missing) & set(shared_names(full, config.batch_norm)):
-            raise _client_error(config, "no model is global as a whole with batch-norm 'local'", alternative)
-        reason = "is of another model" if client is not None else f"is not complete, allowed: {alternative}"
-        raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")
+    if client is None and (missing_names or 0 < len(of_server) < len(names)):
+        raise _no_global_model(config)
+    if missing_names:
+        raise ValueError(f"the state is of another model: it has no tensor '{missing_names[0]}'")
     load_state_tensors(full, weights)
     full.eval().requires_grad_(False)
 
@@ -271,14 +215,14 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
         model=os.path.basename(name),  # of 'folder/file.py:function'
         image_shape=shape,
         classes=classes,
-        mean=inputs.mean,
-        std=inputs.std,
+        mean=inputs["mean"],
+        std=inputs["std"],
         density=full_density(full, payload),
         channels={name: tuple(mask.nonzero().squeeze(1).tolist()) for name, mask in kept.items()},
-        class_names=inputs.classes if inputs.classes != tuple(map(str, range(classes))) else (),
+        class_names=inputs["classes"] if inputs["classes"] != tuple(map(str, range(classes))) else (),
         image_fit=config.image_fit,
         inputs=_kind_of_inputs(config),
-        features=inputs.features,
+        features=inputs["features"],
     )
     if kept:
         shapes = {name: weights[name].shape for name in prunable_names(full)}

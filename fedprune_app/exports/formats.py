@@ -5,16 +5,12 @@ which holds kept values and entropy-coded masks. In ONNX and torch.export files,
 weights are zeros.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -64,10 +60,8 @@ def export_model(
     """
     if format not in FORMATS:
         raise ConfigError("--format", format, ", ".join(FORMATS))
-    if output.is_dir():
-        raise ConfigError("--output", output, "a file", which="is a folder")
-    if output.exists() and not force:
-        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces it")
+    if output.is_dir() or (output.exists() and not force):
+        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
     model = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
     content, runner, full_runner = convert(model, format)
     replace_file(output, content)
@@ -95,8 +89,11 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
 
     The file has the metadata as the model's property ``fedprune``.
     """
-    onnxruntime = _extras("onnx", "onnxscript", "onnxruntime")[-1]
-    with _quiet_exporter():
+    try:
+        onnxruntime, *_ = [import_module(name) for name in ("onnxruntime", "onnx", "onnxscript")]
+    except ImportError as error:
+        raise ValueError(f"this format needs the package {error.name}: install the extra fedprune[export]") from None
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         program = torch.onnx.export(
             network,
             (example_images(info.image_shape, 2),),
@@ -120,7 +117,7 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
 def _torch_export(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
     """Return a ``torch.export`` program, with the metadata as the extra file ``fedprune.json``, and its runner."""
     file = io.BytesIO()
-    with _quiet_exporter():
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         example = example_images(info.image_shape, 2)
         program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         for node in program.graph.nodes:
@@ -157,20 +154,3 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
     return content, runner, _RUNTIMES[format](model.full, model.info)[1]
-
-
-def _extras(*names: str) -> list[Any]:
-    try:
-        return [import_module(name) for name in names]
-    except ImportError as error:
-        raise ValueError(f"this format needs the package {error.name}: install the extra fedprune[export]") from None
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Hide the warning that torch's exporter gives about its own code."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning
-        )
-        yield

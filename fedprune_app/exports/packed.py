@@ -4,9 +4,6 @@
 whose pruned weights are zeros.
 """
 
-from __future__ import annotations
-
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +21,7 @@ from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sparse import SparseLinear
 from fedprune_app.results.reader import check_models, read_info
 
-CHECKPOINT = Path("models") / "global"
-"""A run of a language model leaves its global model here, for transformers."""
+CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def check_options(output: Path, client: int | None, format: str, **options: obje
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     """Write the packed model of a run, or of a checkpoint, to the folder ``output``, and measure both.
 
-    A weight that is exactly 0 counts as pruned. Nothing is written on an error. Raises a one-line ``ValueError``.
+    A weight that is exactly 0 counts as pruned. Raises a one-line ``ValueError``.
     """
     if output.exists() and not (force and (output / "packed.json").is_file()):
         raise ConfigError(
@@ -102,12 +98,8 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         return payload
 
     disk_bytes = write_packed(model, layer, output)
-    try:
-        with one_thread():
-            dense, sparse = load_packed(output), load_packed(output, sparse=True)
-    except BaseException:
-        shutil.rmtree(output, ignore_errors=True)
-        raise
+    with one_thread():
+        dense, sparse = load_packed(output), load_packed(output, sparse=True)
     token = torch.zeros((1, 1), dtype=torch.int64)
     with one_thread(), torch.inference_mode():
         times = medians([partial(network, use_cache=False) for network in (dense, sparse)], token)
@@ -122,6 +114,5 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Return the bytes of a model's tensors in memory; tied ones count once."""
-    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}  # tied ones once
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

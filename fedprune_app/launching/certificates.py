@@ -1,7 +1,5 @@
 """Certificates of a deployment: an authority of one's own, made, read and checked."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 import re
@@ -19,12 +17,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedprune_app.config import ConfigError
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.launching.credentials import host_and_port, private_bytes, write_secret
+from fedprune_app.launching.credentials import host_and_port, private_bytes
 
-_VALID_DAYS = 365
 _HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _MINUTE = "%Y-%m-%d %H:%M UTC"
-_LINK_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -37,11 +33,10 @@ class Certificates:
 
 
 def certificates_in(folder: Path) -> Certificates:
-    """Return the paths at which :func:`make_certificates` puts its files in ``folder``."""
     return Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
 
 
-def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAYS) -> Certificates:
+def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> Certificates:
     """Make a certificate authority in ``folder``, and a SuperLink certificate for the names and addresses ``hosts``.
 
     Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all files
@@ -50,9 +45,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
     is empty or ``ca.crt`` exists.
     """
     files = certificates_in(folder)
-    if not hosts or not all(hosts):
-        raise ConfigError("--host", "", "a name or address by which the SuperLink is reached")
-    for host in hosts:
+    for host in hosts or [""]:
         if not _HOST.fullmatch(host) and not isinstance(_alternative_name(host), x509.IPAddress):
             raise ConfigError("--host", host, "a name as link.example.org, or an address")
     if files.ca.exists():
@@ -83,7 +76,7 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA384())
     )
-    write_secret(files.key, private_bytes(server, serialization.PrivateFormat.PKCS8))
+    replace_file(files.key, private_bytes(server, serialization.PrivateFormat.PKCS8), mode=0o600)
     replace_file(files.certificate, certificate.public_bytes(serialization.Encoding.PEM))
     replace_file(files.ca, ca.public_bytes(serialization.Encoding.PEM))
     return files
@@ -94,22 +87,15 @@ def valid_until(certificate: Path) -> datetime.datetime:
 
     Raises :class:`ConfigError` for a certificate that has ended or not begun, and for a file that is no certificate.
     """
-    allowed = "one that is valid now"
     try:
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
     except ValueError:
-        raise ConfigError("certificate", certificate, allowed, which="is none") from None
-    now = datetime.datetime.now(datetime.UTC)
-    if now > read.not_valid_after_utc:
-        raise ConfigError("certificate", certificate, allowed, which=f"ended at {read.not_valid_after_utc:{_MINUTE}}")
-    if now < read.not_valid_before_utc:
-        raise ConfigError(
-            "certificate",
-            certificate,
-            allowed,
-            which=f"begins at {read.not_valid_before_utc:{_MINUTE}}, and it is {now:{_MINUTE}} here",
-        )
-    return read.not_valid_after_utc
+        raise ConfigError("certificate", certificate, "a certificate in PEM") from None
+    begin, end, now = read.not_valid_before_utc, read.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
+    if not begin <= now <= end:
+        times = f"is valid from {begin:{_MINUTE}} to {end:{_MINUTE}}, and it is {now:{_MINUTE}} here"
+        raise ConfigError("certificate", certificate, "one that is valid now", which=times)
+    return end
 
 
 def _name(common: str) -> x509.Name:
@@ -142,23 +128,18 @@ def check_link(address: str, ca: Path) -> datetime.datetime:
     """Return the time until which the certificate that is shown at ``address`` (HOST:PORT) is valid.
 
     The certificate is checked as a SuperNode checks it. A SuperNode that cannot connect tries again and says little.
-    Raises :class:`LaunchError` with the reason where nobody answers, where there is no TLS, and where the authority of
-    ``ca`` does not vouch for that name.
+    Raises :class:`LaunchError` with the reason: nobody answers, there is no TLS, or the authority of ``ca`` does not
+    vouch for that name.
     """
     host, port = host_and_port(address)
     valid_until(ca)
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2", "http/1.1"])  # of gRPC, and of HTTP from Flower 1.40 on
     try:
-        connection = socket.create_connection((host, int(port)), _LINK_SECONDS)
-    except (OSError, OverflowError) as error:
-        raise LaunchError(f"{address} cannot be reached: {error}") from None
-    try:
+        connection = socket.create_connection((host, int(port)), timeout=10)
         with connection, context.wrap_socket(connection, server_hostname=host) as link:
             certificate = link.getpeercert(binary_form=True)
-    except ssl.SSLCertVerificationError as error:
-        raise LaunchError(f"{address} shows a certificate that {str(ca)!r} refuses: {error.verify_message}") from None
-    except OSError as error:
-        raise LaunchError(f"{address} does not speak TLS: {error.strerror or error}") from None
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"{address} shows no certificate that {str(ca)!r} vouches for: {error}") from None
     assert certificate is not None
     return x509.load_der_x509_certificate(certificate).not_valid_after_utc

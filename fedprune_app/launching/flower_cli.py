@@ -1,7 +1,5 @@
 """Flower's command line, asked about one run on one SuperLink."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tempfile
@@ -49,9 +47,8 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
-    start = process.stdout.find("{")
     try:
-        answer: dict[str, object] = json.loads(process.stdout[start:]) if start >= 0 else {}
+        answer: dict[str, object] = json.loads("{" + process.stdout.partition("{")[2])
     except json.JSONDecodeError:
         answer = {}
     if process.returncode != 0 or not answer.get("success", False):
@@ -61,13 +58,10 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
 
 
 def submit(link: Link, app: Path, config: Mapping[str, Scalar]) -> str:
-    """Start a run and return its id."""
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-") as file:
         file.write(to_toml(config))
-    try:
+        file.flush()
         return str(flwr(link, "run", str(app), link.name, "--run-config", file.name)["run-id"])
-    finally:
-        Path(file.name).unlink()
 
 
 def _run_row(link: Link, run_id: str) -> dict[str, object]:

@@ -7,10 +7,8 @@ This module makes certificates and node keys, and runs the same programs as on m
 * a SuperNode per client, with its own key, its own home and its own state folder.
 """
 
-from __future__ import annotations
-
+import json
 import re
-import secrets
 import subprocess
 import sys
 import sysconfig
@@ -29,16 +27,10 @@ from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
-from fedprune_app.files import replace_file
+from fedprune_app.files import kept_secret, replace_file
 from fedprune_app.launching import flower_cli, processes
-from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates, valid_until
-from fedprune_app.launching.credentials import (
-    make_database,
-    make_node_key,
-    public_half,
-    read_control_secret,
-    write_secret,
-)
+from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates
+from fedprune_app.launching.credentials import make_database, make_node_key, public_half
 from fedprune_app.launching.flower_cli import Link
 
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
@@ -67,6 +59,10 @@ def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
         except grpc.RpcError:
             return False
     return bool(answer.status == HealthCheckResponse.SERVING)
+
+
+def _words(options: Mapping[str, object]) -> list[str]:
+    return [str(word) for option in options.items() for word in option]
 
 
 # --- the topology on this machine -----------------------------------------------------------------------------------
@@ -99,18 +95,15 @@ class Deployment:
             f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
         replace_file(home / "config.toml", content.encode())
-        write_secret(home / CREDENTIALS, credentials(address, read_control_secret(self._secret("control"))))
+        replace_file(home / CREDENTIALS, credentials(address, kept_secret(self._secret("control"))), mode=0o600)
         return Link("local", processes.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
-        """Return the path of the log of the program ``name``."""
         return self.folder / name / "log.txt"
 
     def _secret(self, name: str) -> Path:
-        """Return the path of a file with a secret of this deployment, and make the file if it is missing."""
         path = self.folder / f"{name}.secret"
-        if not path.exists():
-            write_secret(path, secrets.token_hex(32).encode())
+        kept_secret(path)
         return path
 
     def _spawn(
@@ -131,23 +124,30 @@ class Deployment:
         database = self.folder / "superlink.db"
         if not database.exists():
             make_database(database)
-        command = superlink_command(["--isolation", "process"])
-        command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
-        command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
-        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR)), "--database", str(database)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
-        if has_fleet_port():
-            command += ["--fleet-api-address", self.node_address]
+        options = {
+            "--isolation": "process",
+            "--ssl-ca-certfile": self.certificates.ca,
+            "--ssl-keyfile": self.certificates.key,
+            "--ssl-certfile": self.certificates.certificate,
+            "--superexec-auth-secret-file": self._secret(_EXECUTOR),
+            "--database": database,
+            "--host": "127.0.0.1",
+            "--port": self.port,
+            **({"--fleet-api-address": self.node_address} if has_fleet_port() else {}),
+        }
+        switches = ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+        command = superlink_command([*switches, *_words(options)])
         process = self._spawn(_SUPERLINK, command, {SECRET_VARIABLE: str(self._secret("control"))})
         url = f"https://127.0.0.1:{self.port}/health"
         processes.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
 
     def start_executor(self) -> None:
-        """Start the SuperExec, the program that runs the ServerApps."""
-        command = [processes.tool("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.port}"]
-        command += ["--root-certificates", str(self.certificates.ca)]
-        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR))]
-        self._spawn(_EXECUTOR, command)
+        options = {
+            "--runtime-api-address": f"127.0.0.1:{self.port}",
+            "--root-certificates": self.certificates.ca,
+            "--superexec-auth-secret-file": self._secret(_EXECUTOR),
+        }
+        self._spawn(_EXECUTOR, [processes.tool("flower-superexec"), *_words(options)])
 
     def register(self, name: str) -> None:
         """Register the key of the node ``name`` at the SuperLink, unless that was done; make a key that is missing."""
@@ -167,14 +167,17 @@ class Deployment:
         """
         self._wait_until_missed(name)
         (port,) = processes.free_ports(1)
-        command = [processes.tool("flower-supernode"), "--superlink", self.node_address]
-        command += ["--root-certificates", str(self.certificates.ca), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--auth-supernode-private-key", str(self.folder / name / "node.key")]
-        command += ["--node-config", node_config_text(node_config)]
-        self._spawn(name, command)
+        options = {
+            "--superlink": self.node_address,
+            "--root-certificates": self.certificates.ca,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--auth-supernode-private-key": self.folder / name / "node.key",
+            "--node-config": node_config_text(node_config),
+        }
+        self._spawn(name, [processes.tool("flower-supernode"), *_words(options)])
 
     def _nodes(self) -> list[dict[str, object]]:
-        """Return the SuperLink's list of nodes."""
         nodes = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
         return nodes if isinstance(nodes, list) else []
 
@@ -205,11 +208,9 @@ class Deployment:
             time.sleep(0.5)
 
     def kill(self, name: str) -> None:
-        """End the program ``name`` and all that it started, at once."""
         processes.end(self.processes.pop(name))
 
     def stop(self) -> None:
-        """End all programs, the nodes first."""
         for name in list(reversed(self.processes)):
             self.kill(name)
 
@@ -218,19 +219,12 @@ def node_config_text(values: Mapping[str, Scalar]) -> str:
     """Return the value of ``--node-config`` as Flower reads it: TOML values, separated by spaces.
 
     Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
-    raised for a value that holds quotes of both kinds.
+    raised for a value with a double quote.
     """
-    return " ".join(f"{key}={_toml(key, value)}" for key, value in values.items())
-
-
-def _toml(key: str, value: Scalar) -> str:
-    if not isinstance(value, str):
-        return str(value).lower()
-    if '"' not in value:
-        return '"' + value.replace("\\", "\\\\") + '"'
-    if "'" not in value:
-        return f"'{value}'"
-    raise ConfigError(key, value, "one kind of quotes", where="node-config")
+    for key, value in values.items():
+        if '"' in str(value):
+            raise ConfigError(key, value, 'a text without "', where="node-config")
+    return " ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items())
 
 
 @contextmanager
@@ -245,12 +239,6 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
-    for path in (certificates.certificate, certificates.ca):
-        try:
-            valid_until(path)
-        except ConfigError as error:
-            error.hint = f"remove {str(certificates.ca)!r}, and new ones are made"
-            raise
     port, fleet_port = processes.free_ports(2)
     deployment = Deployment(folder, certificates, port, fleet_port)
     try:

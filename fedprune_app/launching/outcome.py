@@ -1,10 +1,9 @@
 """What became of a run, as its folder tells."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 _LINGER_SECONDS = 10.0
 
@@ -19,7 +18,6 @@ class RecordedEnd:
         self._since = 0.0
 
     def read(self) -> None:
-        """Read the file again."""
         was_over = self.is_over
         outcome = outcome_of(self._file)
         self._outcome = outcome if outcome != self._before else None
@@ -42,8 +40,14 @@ class RecordedEnd:
 
 def outcome_of(run_file: Path) -> tuple[str, int] | None:
     """Return how the run in a folder ended, and the time at which the file said so, or None while the run goes on."""
+    status = read_json(run_file).get("status", "running")
+    return None if status == "running" else (str(status), run_file.stat().st_mtime_ns)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the table in a JSON file, which is empty where the file is not there or not whole."""
     try:
-        status = str(json.loads(run_file.read_text())["status"])
-        return None if status == "running" else (status, run_file.stat().st_mtime_ns)
-    except (OSError, ValueError, KeyError):
-        return None
+        table = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return table if isinstance(table, dict) else {}

@@ -1,7 +1,5 @@
 """Flower's programs as processes of ours: their environment, their logs, and how they end."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -12,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -27,7 +25,7 @@ _START_SECONDS = 90
 
 # loaded here, since nothing should be loaded between fork and exec
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = "localhost,127.0.0.1,::1"
 
 
 def flower_environment(home: Path) -> dict[str, str]:
@@ -47,14 +45,10 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which programs reach this machine itself without a proxy; its other exceptions stay."""
-    upper, lower = environment.get("NO_PROXY"), environment.get("no_proxy")
-    # some programs read one of the two, and some read the other
-    variables = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}
-    for name, value in variables.items():
-        if value != "*":
-            hosts = [host.strip() for host in value.split(",") if host.strip()]
-            variables[name] = ",".join(hosts + [host for host in _LOOPBACK if host not in hosts])
-    return {**environment, **variables}
+    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or _LOOPBACK
+    if hosts != "*" and not hosts.endswith(_LOOPBACK):
+        hosts = f"{hosts},{_LOOPBACK}"
+    return {**environment, "NO_PROXY": hosts, "no_proxy": hosts}  # some programs read one of them, some the other
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
@@ -89,31 +83,26 @@ def tool(name: str) -> str:
 
     Raises :class:`LaunchError` if the program is not installed.
     """
-    beside = Path(sys.executable).parent / name
-    path = str(beside) if beside.exists() else shutil.which(name)
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if path is None:
         raise LaunchError(f"command {name!r} is not installed beside {sys.executable}")
     return path
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` different ports of 127.0.0.1 that no program uses now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
             sock.bind(("127.0.0.1", 0))
         return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path | None = None) -> None:
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path) -> None:
     """Wait until ``url`` answers; ``ca`` is the certificate that the answer is checked with.
 
     Raises :class:`LaunchError` if ``url`` does not answer in time, or if the process ends before.
     """
-    verify = ssl.create_default_context(cafile=ca) if ca else True
+    verify = ssl.create_default_context(cafile=ca)
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -6,8 +6,6 @@ simulation in a process of its own, without a SuperLink. On a SuperLink of real 
 status again and again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -40,10 +38,7 @@ def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
             continue
         source = Path(package.__file__ or "").parent
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
-        try:
-            shutil.copytree(source, folder / package.__name__, ignore=ignore, dirs_exist_ok=True)
-        except shutil.Error as error:  # on a full disk it has a reason for each file
-            raise OSError(error.args[0][0][2]) from None
+        shutil.copytree(source, folder / package.__name__, ignore=ignore, dirs_exist_ok=True)
     server, client = components
     (folder / "pyproject.toml").write_text(
         "[project]\n"

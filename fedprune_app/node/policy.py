@@ -1,7 +1,5 @@
 """A node's policy is read from its node-config, or from a file of the node's own that the node-config names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a node's operator says: where its data, state and ledger are, and which runs it takes part in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,8 +16,7 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 
 NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", POLICY_FILE, *POLICY_KEYS)
-OWN = ("image-folder", "table", "text")
-"""Datasets that a client may have to itself, beside those of plug-ins."""
+OWN = ("image-folder", "table", "text")  # datasets that a client may have to itself, beside those of plug-ins
 
 
 def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:

@@ -1,7 +1,5 @@
 """Code of others enters: it registers a system, a model, a dataset or a partition, and a run names it."""
 
-from __future__ import annotations
-
 from fedprune_app.plugins.loading import (
     Code,
     check_named,

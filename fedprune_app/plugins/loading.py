@@ -12,8 +12,6 @@ run folder does not make anybody import code. A node of a deployment imports wha
 what its operator allows with ``allowed-plugins``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.metadata
@@ -25,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -34,13 +33,13 @@ from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.plugins.registering import NAMES, forget, origins
 
 log = logging.getLogger("flwr.fedprune")
+# by key of the configuration: the group of entry points for its names
 GROUPS = {
     "system": "fedprune.systems",
     "model": "fedprune.models",
     "dataset": "fedprune.datasets",
     "partition": "fedprune.partitions",
 }
-"""By key of the configuration: the group of entry points for its names."""
 _FUNCTIONS = ("model", "dataset", "partition")
 _files: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of what was loaded
 
@@ -58,7 +57,6 @@ class Code:
 
 
 def names_in(values: Mapping[str, object]) -> list[str]:
-    """Return the modules and files that the key ``plugins`` names."""
     return [name.strip() for name in str(values.get("plugins") or "").split(",") if name.strip()]
 
 
@@ -81,13 +79,18 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
     for code in code_in(values):
         if allows is not None:
             allows(code)
-        module = _module_of(code)
         if code.function:
-            _register_function(code, module)
+            _register_function(code)
+        else:
+            _module_of(code)
     for key, group in GROUPS.items():
         name = str(values.get(key) or DEFAULTS[key])
-        if name not in ("auto", *NAMES[key]):
-            _load_entry_point(key, group, name)
+        if name in ("auto", *NAMES[key]):
+            continue
+        for module in _declaring_modules(group, name):
+            _module_of(Code(key, module))
+            if name not in NAMES[key]:
+                raise ConfigError(key, name, which=f"{module} declares and does not register")
 
 
 def check_named(values: Mapping[str, object], trusted: Mapping[str, object]) -> None:
@@ -142,16 +145,13 @@ def _identity(target: str) -> str:
 def _module_of(code: Code) -> ModuleType:
     try:
         return _from_file(code) if code.target.endswith(".py") else importlib.import_module(code.target)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except ModuleNotFoundError as error:
-        if error.name and f"{code.target}.".startswith(f"{error.name}."):
-            raise ConfigError(code.key, code.target, which="is not installed here") from None
-        raise _load_error(code, error) from error
     except BaseException as error:  # whatever a user's module raises, SystemExit too
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise _load_error(code, error) from error
+        lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == code.target]
+        which = f"cannot be loaded, line {lines[-1]}" if lines else "cannot be loaded"
+        error_text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(code.key, code.target, which=which, hint=error_text) from error
 
 
 @contextmanager
@@ -180,23 +180,12 @@ def told(error: BaseException) -> str:
 def _place_in_plugin(error: BaseException) -> str:
     """Return the last place of an error's traceback that is in a plug-in, or nothing."""
     names = {module.__name__ for _, module in _files.values()} | {*origins.values()}
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__") in names:
-            code = trace.tb_frame.f_code
-            place = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
-        trace = trace.tb_next
-    return place
-
-
-def _load_error(code: Code, error: BaseException) -> ConfigError:
-    line, trace = "", error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == code.target:
-            line = f", line {trace.tb_lineno}"
-        trace = trace.tb_next
-    error_text = " ".join(f"{type(error).__name__}: {error}".split())
-    return ConfigError(code.key, code.target, which=f"cannot be loaded{line}", hint=error_text)
+    places = [
+        f"{Path(frame.f_code.co_filename).name}, line {line}, in {frame.f_code.co_name}"
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") in names
+    ]
+    return places[-1] if places else ""
 
 
 def _from_file(code: Code) -> ModuleType:
@@ -207,39 +196,21 @@ def _from_file(code: Code) -> ModuleType:
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigError(
-            code.key,
-            code.target,
-            which="cannot be read",
-            hint="there is no such file here" if isinstance(error, FileNotFoundError) else str(error),
-        ) from None
-    entry = _files.get(code.target)
-    if entry is None or entry[0] != digest:
+        raise ConfigError(code.key, code.target, which="cannot be read", hint=str(error)) from None
+    if code.target not in _files or _files[code.target][0] != digest:
         name = f"fedprune_plugin_{path.stem}_{hashlib.sha256(code.target.encode()).hexdigest()[:8]}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # where dataclasses look for the module of a class
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            sys.modules.pop(name)
-            raise
+        spec.loader.exec_module(module)
         _files[code.target] = digest, module
     return _files[code.target][1]
 
 
-def _register_function(code: Code, module: ModuleType) -> None:
-    """Register a function under the text that names it."""
-    function = getattr(module, code.function, None)
-    if not callable(function):
-        own_names = [
-            name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__
-        ]
-        names = ", ".join([name for name in own_names if not name.startswith("_")][:10]) or "which has none"
-        raise ConfigError(code.key, str(code), f"a function of {code.target}: {names}")
-    name, summary = str(code), f"{code.function} of {code.target}"
+def _register_function(code: Code) -> None:
+    function, name = _function_in(code), str(code)
     tables: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         "model": (BUILDERS, MODELS),
         "dataset": (LOADERS, DATASETS),
@@ -247,7 +218,7 @@ def _register_function(code: Code, module: ModuleType) -> None:
     }
     functions, summaries = tables[code.key]
     is_other = functions.get(name) not in (None, function)
-    functions[name], summaries[name] = function, summary
+    functions[name], summaries[name] = function, f"{code.function} of {code.target}"
     if is_other:
         forget()
 
@@ -258,25 +229,18 @@ def function(key: str, name: str) -> Callable[..., Any]:
     Raises :class:`ConfigError` where there is none.
     """
     target, _, attribute = name.rpartition(":")
-    code = Code(key, target, attribute)
-    value = getattr(_module_of(code), attribute, None) if target else None
-    if not callable(value):
-        raise ConfigError(key, name, "file.py:function or module:function")
-    result: Callable[..., Any] = value
-    return result
+    return _function_in(Code(key, target, attribute))
 
 
-def _load_entry_point(key: str, group: str, name: str) -> None:
-    """Load the installed plug-in that declares a name, if there is one."""
-    for module in _declaring_modules(group, name):
-        _module_of(Code(key, module))
-        if name not in NAMES[key]:
-            raise ConfigError(key, name, which=f"{module} declares and does not register")
+def _function_in(code: Code) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = getattr(_module_of(code), code.function, None)
+    if not callable(function):
+        raise ConfigError(code.key, str(code), f"a function in {code.target}")
+    return function
 
 
 @lru_cache(maxsize=64)  # a search reads files of all installed packages, and every message to a client asks
 def _declaring_modules(group: str, name: str) -> tuple[str, ...]:
-    """Return the modules of the installed plug-ins that declare a name."""
     return tuple(entry.module for entry in importlib.metadata.entry_points(group=group, name=name))
 
 

@@ -1,7 +1,5 @@
 """A plug-in registers a system, a model, a dataset or a partition under a name of its own."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -103,10 +101,9 @@ def _claim(key: str, name: str) -> None:
     origin = sys._getframe(2).f_globals["__name__"]
     where = f"plug-in {origin}"
     earlier_origin = origins.get((key, name))
-    if name in NAMES[key] and earlier_origin is None:
-        raise ConfigError(key, name, "another name", which="is one of fedprune's own", where=where)
-    if earlier_origin not in (None, origin):
-        raise ConfigError(key, name, "another name", which=f"is one of plug-in {earlier_origin} too", where=where)
+    if name in NAMES[key] and earlier_origin != origin:
+        owner = f"plug-in {earlier_origin}" if earlier_origin else "fedprune itself"
+        raise ConfigError(key, name, "another name", which=f"is one of {owner}", where=where)
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise ConfigError(key, name, "a name of letters, digits, '-', '_' and '.'", where=where)
     origins[key, name] = origin

@@ -4,8 +4,6 @@ One example of a data set is a blank in its neighbour. A release is one of two k
 samples, or a number with Laplace noise.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter
@@ -20,8 +18,8 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
 
 ACCOUNTANTS = ("pld", "rdp")
+# The more Rényi orders there are, the tighter ε is. Orders above 64 serve small ε.
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(11, 64)] + [80, 96, 128, 256, 512, 1024])
-"""The Rényi orders: the more orders there are, the tighter ε is. Orders above 64 serve small ε."""
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +43,6 @@ class Steps:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """Return the step as dp-accounting describes it."""
         if self.sample_rate == 0:
             return dp_accounting.NoOpDpEvent()
         if self.noise_multiplier == 0:
@@ -73,19 +70,17 @@ class Laplace:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """Return the release as dp-accounting describes it."""
         if self.scale == 0:
             return dp_accounting.NonPrivateDpEvent()
         return dp_accounting.LaplaceDpEvent(self.scale / self.sensitivity)
 
 
 Release = Steps | Laplace
-_LONGEST = 1000.0
-"""Above this ε, which protects nothing, privacy loss distributions are too long to be worth their time."""
+_LONGEST = 1000.0  # above this ε, which protects nothing, privacy loss distributions are too long to be worth it
 _COARSEST = 2.0**-7
 _PER_DEVIATION = 0.1
+# A count says how often each release was made. Order does not matter, so n releases at once are n times one.
 Spent = Mapping[Release, int]
-"""A count says how often each release was made. Order does not matter, so n releases at once are n times one."""
 
 
 def epsilon(spent: Spent, delta: float, accountant: str = "pld") -> float:
@@ -180,13 +175,8 @@ def _per_order(divergences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> flo
 def divergence(release: Release) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return the Rényi divergence at each of :data:`ORDERS`; an order at which it is not found counts as infinite."""
     accountant = RdpAccountant(ORDERS)
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # absl warns of orders near 1 that do not converge; they count as infinite
-    try:
-        accountant.compose(release.event)
-    finally:
-        logger.setLevel(level)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders near 1 that do not converge
+    accountant.compose(release.event)
     return np.asarray(accountant.rdp, dtype=np.float64)
 
 
@@ -229,7 +219,4 @@ def total(*parts: Spent) -> Counter[Release]:
     >>> total({release: 2}, {release: 3})[release]
     5
     """
-    releases: Counter[Release] = Counter()
-    for part in parts:
-        releases.update(part)
-    return releases
+    return sum((Counter(part) for part in parts), Counter[Release]())

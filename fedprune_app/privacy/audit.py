@@ -32,7 +32,8 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     >>> round(p_value(canaries=100, guesses=10, correct=9, epsilon=0.0, delta=0.0), 4)  # (1 + 10) / 2^10
     0.0107
     """
-    tail = _tails(guesses, epsilon)
+    accuracy = 1 / (1 + math.exp(-epsilon))
+    tail = binom.sf(np.arange(-1, guesses), guesses, accuracy)  # f(v) for v = 0 to r
     if correct == 0:
         return 1.0
     i = np.arange(1, correct + 1)  # for larger i, f(v - i) is 1 and the quotient falls
@@ -40,22 +41,12 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     return float(min(1.0, tail[correct] + 2 * canaries * delta * slope))
 
 
-def _tails(guesses: int, epsilon: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return ``f(v)`` for v = 0 to r."""
-    accuracy = 1 / (1 + math.exp(-epsilon))
-    tails: np.ndarray[tuple[int], np.dtype[np.float64]] = binom.sf(np.arange(-1, guesses), guesses, accuracy)
-    return tails
-
-
 def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
     """Return the largest ε that so many correct guesses rule out.
 
     With this ``confidence`` the true ε is not below the bound.
-    The bound is 0 where nothing is ruled out, and never inf. Raises ``ValueError`` for a confidence not
-    between 0 and 1.
+    The bound is 0 where nothing is ruled out, and never inf. ``confidence`` is above 0 and below 1.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}, allowed: above 0 and below 1")
 
     def is_refuted(epsilon: float) -> bool:
         return p_value(canaries, guesses, correct, epsilon, delta) < 1 - confidence
@@ -74,14 +65,11 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
 def guesses_of(scores: Tensor, number: int) -> Tensor:
     """Return the guesses (m,): +1 (in) for large scores, -1 (out) for small ones, 0 for no guess.
 
-    Half of ``number`` guesses go to the largest ``scores`` (m,) and half to the smallest. Raises ``ValueError`` unless
-    ``number`` is even, from 2 to m.
+    Half of ``number`` guesses, which is even, go to the largest ``scores`` (m,) and half to the smallest.
 
     >>> guesses_of(torch.tensor([0.4, 0.9, 0.1, 0.2]), number=2).tolist()
     [0, 1, -1, 0]
     """
-    if number % 2 or not 2 <= number <= len(scores):
-        raise ValueError(f"guesses is {number}, allowed: an even number from 2 to {len(scores)}")
     order = torch.argsort(scores, stable=True)
     guesses = torch.zeros(len(scores), dtype=torch.int64)
     guesses[order[-(number // 2) :]] = 1
@@ -112,7 +100,6 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Return the finding as one line of text."""
         summary = f"{self.correct} of {self.guesses} guesses were right"
         if self.holds:
             return f"{summary}; ε is at least {self.bound:.3g}, which does not contradict the ledger's {self.claim:.3g}"
@@ -134,8 +121,7 @@ class Finding:
         return cls(len(coins), number, correct, delta, confidence, claim)
 
 
-JSON_KEYS = frozenset({*(each.name for each in fields(Finding)), "bound", "holds"})
-"""These are the keys of :meth:`Finding.to_dict`."""
+JSON_KEYS = frozenset({*(each.name for each in fields(Finding)), "bound", "holds"})  # of Finding.to_dict
 
 
 # --- the attack -------------------------------------------------------------------------------------------------------
@@ -160,8 +146,8 @@ class Evidence:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
+        # the sum over releases of the posterior means of x (rows,): the larger, the likelier a canary was in
         self.scores = torch.zeros(rows, dtype=torch.float64)
-        """The sum over releases of the posterior means of x (rows,): the larger, the likelier a canary was in."""
 
     def add(self, update: Tensor, directions: Tensor, other_directions: Sequence[Tensor] = ()) -> None:
         """Add the evidence of one release: ``update`` u (d,) and the examples' ``directions`` (rows, d).
@@ -191,8 +177,7 @@ def _orthonormal(vectors: Sequence[Tensor]) -> Tensor:
 
 def _orthogonal_part(vectors: Tensor, basis: Tensor) -> Tensor:
     """Return the part of each vector (..., d) that is orthogonal to an orthonormal basis (k, d)."""
-    residual: Tensor = vectors - (vectors @ basis.T) @ basis
-    return residual
+    return torch.sub(vectors, (vectors @ basis.T) @ basis)
 
 
 def _fit_noise(gram: Tensor, projections: Tensor, squared_norm: float, dimensions: int) -> tuple[float, float]:

@@ -1,7 +1,5 @@
 """Sums of clipped gradients per example, in one backward pass or by Opacus' hooks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +13,9 @@ from torch.nn import functional as F
 
 from fedprune_app.privacy.per_example import RULES, clip_factors
 
+# A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name. ``one-pass``
+# also takes a network (images -> logits) in place of the model, and masks.
 ClippedSum = Callable[..., dict[str, Tensor]]
-"""A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name.
-
-``one-pass`` also takes a network (images -> logits) in place of the model, and masks.
-"""
 
 
 class _Watch:
@@ -96,11 +92,12 @@ def _materialised(
     class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
         GRAD_SAMPLERS: ClassVar = dict(RULES)
 
-    with _wrapped_model(model, lambda: PerExample(model, loss_reduction="sum")) as module:
+    with _wrapped_model(model, PerExample(model, loss_reduction="sum")) as module:
 
         def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
             module.zero_grad()
-            _no_gradients(trained)
+            for parameter in trained.values():
+                parameter.grad = None  # autograd's sum is not private and must not reach the optimiser
             F.cross_entropy(module(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
             grad_samples = {name: getattr(parameter, "grad_sample", None) for name, parameter in trained.items()}
             samples = {name: value for name, value in grad_samples.items() if value is not None}  # parameters in use
@@ -176,16 +173,11 @@ def _layer_terms(
     for parameter, gradient in gradients.items():
         if (name := name_of.get(parameter)) is not None:
             example_gradients = _apply_mask(gradient, masks.get(name))
-            yield name, _squared_norms(example_gradients), partial(_clip_sum, example_gradients)
+            yield name, _squared_norms(example_gradients), partial(torch.tensordot, b=example_gradients, dims=1)
 
 
 def _clip_linear_sum(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor) -> Tensor:
     return _apply_mask((b * factors[:, None]).T @ a, mask)
-
-
-def _clip_sum(example_gradients: Tensor, factors: Tensor) -> Tensor:
-    total: Tensor = torch.tensordot(factors, example_gradients, 1)
-    return total
 
 
 METHODS: Mapping[str, Any] = {
@@ -203,16 +195,9 @@ def over_tensors(squared: Any) -> Tensor:
     return torch.stack(list(squared)).sum(0)
 
 
-def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
-    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser."""
-    for parameter in trained.values():
-        parameter.grad = None
-
-
 @contextmanager
-def _wrapped_model(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
-    """Give an Opacus module around the model, and leave the model as it was before."""
-    module = wrap()
+def _wrapped_model(model: nn.Module, module: Any) -> Iterator[Any]:
+    """Give the Opacus ``module`` around the model, and leave the model as it was before."""
     try:
         yield module
     finally:

@@ -6,8 +6,6 @@ missing from the middle is noticed. A line without its end was being written whe
 left, and the line is dropped. Any other damage is an error, for then nobody knows what was spent.
 """
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import hashlib
@@ -119,7 +117,6 @@ class Ledger:
 
     @property
     def spent(self) -> Spent:
-        """Return how often each kind of release was made."""
         return Counter(self._spent)
 
     def charge_steps(self, noise_multiplier: float, sample_rate: float, steps: int, note: str = "") -> None:
@@ -145,11 +142,11 @@ class Ledger:
         return self._exceeded_budget(releases) is None
 
     def require(self, releases: Spent) -> None:
-        """Raise :class:`Overspent` where ``releases`` would pass a budget."""
         if budget := self._exceeded_budget(releases):
             raise Overspent(
                 f"the privacy budget is {budget.epsilon:g} at delta {budget.delta:g}, {self.epsilon(budget.delta):.4g} "
-                f"of it are spent, and this would make it {self._cost(releases, budget.delta):.4g}"
+                f"of it are spent, and this would make it "
+                f"{accounting.epsilon(total(self._spent, releases), budget.delta, self.accountant):.4g}"
             )
 
     def __copy__(self) -> Self:
@@ -172,7 +169,8 @@ class Ledger:
             self._append({"kind": kind, **vars(release), "count": count, "what": note}, file)
 
     def _append(self, entry: Mapping[str, object], file: BinaryIO) -> None:
-        line = _line(self._check, entry)
+        text = json.dumps(entry)
+        line = f"{_check(self._check, text)} {text}\n".encode()
         file.truncate(self._offset)  # a torn last line
         file.seek(self._offset)
         file.write(line)
@@ -197,12 +195,8 @@ class Ledger:
         self._append(entry, file)
 
     def _exceeded_budget(self, releases: Spent) -> Budget | None:
-        """Return the first budget that ``releases`` would pass."""
         totals = total(self._spent, releases)
         return next((b for b in self.budgets if not affords(totals, b.delta, b.epsilon, self.accountant)), None)
-
-    def _cost(self, releases: Spent, delta: float) -> float:
-        return accounting.epsilon(total(self._spent, releases), delta, self.accountant)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
@@ -262,11 +256,6 @@ def ledger_of(data: Data, folder: Path) -> Path:
 
 
 _OWN = "own-"
-
-
-def _line(previous: str, entry: Mapping[str, object]) -> bytes:
-    text = json.dumps(entry)
-    return f"{_check(previous, text)} {text}\n".encode()
 
 
 def _data(entry: Mapping[str, str]) -> Data:

@@ -10,8 +10,6 @@ three ways:
 The account that holds is :mod:`fedprune_app.privacy.accounting`.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each type of layer has a rule for the gradients of single examples, and a gradient's norm says how it is clipped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 
@@ -50,10 +48,10 @@ def windows(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     return patches.reshape(len(patches), math.prod(patches.shape[1:4]), -1)
 
 
+# A rule gives the gradients per example of a layer's parameters, from its inputs and the gradients of its outputs.
 RULES: Samplers = {
     kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.Embedding)
 } | {nn.Conv2d: _convolution}
-"""A rule gives the gradients per example of a layer's parameters, from its inputs and the gradients of its outputs."""
 
 
 def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:

@@ -1,7 +1,5 @@
 """A network is suitable if its clipped sums are autograd's, and if its examples do not depend on one another."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

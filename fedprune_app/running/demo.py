@@ -1,7 +1,5 @@
 """The demo is small enough for two cores and three minutes, and real in every part; ``fedprune demo`` runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedprune_app.config import ConfigError, Scalar
@@ -20,9 +18,14 @@ def demo_settings(system: str) -> dict[str, Scalar]:
 
     A client has 72 images of several classes, so it gains by a federation. Gossip at density 0.5 gains little there.
     """
-    shared: dict[str, Scalar] = {"partition": "dirichlet-client", "num-server-rounds": 20, "fraction-train": 0.5}
-    system_settings: dict[str, Scalar] = {"density": 0.8, "dispfl.growth": "random"} if system == "dispfl" else {}
-    return {"system": system, "evaluate-every": 2, **shared, **system_settings}
+    return {
+        "system": system,
+        "evaluate-every": 2,
+        "partition": "dirichlet-client",
+        "num-server-rounds": 20,
+        "fraction-train": 0.5,
+        **({"density": 0.8, "dispfl.growth": "random"} if system == "dispfl" else {}),
+    }
 
 
 def llm_settings(density: float) -> dict[str, Scalar]:

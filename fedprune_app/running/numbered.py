@@ -1,14 +1,11 @@
 """A run without a folder of its own gets the next number, and a link leads to the last one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LATEST = Path("runs/latest")
-"""The link to the run that was started last without a folder of its own."""
+LATEST = Path("runs/latest")  # the link to the run that was started last without a folder of its own
 
 
 @contextmanager

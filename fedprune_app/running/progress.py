@@ -6,7 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,8 @@ from rich.progress import (
 )
 
 from fedprune_app.config import Config
+from fedprune_app.launching.outcome import read_json
 from fedprune_app.results.lines import progress_line
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the table in a JSON file, which is empty where the file is not there or not whole."""
-    try:
-        table = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return table if isinstance(table, dict) else {}
 
 
 class RunProgress:
@@ -40,9 +32,7 @@ class RunProgress:
         self._folder = folder
         self._file = folder / "rounds.jsonl"
         self._counts_rounds = True
-        resumed = bool(config.resume_from) and self._file.exists()
-        self._offset = self._file.stat().st_size if resumed else 0
-        self._inode = self._file.stat().st_ino if resumed else 0
+        self._offset = self._file.stat().st_size if config.resume_from and self._file.exists() else 0
         self._accuracy = ""
         self._bytes = 0
         self._is_live = console.is_terminal or console.is_jupyter
@@ -77,18 +67,16 @@ class RunProgress:
         Where the system tells the progress of the current round, that is shown too.
         """
         state = read_json(self._folder / "progress.json")
-        if state and "done" not in state:
-            self.say(str(state.get("text")))
-        with suppress(KeyError):
-            self._bar.update(
-                self._task, completed=state["done"], total=state["total"], said=f"{state['text']}  {self._accuracy}"
-            )
+        if "done" in state:
             self._counts_rounds = False
+            said = f"{state['text']}  {self._accuracy}"
+            self._bar.update(self._task, completed=state["done"], total=state["total"], said=said)
+        elif state:
+            self.say(str(state.get("text")))
         try:
             with self._file.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:
-                    self._inode, self._offset = inode, 0  # a resumed run writes a new file, without lost rounds
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset = 0  # a resumed run writes a new file, without lost rounds
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
@@ -96,8 +84,7 @@ class RunProgress:
         complete = new[: new.rfind(b"\n") + 1]
         self._offset += len(complete)
         for line in complete.splitlines():
-            with suppress(ValueError):
-                self._show(json.loads(line))
+            self._show(json.loads(line))
 
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
@@ -105,10 +92,8 @@ class RunProgress:
             self._accuracy = numbers
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
-        if self._counts_rounds:
-            self._bar.update(self._task, completed=row["round"], said=text, failed=failed)
-        else:
-            self._bar.update(self._task, said=text, failed=failed)
+        completed = row["round"] if self._counts_rounds else None  # None leaves it as it is
+        self._bar.update(self._task, completed=completed, said=text, failed=failed)
         if not self._is_live:
             line = f"{self._system}: round {row['round']} of {self._rounds}  {text}  {failed}".rstrip()
             self._console.print(line, soft_wrap=True)

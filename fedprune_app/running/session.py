@@ -1,7 +1,5 @@
 """A run goes from start to end, on any engine; its progress is shown and its outcome is checked."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +17,14 @@ from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import flower_cli, outcome, processes, simulation
 from fedprune_app.launching.flower_cli import Link
+from fedprune_app.launching.outcome import read_json
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.results.ownership import mark
 from fedprune_app.results.recorder import write_info
 from fedprune_app.running.numbered import point_to
-from fedprune_app.running.progress import RunProgress, read_json
+from fedprune_app.running.progress import RunProgress
 from fedprune_app.running.signals import ENDING, Left, interrupt, leave, on_signals
 
 
@@ -170,7 +169,6 @@ def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: 
 
 
 def _num_gpus(config: Config, on_cluster: bool) -> int:
-    """Return the number of this machine's GPUs that may be used; 1 for those of a cluster, however many it has."""
     if config.device == "cpu" or on_cluster:
         return int(config.device != "cpu")
     import torch
@@ -188,8 +186,6 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
     The run.json of another run that still goes on is left alone.
     """
-    if not (folder / "run.json").exists():
-        return
     with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal tells of a full disk
         info = read_json(folder / "run.json")
         if info.get("status") == "running":

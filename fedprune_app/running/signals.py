@@ -1,7 +1,5 @@
 """Signals end a run as Ctrl-C does, or leave the run going."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator

@@ -1,12 +1,9 @@
 """An experiment matrix combines systems, datasets and seeds from one YAML file; each cell is one run."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import operator
 import re
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +20,8 @@ from fedprune_app.results.recorder import holds_run
 from fedprune_app.sweeps.space import Search, check_range
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
+# what a search may go by, and where better is; no number of test data, which nothing may be decided by
 OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
-"""What a search may go by, and where better is; no number of test data, which nothing may be decided by."""
 _OF_SEARCH = {
     "trials": Option(20, "how many settings are drawn", bounds=(Bound("at least", 1, operator.ge),)),
     "sampler": Option("tpe", "how settings are drawn", {"tpe": "by what was good before", "random": "at random"}),
@@ -68,21 +65,16 @@ class _Loader(yaml.SafeLoader):
     """This loader is safe, and refuses a key that a table has twice, of which PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Return a table as it is written, before merged tables (``<<``), whose keys its own may replace."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if name in lines:
-                raise yaml.YAMLError(f"it has the key {_short(key.value)} twice, in lines {lines[name]} and {line}")
-            lines[name] = line
+        names = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for name in names:
+            if names.count(name) > 1:
+                line = node.start_mark.line + 1
+                raise yaml.YAMLError(f"it has the key {name[1]!r} twice, in the table that begins in line {line}")
         return node
 
 
 def to_yaml(document: Mapping[str, Any]) -> str:
-    """Return the text of a matrix file, which :func:`read_matrix` reads as this document."""
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
     return text
 
@@ -94,12 +86,8 @@ def read_matrix(path: Path) -> Matrix:
     """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except FileNotFoundError:
-        raise ConfigError("matrix", path, which="does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError("matrix", path, which="cannot be read", hint=" ".join(str(error).split())) from None
-    except RecursionError:
-        raise ConfigError("matrix", path, which="is nested too deeply") from None
     return matrix_of(document, path)
 
 
@@ -123,6 +111,9 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
         if key not in _SECTIONS or (key == "datasets" and "search" in document):
             raise ConfigError("entry", key, sections, where=where)
     common = _settings(where, "common", document.get("common", {}))
+    for key in ("system", "dataset"):
+        if key in common and (f"{key}s" in document or "search" not in document):
+            raise ConfigError(f"{key} in common", common[key], f"in {key}s", where=where)
     seeds = document.get("seeds", [0])
     are_numbers = isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)
     if not are_numbers or len(set(seeds)) != len(seeds):
@@ -142,16 +133,13 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
 def _cells(
     where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: Sequence[int]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and settings of each run of a matrix."""
-    _check_not_common(where, common, ("system", "dataset"))
     systems = _variants(where, "systems", "system", document.get("systems"))
     datasets = _variants(where, "datasets", "dataset", document.get("datasets", ["digits"]))
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):
         values = {**common, **dataset, **system, "seed": seed}
-        of_seed = f"-seed{seed}"
-        name = _cut(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}", _LONGEST - len(of_seed))
-        settings.append((name + of_seed, values))
+        name = _cut(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}")
+        settings.append((f"{name}-seed{seed}", values))
     _check_distinct(where, "runs", [name for name, _ in settings])
     return settings
 
@@ -159,7 +147,6 @@ def _cells(
 def _searches(
     where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: tuple[int, ...]
 ) -> Iterator[Search]:
-    """Yield a search for each entry of ``systems``, or one for the system of ``common``."""
     table = document["search"]
     keys = (*_OF_SEARCH, "space")
     if not isinstance(table, dict) or not table.keys() <= {*keys}:
@@ -170,11 +157,10 @@ def _searches(
         }
     shared = _space(where, table.get("space", {}))
     if "systems" in document:
-        _check_not_common(where, common, ("system",))
         entries = document["systems"]
         bare = [_without_space(entry) for entry in entries] if isinstance(entries, list) else entries
         variants = _variants(where, "systems", "system", bare)
-        names = [_cut(_name(variant, "system"), _LONGEST_OF_A_SEARCH) for variant in variants]
+        names = [_cut(_name(variant, "system")) for variant in variants]
         _check_distinct(where, "systems", names)
         spaces = [entry.get("space", {}) if isinstance(entry, dict) else {} for entry in entries]
     elif "system" in common:
@@ -203,28 +189,14 @@ def _space(where: str, space: Any) -> dict[str, Any]:
     return space
 
 
-def _check_not_common(where: str, common: Mapping[str, Any], keys: Sequence[str]) -> None:
-    for key in keys:
-        if key in common:
-            raise ConfigError(f"{key} in common", common[key], f"in {key}s", where=where)
-
-
-_LONGEST = 255  # characters of a folder's name, all of which are ASCII
-_LONGEST_OF_A_SEARCH = 200  # of a system's name, to which trial and seed are added
-_short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
+_LONGEST = 200  # characters of a name, of 255 that a folder may have: a digest, trial and seed may follow
 
 
 def _settings(where: str, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"an entry of {section}", table, "key: value pairs", where=where)
-    try:
-        with told_of(f"{where}: an entry of {section}"):
-            settings = flatten(table)
-    except RecursionError:  # an alias that refers to itself
-        raise ConfigError(f"an entry of {section}", which="is nested too deeply", where=where) from None
-    for key, value in settings.items():
-        if not isinstance(value, bool | int | float | str):
-            raise ConfigError(f"{key} in {section}", value, "one value", where=where)
+    with told_of(f"{where}: an entry of {section}"):
+        settings = flatten(table)
     if "seed" in settings:
         raise ConfigError(f"seed in {section}", settings["seed"], "in seeds", where=where)
     return settings
@@ -248,15 +220,12 @@ def _check_distinct(where: str, kind: str, names: Sequence[str]) -> None:
 
 def _name(variant: Mapping[str, Any], key: str) -> str:
     """Return a folder name with the settings that distinguish a variant, such as ``subfedavg-target-rate50``."""
-    parts = [str(variant[key])]
-    places = {k for k, option in OPTIONS.items() if option.kind.is_folder}
-    parts += [f"{k.rpartition('.')[2]}{v}" for k, v in variant.items() if k != key and k not in places]
+    settings = {k: v for k, v in variant.items() if k != key and not (k in OPTIONS and OPTIONS[k].kind.is_folder)}
+    parts = [str(variant[key]), *(f"{k.rpartition('.')[2]}{v}" for k, v in settings.items())]
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 
-def _cut(name: str, longest: int) -> str:
+def _cut(name: str) -> str:
     """Return a name for a file or folder; one that is too long for a file system ends with a digest of the whole."""
-    if len(name) <= longest:
-        return name
-    digest = "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
-    return name[: longest - len(digest)] + digest
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{digest}"

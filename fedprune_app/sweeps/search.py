@@ -126,10 +126,9 @@ def find(
             say("failed", f" {label}trial {trial.number + 1}: {' '.join(str(error).split())}")
             study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
         _write_table(out / search.file("search.csv"), study, search)
+    _write_table(out / search.file("search.csv"), study, search)  # of a search that was killed before it did
     if not (trials := _distinct_trials(search, study)):
         raise LaunchError(f"none of {search.trials} trials succeeded")
-    # the process may have been killed before it wrote the last trial's row
-    _write_table(out / search.file("search.csv"), study, search)
     runs = [load_run(out / search.folder(trial.number, seed)) for trial in trials.values() for seed in search.seeds]
     return SearchResult(effective(search, study.best_params), float(study.best_value), tuple(runs))
 
@@ -190,9 +189,8 @@ def _write_table(path: Path, study: Study, search: Search) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["trial", *search.space, search.objective, "state"])
     for trial in study.trials:
-        values = [trial.params.get(key, "") for key in search.space]
-        value = "" if trial.value is None else trial.value
-        writer.writerow([trial.number + 1, *values, value, trial.state.name.lower()])
+        values = [trial.params.get(key, "") for key in search.space]  # None becomes an empty cell
+        writer.writerow([trial.number + 1, *values, trial.value, trial.state.name.lower()])
     replace_file(path, text.getvalue().encode())
 
 

@@ -1,17 +1,12 @@
 """A search draws settings from a space: for each key a list of choices, or a range from a low to a high end."""
 
-from __future__ import annotations
-
-import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedprune_app.config import OPTIONS, ConfigError, Scalar, told_of
 
-Range = list[Scalar] | Mapping[str, Any]
-"""These are choices, or a table with ``low`` and ``high``, and with ``log`` or ``step``."""
-_short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
+Range = list[Scalar] | Mapping[str, Any]  # choices, or a table with low and high, and with log or step
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Search:
         yield self.name, first
         for key, choices in {"seed": list(self.seeds), **values}.items():
             for value in choices[1:]:
-                yield f"{self.name} {key}={_short(value)}".strip(), {**first, key: value}
+                yield f"{self.name} {key}={value}".strip(), {**first, key: value}
 
     def distributions(self) -> dict[str, Any]:
         """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
@@ -59,11 +54,9 @@ def check_range(where: str, key: object, spec: Any) -> None:
     """Raise :class:`ConfigError` for what is neither a list of choices nor a table with two ends."""
     if not isinstance(key, str) or key == "seed":
         raise ConfigError("space", key, "names of settings, and seed in seeds", where=where)
-    if isinstance(spec, list):
-        is_range = bool(spec) and all(isinstance(value, bool | int | float | str) for value in spec)
-    else:
-        is_range = isinstance(spec, dict) and {"low", "high"} <= spec.keys() <= {"low", "high", "log", "step"}
-    if not is_range:
+    are_choices = isinstance(spec, list) and spec and all(isinstance(each, bool | int | float | str) for each in spec)
+    is_range = isinstance(spec, dict) and {"low", "high"} <= spec.keys() <= {"low", "high", "log", "step"}
+    if not are_choices and not is_range:
         raise ConfigError(
             f"{key} in space",
             spec,
@@ -95,5 +88,4 @@ def _distribution(key: str, spec: Range) -> Any:
     try:
         return kind(low, high, **arguments)
     except (ArithmeticError, TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{key} in space", spec, "what Optuna draws from", hint=reason) from None
+        raise ConfigError(f"{key} in space", spec, "what Optuna draws from", hint=str(error)) from None

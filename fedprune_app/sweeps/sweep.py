@@ -1,9 +1,6 @@
 """The runs of a matrix, or of searches, are made one after another, and tables compare them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,10 +25,7 @@ from fedprune_app.sweeps.matrix import Matrix, to_yaml
 from fedprune_app.sweeps.search import BEST, SearchResult, best_matrix, find, storage_in, study_of
 from fedprune_app.sweeps.space import Search
 
-Say = Callable[[str, str], object]
-"""Told what happens: a label, which may be empty, and a text."""
-Make = Callable[[str, Mapping[str, Scalar]], Run]
-"""Make the run of a name and settings, or return one that was made before."""
+Say = Callable[[str, str], object]  # told what happens: a label, which may be empty, and a text
 
 
 @dataclass(frozen=True)
@@ -49,12 +43,11 @@ class Swept:
     of: str = "runs"
     best: Path | None = None
 
-    def check(self, *, with_reasons: bool = False) -> None:
-        """Raise :class:`LaunchError` if a run failed; ``with_reasons`` for those who have not been told yet."""
+    def check(self) -> None:
+        """Raise :class:`LaunchError` with all reasons if a run failed."""
         if self.failed:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
-            details = reasons if with_reasons else ", ".join(self.failed)
-            raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {details}")
+            raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {reasons}")
 
 
 def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) -> Swept:
@@ -70,7 +63,9 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
         console.print(Text.assemble((label, "red"), text), soft_wrap=True)
 
     out = given.folder
-    placement = replace(placement, num_clients=_num_clients(matrix, given, placement.num_clients, say))
+    num_recorded = recorded_clients(sorted(out.glob("*/"))) if given.resume else 0
+    num_clients = num_recorded or matrix.num_clients or 20
+    placement = replace(placement, num_clients=num_clients if placement.num_clients is None else placement.num_clients)
     check_out(out)
     if out.exists() and any(out.iterdir()) and not given.resume:
         raise ConfigError("--out", out, "a new folder", which="is not empty", hint="resume goes on with it")
@@ -84,18 +79,12 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
             _check_objective(search, probes[search.name].config)
         firsts = [{**probes[search.name].config.to_dict(), "out-dir": ""} for search in searches]
         runs = [prepare(Given(first, where=matrix.where), placement) for first in firsts]
-    with ExitStack() as stack:
-        session = stack.enter_context(Session(console))
-        open_runs = [run for run in runs if not run.is_complete]
-        for run in open_runs:
-            session.tell(run.notes)
+    with Session(console) as session:
         # minutes of training or a download, which a mistake should not wait for
-        language_models.prepare_models([run.config for run in open_runs], console)
+        language_models.prepare_models([run.config for run in runs if not run.is_complete], console)
         mark(out, "sweep")
-        stack.enter_context(exclusive(out, patience_seconds=1))  # two sweeps would make the same runs
 
         def make(run: Prepared) -> Run:
-            """Return a finished run, which is made now unless it was made before."""
             if not run.is_complete:
                 session.run(run, run.folder)
             return load_run(run.folder)
@@ -105,32 +94,15 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
             trial_settings = Given(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
             return make(prepare(trial_settings, placement))
 
-        outcome = (
-            _run_searches(searches, out, placement.clients, trial, say) if searches else _run_matrix(runs, make, say)
-        )
+        with exclusive(out, patience_seconds=1):  # two sweeps would make the same runs
+            if searches:
+                outcome = _run_searches(searches, out, placement.clients, trial, say)
+            else:
+                outcome = _run_matrix(runs, make, say)
     return replace(outcome, tables=(*outcome.tables, *(write_tables(outcome.runs, out) if outcome.runs else ())))
 
 
-def _num_clients(matrix: Matrix, given: Given, num_requested: int | None, say: Say) -> int:
-    """Return how many clients the runs of a sweep have.
-
-    It is ``num_requested``; else, of a resumed sweep, the number that its runs began with; else that of the file, or
-    20.
-    """
-    if num_requested is not None:
-        return num_requested
-    out = given.folder
-    num_recorded = recorded_clients(sorted(out.glob("*/"))) if given.resume else 0
-    if num_recorded and matrix.num_clients not in (None, num_recorded):
-        say(
-            "",
-            f"{num_recorded} clients, as the runs in {str(out)!r} began; clients is {matrix.num_clients} in the matrix",
-        )
-    return num_recorded or matrix.num_clients or 20
-
-
 def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> Swept:
-    """Make all runs of a matrix."""
     runs, failed = [], {}
     for number, cell in enumerate(cells, start=1):
         name = cell.folder.name
@@ -143,8 +115,9 @@ def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say:
     return Swept(tuple(runs), (), failed, len(cells))
 
 
-def _run_searches(searches: Sequence[Search], out: Path, num_clients: int, trial: Make, say: Say) -> Swept:
-    """Make all trials of all searches, and write what was best."""
+def _run_searches(
+    searches: Sequence[Search], out: Path, num_clients: int, trial: Callable[[str, Mapping[str, Scalar]], Run], say: Say
+) -> Swept:
     results: dict[str, SearchResult] = {}
     failed: dict[str, str] = {}
     with storage_in(out) as storage:

@@ -11,7 +11,6 @@ which follows from what it received and sent before. The attack knows all of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Unpack, cast
@@ -19,7 +18,7 @@ from typing import ClassVar, Unpack, cast
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import ImageClient, LocalTraining
@@ -75,8 +74,6 @@ class _Training:
 
 @dataclass
 class _Watch:
-    """The watch keeps what is known of the audited client between its messages."""
-
     client: int
     seed: int
     canaries: int
@@ -133,15 +130,12 @@ class Silent:
         self._noise = noise
 
     def uniform(self, size: int) -> Tensor:
-        """Return ``size`` uniform draws of the real noise, which choose samples."""
         return self._noise.uniform(size)
 
     def gaussian(self, size: int) -> Tensor:
-        """Return ``size`` zeros."""
         return torch.zeros(size, dtype=torch.float64)
 
     def laplace(self, scale: float) -> float:
-        """Return 0."""
         return 0.0
 
 
@@ -284,7 +278,9 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], up
     rows = evidence.rows
     coordinates = _coordinates(kept, rows)
     directions, totals = torch.zeros(rows, len(coordinates)), []
-    for model in _interpolated_models(training.before, {**training.before, **upload.tensors}):
+    after = {**training.before, **upload.tensors}
+    for share in (0.0, 0.5, 1.0):  # before the training, half way and after it: gradients change on the way
+        model = {n: torch.lerp(t, after[n], share) for n, t in training.before.items()}
         total = torch.zeros(2, len(coordinates))  # row 0: the canaries, row 1: the others
         for start, gradients in _clipped_gradients(client, model, images, labels, training.masks, parameters):
             part = gradients[:, coordinates]
@@ -294,11 +290,6 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], up
         totals += list(total)
     evidence.add(update[coordinates], directions, totals)
     return True
-
-
-def _interpolated_models(before: Tensors, after: Tensors) -> list[dict[str, Tensor]]:
-    """Return the model before a training, half way, and after the training: gradients change on the way."""
-    return [{n: torch.lerp(t, after[n], share) for n, t in before.items()} for share in (0.0, 0.5, 1.0)]
 
 
 def _distance(model: Tensors, upload: Payload, names: list[str]) -> float:
@@ -315,11 +306,8 @@ def _coordinates(kept: Tensor, rows: int) -> Tensor:
     """
     indices = kept.nonzero().squeeze(1)
     limit = max(_LARGEST // rows, 1)
-    return (
-        indices
-        if len(indices) <= limit
-        else indices[torch.randperm(len(indices), generator=rng.generator(0, "audited"))[:limit]]
-    )
+    order = torch.randperm(len(indices), generator=rng.generator(0, "audited"))
+    return indices[order[:limit]] if len(indices) > limit else indices
 
 
 def _clipped_gradients(
@@ -343,20 +331,12 @@ def _clipped_gradients(
 
     per_example = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
     step = max(1, min(128, _LARGEST // size))
-    with _evaluating(model):
-        for start in range(0, len(labels), step):
-            gradients = per_example(leaves, images[start : start + step], labels[start : start + step])
-            gradients = {n: (g * masks[n] if n in masks else g).flatten(1) for n, g in gradients.items()}
-            norms = torch.stack([g.square().sum(1) for g in gradients.values()]).sum(0).sqrt()
-            factors = (client.config.dp.clip_norm / (norms + 1e-6)).clamp(max=1).nan_to_num(0.0)
-            yield start, torch.cat([gradients[n] for n in names], dim=1).nan_to_num(0.0) * factors[:, None]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
     was_training = model.training
     model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+    for start in range(0, len(labels), step):
+        gradients = per_example(leaves, images[start : start + step], labels[start : start + step])
+        gradients = {n: (g * masks[n] if n in masks else g).flatten(1) for n, g in gradients.items()}
+        norms = torch.stack([g.square().sum(1) for g in gradients.values()]).sum(0).sqrt()
+        factors = (client.config.dp.clip_norm / (norms + 1e-6)).clamp(max=1).nan_to_num(0.0)
+        yield start, torch.cat([gradients[n] for n in names], dim=1).nan_to_num(0.0) * factors[:, None]
+    model.train(was_training)

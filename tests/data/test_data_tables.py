@@ -360,7 +360,7 @@ def test_a_table_is_predicted_by_the_names_of_its_columns(fedprune, clinics, tmp
     for file, wrong in (
         ("no age.csv", "'no age.csv' has no column 'age', which the training rows have"),
         ("rows.txt", "file 'rows.txt' is no table, allowed: a file that ends in .csv or .parquet"),
-        ("none.csv", "table 'none.csv' does not exist"),
+        ("none.csv", "table 'none.csv' is no file here"),
     ):
         code, said = fedprune("predict", "net.safetensors", file)
         assert code == 2

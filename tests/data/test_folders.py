@@ -226,13 +226,13 @@ def test_predict_knows_what_was_learnt(fedprune, tmp_path, capsys):
         assert sum(share for _, share in each.classes) == pytest.approx(1)
     assert fedprune("predict", "net.safetensors", "day.png", "--top", "5", "--json")[0] == 0
     code, text = fedprune("predict", "net.safetensors", "none.png", "day.png", "--json")
-    assert (code, "image 'none.png' does not exist" in " ".join(text.split())) == (2, True), text
+    assert (code, "image 'none.png' is no file here" in " ".join(text.split())) == (2, True), text
     deep = np.full((8, 8), 2000, dtype=np.uint16)  # a dark picture of 16 bits
     Image.fromarray(deep).save(tmp_path / "deep.png")
     assert predictions(tmp_path / "net.safetensors", [tmp_path / "deep.png"])[0].classes[0][0] == "dark"
     for given, said in (
-        (("net.safetensors", "none.png"), "image 'none.png' does not exist"),
-        (("net.safetensors", "shades"), "image 'shades' is a folder"),
+        (("net.safetensors", "none.png"), "image 'none.png' is no file here"),
+        (("net.safetensors", "shades"), "image 'shades' is no file here"),
         (("day.png", "day.png"), "exported model 'day.png'"),
         (("net.safetensors", "net.safetensors"), "cannot be read as an image"),
     ):

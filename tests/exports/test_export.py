@@ -340,7 +340,8 @@ def test_a_client_that_never_trained_has_no_model_of_its_own(fedprune, finished,
     other = (one + 1) % CLIENTS
     code, _, err = fedprune("export", run.folder, "--client", other, "-o", tmp_path / "model")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"--client is {other}, which never trained" in err
+    assert f"--client is {other}" in err
+    assert "a client that trained in this run" in err
 
 
 def test_a_sparse_export_is_the_same_file_with_a_loader_that_leaves_zeros_out(fedprune, finished, tmp_path):
@@ -411,7 +412,7 @@ def test_only_completed_runs_are_exported(finished, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(finished("fedavg").folder, folder)
     (folder / "models" / "global.safetensors").unlink()
-    refused(folder, None, tmp_path, "global.safetensors' is missing")
+    refused(folder, None, tmp_path, "global.safetensors' is damaged: No such file")
     info = json.loads((folder / "run.json").read_text())
     write_info(folder, {**info, "status": "interrupted"})
     refused(folder, None, tmp_path, "is interrupted, allowed: a completed run")
@@ -442,7 +443,7 @@ def test_a_global_model_without_its_norms_is_no_model(finished, tmp_path, pictur
         "shard-size": 8,
     }
     run = finished("fedavg", **norms, fraction_train=1.0)
-    refused(run.folder, None, tmp_path, "no model is global as a whole with batch-norm 'local'")
+    refused(run.folder, None, tmp_path, "with system 'fedavg' and batch-norm 'local'")
     assert exported(run, 0, tmp_path)
 
 
@@ -532,7 +533,7 @@ def test_a_private_run_tells_no_normalisation_since_its_own_does_not_follow_from
         assert exported(run, client, tmp_path)[1][0].mean == (0.5,)
     rename(folder)
     splits.forget()
-    refused(run.folder, None, tmp_path, "has the class 'dog', allowed in its place: 'cat'")
+    refused(run.folder, None, tmp_path, r"has class_names \['dog', 'zebra'\], allowed: \['cat', 'dog'\]")
 
 
 def test_a_client_that_lies_about_its_data_does_not_change_what_the_run_records(of_shades):

@@ -29,7 +29,6 @@ from flwr.supercore.error import ApiErrorCode
 from PIL import Image
 
 from fedprune_app.cli import deploying
-from fedprune_app.config import ConfigError
 from fedprune_app.engine.run_folder import client_state_folder
 from fedprune_app.engine.simulated import answering_in_simulation
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
@@ -38,7 +37,7 @@ from fedprune_app.files import replace_file
 from fedprune_app.launching import certificates, credentials, flower_cli, local, processes
 from fedprune_app.launching.certificates import certificates_in, make_certificates, valid_until
 from fedprune_app.launching.credentials import make_node_key
-from fedprune_app.launching.local import local_deployment, node_config_text
+from fedprune_app.launching.local import node_config_text
 from fedprune_app.node.settings import node_settings
 from tests.refusing import refuses
 
@@ -133,7 +132,7 @@ def test_a_secret_that_opens_the_control_api_to_strangers_is_refused(tmp_path, m
     secret = tmp_path / "control.secret"
     secret.write_bytes(content)
     says = rf"control\.secret' has a secret of {len(content.strip())} bytes, allowed: at least 16 bytes of ASCII$"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ValueError, match=says):
         credentials.log_in("a.example.org:8000", secret, tmp_path / "home")
     assert not (tmp_path / "home").exists()
     monkeypatch.setenv(SECRET_VARIABLE, str(secret))
@@ -201,14 +200,14 @@ def test_a_superlink_of_the_right_authority_passes_the_check_of_a_node(tmp_path)
 def test_a_node_that_cannot_connect_is_told_why_at_once(tmp_path):
     right, wrong = (make_certificates(tmp_path / name, ["127.0.0.1"]) for name in ("right", "wrong"))
     other = make_certificates(tmp_path / "other", ["link.example.org"])
-    with listening() as address, pytest.raises(LaunchError, match=f"^{address} does not speak TLS: "):
+    with listening() as address, pytest.raises(LaunchError, match=f"^{address} shows no certificate .*WRONG_VERSION"):
         certificates.check_link(address, right.ca)
-    reason = re.escape(f"shows a certificate that {str(wrong.ca)!r} refuses: ")
-    with listening(right) as address, pytest.raises(LaunchError, match=f"^{address} {reason}.*certificate"):
+    reason = re.escape(f"shows no certificate that {str(wrong.ca)!r} vouches for: ")
+    with listening(right) as address, pytest.raises(LaunchError, match=f"^{address} {reason}.*certificate verify"):
         certificates.check_link(address, wrong.ca)
-    with listening(other) as address, pytest.raises(LaunchError, match=r"refuses: IP address mismatch, certificate is"):
+    with listening(other) as address, pytest.raises(LaunchError, match=r"IP address mismatch, certificate is"):
         certificates.check_link(address, other.ca)
-    with pytest.raises(LaunchError, match=f"^{address} cannot be reached: "):
+    with pytest.raises(LaunchError, match=f"^{address} shows no certificate .*refused"):
         certificates.check_link(address, right.ca)
     with refuses("address of the SuperLink", "link"):
         certificates.check_link("link", right.ca)
@@ -255,35 +254,6 @@ def test_certificates_whose_making_was_cut_short_are_made_anew(tmp_path, power_c
     assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("after", range(2))
-def test_a_node_key_whose_making_was_cut_short_is_completed(tmp_path, power_cut, after):
-    path = tmp_path / "node.key"
-    power_cut(after, lambda: make_node_key(path))
-    before = path.read_bytes() if after else None
-    public = make_node_key(path)
-    assert before in (None, path.read_bytes()), "a private key is never lost"
-    private = serialization.load_ssh_private_key(path.read_bytes(), password=None)
-    assert private.public_key() == serialization.load_ssh_public_key(public.read_bytes())
-
-
-def test_a_file_that_is_no_node_key_is_not_taken_for_one(tmp_path):
-    (tmp_path / "node.key").write_text("shopping list")
-    with refuses("node key", tmp_path / "node.key"):
-        make_node_key(tmp_path / "node.key")
-    assert (tmp_path / "node.key").read_text() == "shopping list"
-
-
-def test_an_ended_certificate_is_named_before_anything_is_started(tmp_path):
-    made = make_certificates(tmp_path / "certificates", ["127.0.0.1"], days=0)
-    ended = x509.load_pem_x509_certificate(made.certificate.read_bytes()).not_valid_after_utc
-    when = f"{ended:%Y-%m-%d %H:%M UTC}"
-    with refuses("certificate", made.certificate, which=when, hint=str(made.ca)), local_deployment(tmp_path, []):
-        pass
-    assert {path.name for path in tmp_path.iterdir()} == {"certificates"}
-    made.ca.unlink()
-    assert valid_until(make_certificates(tmp_path / "certificates", ["127.0.0.1"]).ca) > ended
-
-
 def test_a_certificate_of_tomorrow_or_none_at_all_is_named(tmp_path):
     key = ec.generate_private_key(ec.SECP384R1())
     now = datetime.datetime.now(datetime.UTC)
@@ -293,10 +263,10 @@ def test_a_certificate_of_tomorrow_or_none_at_all_is_named(tmp_path):
     tomorrow = tomorrow.not_valid_after(now + datetime.timedelta(days=2)).sign(key, hashes.SHA384())
     path = tmp_path / "a.crt"
     path.write_bytes(tomorrow.public_bytes(serialization.Encoding.PEM))
-    with refuses("certificate", path, which="begins at "):
+    with refuses("certificate", path, which="is valid from "):
         valid_until(path)
     path.write_text("nothing")
-    with refuses("certificate", path, which="none"):
+    with refuses("certificate", path):
         valid_until(path)
 
 
@@ -339,11 +309,11 @@ def test_a_certificate_for_nobody_is_refused(tmp_path, hosts):
 
 
 def test_flower_reads_the_node_config_as_it_was_meant():
-    values = {"partition-id": 2, "capacity": 0.5, "data-dir": '/data/my "own" images\\x', "is-large": True}
+    values = {"partition-id": 2, "capacity": 0.5, "data-dir": "/data/my 'own' images\\x", "is-large": True}
     values["state-dir"] = "/data/the node's\\y = 3"
     assert parse_config_args([node_config_text(values)]) == values
-    with refuses("data-dir", "'\"", where="node-config"):
-        node_config_text({"data-dir": "'\""})
+    with refuses("data-dir", '"', where="node-config"):
+        node_config_text({"data-dir": '"'})
 
 
 def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
