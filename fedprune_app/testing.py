@@ -15,8 +15,8 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 
+from clients.base import Update
 from clients.reply_fields import Kind as ReplyKind
 from clients.reply_fields import fields_of, undeclared
 from fedprune_app import client_app, server_app
@@ -35,10 +36,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, inprocess, wire
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
+from fedprune_app.learning.training import TrainingResult
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import System
 from fedprune_app.results import own_measures
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measures
@@ -81,6 +85,19 @@ _KINDS: Mapping[str, ReplyKind] = {
     MessageType.TRAIN: "training",
     MessageType.EVALUATE: "evaluation",
 }
+
+
+_OF_SERVER: Mapping[str, type] = {"state": State, "doubts": list, "expect": wire.Schema, "send": Iterable}
+_OF_CLIENT: Mapping[str, type] = {
+    "begin": dict,
+    "train": TrainingResult,
+    "local_update": Update,
+    "report": dict,
+    "masks": dict,
+    "personal_model": dict,
+    "evaluation": tuple,
+}
+"""What the hooks that a plug-in's system may override return."""
 
 
 class BrokenLawError(AssertionError):
@@ -323,7 +340,8 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        self._whole = self._run(_ALL_REPLY)
+        with _check_returns(prepare(Given(settings)).system):
+            self._whole = self._run(_ALL_REPLY)
 
     def _run(
         self, changes: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid
@@ -414,6 +432,30 @@ class _Laws:
         prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
         sha256 = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
         _must(sha256 == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
+
+
+@contextmanager
+def _check_returns(system: System) -> Iterator[None]:
+    """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
+
+    def checked_hook(owner: type, name: str, kind: type) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            value = hook(*arguments, **keywords)
+            if not isinstance(value, kind):
+                result = "nothing" if value is None else f"a value of type {type(value).__name__}"
+                raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
+            return value
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, kinds in ((system.strategy, _OF_SERVER), (system.client, _OF_CLIENT)):
+            for name, kind in kinds.items():
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, checked_hook(owner, name, kind)))
+        yield
 
 
 def _must(holds: bool, law: str, finding: str) -> None:

@@ -192,6 +192,28 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     assert said in " ".join(found.split())
 
 
+@pytest.mark.few(6)
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("Server.state(self): return {}", "Server.state() returns a value of type dict, allowed: State"),
+        ("Server.doubts(self): pass", "Server.doubts() returns nothing, allowed: list"),
+        ("Server.expect(self, round, client): pass", "Server.expect() returns nothing, allowed: Schema"),
+        ("Server.send(self, round): pass", "Server.send() returns nothing, allowed: Iterable"),
+        ("Client.train(self, task, **how): pass", "Client.train() returns nothing, allowed: TrainingResult"),
+        ("Client.local_update(self, task, state): pass", "Client.local_update() returns nothing, allowed: Update"),
+        ("Client.begin(self, task, state): return 1", "Client.begin() returns a value of type int, allowed: dict"),
+        ("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
+        ("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
+        ("Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"),
+    ],
+)
+def test_the_laws_name_a_method_that_returns_another_type(tmp_path, method, said):
+    code = write(tmp_path / "wrong.py", with_method("wrong", method))
+    with pytest.raises(Exception, match=re.escape(said)):
+        check_system("wrong", plugins=code)
+
+
 HEAD = """from dataclasses import dataclass
 from fedprune_app.extend import FedAvg, FedAvgClient, Table, option, register_model, register_system
 """
