@@ -15,7 +15,7 @@ from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
 from fedprune_app.results.groups import Group, place_of_data
-from fedprune_app.results.reader import Run
+from fedprune_app.results.reader import Run, last_of_clients
 
 DRAWS = 10_000
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
@@ -85,13 +85,8 @@ def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def personal_accuracies(group: Group) -> Paired:
     """Return the personal accuracies of a group's clients after the last round in which all were evaluated."""
-    return {(run.seed, client): value for run in group.runs for client, value in _of_run(run).items()}
-
-
-def _of_run(run: Run) -> dict[int, float]:
-    rows = [row for row in run.clients if row.get("accuracy_personal") is not None]
-    last = max((row["round"] for row in rows), default=0)
-    return {int(row["partition"]): float(row["accuracy_personal"]) for row in rows if row["round"] == last}
+    rows = [(run.seed, row) for run in group.runs for row in last_of_clients(run, "accuracy_personal")]
+    return {(seed, int(row["partition"])): float(row["accuracy_personal"]) for seed, row in rows}
 
 
 def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Difference]]]:

@@ -19,7 +19,7 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 from fedprune_app.results.rows import recorded_of_client
-from fedprune_app.results.tracking import Guarded, check_tracker, open_tracker, scalars, why_tracking_stops
+from fedprune_app.results.tracking import TRACKERS, Tracker, check_tracker, scalars
 
 log = logging.getLogger("flwr.fedprune")
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
@@ -69,7 +69,7 @@ class Recorder:
     def __init__(self, folder: Path, *, tracking: str = "none") -> None:
         self.folder = Path(folder)
         self._tracking = tracking
-        self._tracker: Guarded | None = None
+        self._tracker: Tracker | None = None
         self._last: dict[str, float] = {}  # the numbers of the last round
         self._info: dict[str, Any] = {}
         self._tallies = {name: _Tally() for name in RECORDS}
@@ -99,7 +99,7 @@ class Recorder:
             "config": dict(config),
             "versions": versions(),
             "seed": seed,
-            "git_hash": loaded_hash(),
+            "git_hash": git_hash(),
             "rounds_completed": 0,
             "final_sha256": None,
             "seconds": 0.0,
@@ -172,16 +172,14 @@ class Recorder:
         return self._running()
 
     def round(self, row: Mapping[str, Any]) -> None:
-        """Append the row of one round."""
         full_row = _complete(row, MEASURES.round_fields)
         with self._writing:
             info = self._running()
             self._append("rounds.jsonl", [full_row])
             info["rounds_completed"] = full_row["round"]
             self._write_info()
-        if self._tracker is not None:
-            self._last = dict(scalars(full_row))
-            self._tracker.log(self._last, full_row["round"])
+        self._last = dict(scalars(full_row))
+        self._track(lambda tracker: tracker.log(self._last, full_row["round"]))
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
@@ -234,9 +232,8 @@ class Recorder:
             self._write_info()
             self.done_waiting()
             self._info, self._writes = {}, False
-        if self._tracker is not None:
-            self._tracker.close(status, self._last)
-            self._tracker = None
+        self._track(lambda tracker: tracker.close(status, self._last))
+        self._tracker = None
 
     @property
     def is_open(self) -> bool:
@@ -262,18 +259,27 @@ class Recorder:
         self._seconds_before = float(info["seconds"])
         self._started_at = time.monotonic()
         self._write_info()
-        if self._tracking != "none":
-            self._open_tracker()
-
-    def _open_tracker(self) -> None:
+        if self._tracking == "none":
+            return
         try:
-            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note_if_open)
+            self._tracker = TRACKERS[self._tracking](self.folder, self._info)
         except Exception as error:  # an error of the library, of files or of a network
             if "resumed_after_rounds" not in self._info:
                 raise
-            self.note([why_tracking_stops(error)])
+            self._stop_tracking(error)
 
-    def _note_if_open(self, line: str) -> None:
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Tell the tracker. After its first error it is not used again, and the run goes on."""
+        if self._tracker is None:
+            return
+        try:
+            call(self._tracker)
+        except Exception as error:  # an error of the library, of files or of a network
+            self._tracker = None
+            self._stop_tracking(error)
+
+    def _stop_tracking(self, error: Exception) -> None:
+        line = f"tracking stops: {type(error).__name__}: {' '.join(str(error).split())}"
         if self.is_open:
             self.note([line])
         else:
@@ -328,11 +334,6 @@ def _changed_versions(info: Mapping[str, Any]) -> dict[str, str | None]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of packages that numbers depend on; a package that runs uninstalled has no version."""
-    return dict(_versions())
-
-
-@cache  # a process has the packages with which it began
-def _versions() -> Mapping[str, str | None]:
     version_by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
@@ -352,6 +353,7 @@ def _versions() -> Mapping[str, str | None]:
     return version_by_package
 
 
+@cache  # a sweep runs the code that it loaded, whatever is committed meanwhile
 def git_hash() -> str | None:
     """Return the commit of the checkout that tracks this file, with ``-dirty`` if it has changes, or None without one.
 
@@ -367,15 +369,6 @@ def git_hash() -> str | None:
         return _git(path.parent, "rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-@cache
-def loaded_hash() -> str | None:
-    """Return what :func:`git_hash` returned when this process first asked.
-
-    A sweep runs the code that it loaded, whatever is committed meanwhile.
-    """
-    return git_hash()
 
 
 def _git(folder: Path, *arguments: str) -> str:

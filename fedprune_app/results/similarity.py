@@ -65,23 +65,6 @@ def label_cosine(counts: list[list[int]]) -> Array:
     return cosine
 
 
-def projected(distance: Array) -> tuple[Array, float]:
-    """Return places (K, 2) of K things in the plane, and the share of all distances that the plane holds.
-
-    Classical multidimensional scaling (Torgerson 1952): the two largest eigenvectors of the doubly centred squared
-    ``distance`` (K, K). The share is that of the two eigenvalues among all positive ones. Signs are fixed, so that the
-    same distances give the same map.
-    """
-    count = len(distance)
-    centring = np.eye(count) - 1 / count
-    values, vectors = np.linalg.eigh(-0.5 * centring @ distance**2 @ centring)
-    largest = np.maximum(values[-2:][::-1], 0)
-    axes = vectors[:, -2:][:, ::-1]
-    axes = axes * np.where(axes[np.abs(axes).argmax(axis=0), [0, 1]] < 0, -1, 1)
-    total = values[values > 0].sum()
-    return axes * np.sqrt(largest), float(largest.sum() / total) if total else 0.0
-
-
 def chain(similarity: Array) -> list[int]:
     """Return an order of the clients that puts alike ones side by side, so that groups show as blocks.
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedprune_app.results.reader import Masks, Run
-from fedprune_app.results.similarity import chain, compare, correlation, label_cosine, projected, ranks
+from fedprune_app.results.similarity import chain, compare, correlation, label_cosine, ranks
 
 
 def run(counts: dict[int, list[int]], distance: list[list[float]], partitions: list[int]) -> Run:
@@ -90,16 +90,3 @@ def test_fewer_than_two_clients_are_not_compared(info):
 
 def test_a_run_without_masks_is_not_compared():
     assert compare(Run(Path("x"), {"partition": [{"partition": 0, "train": [1]}]}, (), ())) is None
-
-
-def test_a_map_of_points_in_the_plane_keeps_their_distances():
-    points = np.random.default_rng(3).normal(size=(7, 2))
-    distance = np.linalg.norm(points[:, None] - points[None], axis=2)
-    places, share = projected(distance)
-    np.testing.assert_allclose(np.linalg.norm(places[:, None] - places[None], axis=2), distance, atol=1e-9)
-    assert share == pytest.approx(1)
-
-
-def test_a_map_of_things_that_are_all_alike_is_one_point():
-    places, share = projected(np.zeros((3, 3)))
-    assert (places.tolist(), share) == ([[0, 0]] * 3, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,29 +42,6 @@ class Figure:
     variants: list[Variant]
     rows: int = 0
     wide: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A plan says how a figure is titled, and what draws its views for some groups.
-
-    A figure ``by_round`` is left out where no curve has a second point. One with ``rows`` is as high as its groups ask.
-    """
-
-    key: str
-    title: str
-    caption: str
-    views: Callable[[Sequence[Group]], Iterable[Variant]]
-    rows: bool = False
-    wide: bool = False
-    by_round: bool = False
-
-    def figure(self, groups: Sequence[Group]) -> Figure:
-        """Return the figure."""
-        views = list(self.views(groups))
-        if self.by_round and all(len(trace["x"]) == 1 for view in views for trace in view.traces):
-            views = []
-        return Figure(self.key, self.title, self.caption, views, len(groups) if self.rows else 0, self.wide)
 
 
 def text_of(text: str) -> str:

@@ -17,36 +17,37 @@ _LOG_FROM = 30.0  # times the smallest value: a linear axis would press most poi
 
 
 @dataclass(frozen=True)
-class _Number:
-    """A number of a run's end is shown in views whose names have this ``suffix``."""
-
-    suffix: str
-    of: Callable[[Run], float | None]
-    is_share: bool = True
-
-
-@dataclass(frozen=True)
 class _Point:
     value: float  # of the setting
     series: int
     outcome: Statistic
 
 
-_NUMBERS = (
-    _Number("", accuracy),
-    _Number(", validation", lambda run: run.last("accuracy_validation_mean")),
-    _Number(", perplexity", lambda run: None if run.headline.startswith("accuracy") else run.last(run.headline), False),
-)
+def _validation(run: Run) -> float | None:
+    return run.last("accuracy_validation_mean")
+
+
+def _perplexity(run: Run) -> float | None:
+    return None if run.headline.startswith("accuracy") else run.last(run.headline)
+
+
+_NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
+    "": accuracy,
+    ", validation": _validation,
+    ", perplexity": _perplexity,
+}
+"""The numbers of a run's end, by what ends the names of their views."""
 
 
 def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
     """Yield views of each group's number at the end against the value of a setting, for each setting."""
     settings = [_effective(group.runs[0]) for group in groups]
     for key, systems in _varied(groups, settings).items():
-        for number in _NUMBERS:
+        for suffix, number in _NUMBERS.items():
             lines = _lines(groups, settings, key, systems, number)
             if _is_worth_showing(lines):
-                yield Variant(f"{key}{number.suffix}", _traces(groups, key, lines, number), _layout(key, lines, number))
+                is_share = number is not _perplexity
+                yield Variant(key + suffix, _traces(groups, key, lines, is_share), _layout(key, lines, is_share))
 
 
 def _effective(run: Run) -> dict[str, Any]:
@@ -60,22 +61,25 @@ def _effective(run: Run) -> dict[str, Any]:
 
 
 def _varied(groups: Sequence[Group], settings: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """Return the settings of which some systems have two numbers, with these systems, in the documentation's order."""
+    """Return the settings of which some systems have two numbers, with these systems."""
     values: dict[tuple[str, str], set[float]] = {}
     for group, config in zip(groups, settings, strict=True):
         for key, value in config.items():
             if _is_number(value):
                 values.setdefault((group.system, key), set()).add(value)
-    places = {key: place for place, key in enumerate(OPTIONS)}
     systems_by_key: dict[str, set[str]] = {}
-    for system, key in sorted(values, key=lambda pair: (places.get(pair[1], len(places)), pair[1])):
+    for system, key in sorted(values, key=lambda pair: pair[1]):
         if len(values[system, key]) > 1:
             systems_by_key.setdefault(key, set()).add(system)
     return systems_by_key
 
 
 def _lines(
-    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, systems: Set[str], number: _Number
+    groups: Sequence[Group],
+    settings: Sequence[Mapping[str, Any]],
+    key: str,
+    systems: Set[str],
+    number: Callable[[Run], float | None],
 ) -> list[list[_Point]]:
     """Return the points of groups of these systems that differ in ``key`` alone, in the order of its values."""
     lines: dict[str, list[_Point]] = {}
@@ -83,7 +87,7 @@ def _lines(
         value = config.get(key)
         if group.system not in systems or not _is_number(value):
             continue
-        if outcome := Statistic.of(number.of(run) for run in group.runs):
+        if outcome := Statistic.of(number(run) for run in group.runs):
             other_settings = sorted((name, repr(other)) for name, other in config.items() if name != key)
             lines.setdefault(repr((group.system, other_settings)), []).append(_Point(float(value), index, outcome))
     return [sorted(line, key=lambda p: (p.value, p.series)) for line in lines.values()]
@@ -95,23 +99,23 @@ def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:
     return any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2
 
 
-def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> list[Trace]:
+def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
     joined = [
         joining(line[0].series, [p.value for p in line], [p.outcome.mean for p in line], thin=True)
         for line in lines
         if len(line) > 1
     ]
-    template = f"%{{y:{'.2%' if number.is_share else '.4~g'}}} with {text_of(key)} = %{{x:.4~g}}"
+    template = f"%{{y:{'.2%' if is_share else '.4~g'}}} with {text_of(key)} = %{{x:.4~g}}"
     points = [p for line in lines for p in line]
     return joined + [point(groups[p.series], p.series, p.value, p.outcome, template) for p in points]
 
 
-def _layout(key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> dict[str, Any]:
+def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> dict[str, Any]:
     values = [p.value for line in lines for p in line]
     x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"
-    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if number.is_share else {"title": {"text": "Perplexity"}}
+    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if is_share else {"title": {"text": "Perplexity"}}
     return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
 
 
