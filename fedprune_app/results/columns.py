@@ -65,7 +65,6 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
 
 
 def cost() -> tuple[Column, ...]:
-    """Return the columns of the table of what a run cost."""
     compound_columns = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
@@ -108,7 +107,6 @@ def _own_columns(groups: Sequence[Group]) -> Iterator[Column]:
 
 
 def _own_value(run: Run, measure: OwnMeasure) -> float | None:
-    """Return the number of a run whose system declared it so; another system may give the name another meaning."""
     return _OF_ROUNDS[measure.over_rounds](run, measure.column) if measure in run.own_measures else None
 
 
@@ -164,7 +162,6 @@ def _best_round(run: Run) -> Row | None:
 
 
 def _client_counts(row: Row, names: Sequence[str]) -> tuple[int, int]:
-    """Return how many clients were evaluated, and how many of them told all of these means."""
     evaluated = int(row.get("evaluated") or 0)
     clients_by_column = row.get("clients_by_column") or {}
     return evaluated, min(int(clients_by_column.get(name, evaluated)) for name in names)

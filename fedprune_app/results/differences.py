@@ -19,7 +19,6 @@ from fedprune_app.results.reader import Run, last_of_clients
 
 DRAWS = 10_000
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
-_LARGEST = 1_000_000  # so many drawn pairs are in memory at once
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
 Paired = dict[tuple[int, int], float]
@@ -78,9 +77,7 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the means of ``DRAWS`` samples of the values, drawn with replacement."""
     rng = np.random.default_rng(_SEED)
-    at_once = max(1, _LARGEST // len(values))
-    sizes = [min(at_once, DRAWS - start) for start in range(0, DRAWS, at_once)]
-    return np.concatenate([values[rng.integers(len(values), size=(size, len(values)))].mean(axis=1) for size in sizes])
+    return np.array([values[rng.integers(len(values), size=len(values))].mean() for _ in range(DRAWS)])
 
 
 def personal_accuracies(group: Group) -> Paired:
@@ -105,29 +102,30 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
         return float(np.mean([values[key] for key in common_pairs or values]))
 
     best = max(candidates, key=mean)
-    data, distances = _data(best), []
+    distances = []
     for group in candidates:
-        seeds = {seed for seed, text in _data(group).items() if data.get(seed) == text}
-        first, second = (
-            {key: value for key, value in accuracies[side.label].items() if key[0] in seeds} for side in (best, group)
-        )
-        distance = difference(first, second, of_other_seeds=True)
+        distance = difference(accuracies[best.label], accuracies[group.label], of_other_seeds=True)
         if group is not best and distance is not None:
             distances.append((group, distance))
     return best.label, distances
 
 
 def of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
-    """Return the groups together that can be compared: in some seed their clients have the same data."""
+    """Return the groups together whose clients have the same data in the seeds that they share."""
     families: list[list[Group]] = []
     for group in groups:
-        data = _data(group).items()
-        family = next((family for family in families if data & _data(family[0]).items()), None)
+        family = next((family for family in families if _have_the_same_data(group, family[0])), None)
         if family is None:
             families.append([group])
         else:
             family.append(group)
     return families
+
+
+def _have_the_same_data(first: Group, second: Group) -> bool:
+    data, other = _data(first), _data(second)
+    shared_seeds = data.keys() & other.keys()
+    return bool(shared_seeds) and all(data[seed] == other[seed] for seed in shared_seeds)
 
 
 def _data(group: Group) -> Mapping[int, str]:

@@ -93,12 +93,11 @@ def compared_settings(run: Run) -> dict[str, Any]:
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
-    plugins = [*(run.info.get("plugins") or {}).values()]
-    for change in run.info.get("plugins_since") or ():  # the run went on with other code
-        plugins += [str(version) for name, version in dict(change).items() if name != "round"]
-    code = sorted(text[:15] if text.startswith("sha256 ") else text for text in plugins)  # a version is told whole
+    codes = [run.info.get("plugins") or {}, *(run.info.get("plugins_since") or ())]  # a run may go on with other code
+    versions = [str(version) for code in codes for name, version in code.items() if name != "round"]
+    code = ", ".join(sorted(text[:15] if text.startswith("sha256 ") else text for text in versions))
     clients = len(run.info.get("partition") or ()) or None
-    return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
+    return compared | place_of_data(run) | public | {"clients": clients, **({"code": code} if code else {})}
 
 
 def place_of_data(run: Run) -> dict[str, Any]:

@@ -200,7 +200,6 @@ class Measure:
 
     @property
     def replies(self) -> frozenset[Reply]:
-        """These kinds of reply may tell the number."""
         return self.required | self.optional
 
     @property
@@ -236,23 +235,19 @@ class Measures(tuple[Measure | Column, ...]):
 
     @cached_property
     def of_clients(self) -> dict[str, Measure]:
-        """The numbers of a client are listed by name."""
         return {measure.name: measure for measure in self if isinstance(measure, Measure)}
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """The columns of rounds.jsonl are listed by name."""
         column_tuples = (entry.columns if isinstance(entry, Measure) else (entry,) for entry in self)
         return {column.name: column for columns in column_tuples for column in columns}
 
     @cached_property
     def round_fields(self) -> tuple[str, ...]:
-        """Every row of rounds.jsonl has these fields."""
         return tuple(name for name, column in self.columns.items() if column.recorded is Recorded.ALWAYS)
 
     @cached_property
     def client_fields(self) -> tuple[str, ...]:
-        """Every row of clients.jsonl has these fields."""
         own = (name for name, measure in self.of_clients.items() if measure.recorded is Recorded.ALWAYS)
         return ("round", "partition", *own)
 
@@ -263,18 +258,15 @@ class Measures(tuple[Measure | Column, ...]):
 
     @cached_property
     def headlines(self) -> tuple[str, ...]:
-        """A run may be judged by one of these columns; the first is the usual one."""
         return tuple(name for name, column in self.columns.items() if column.is_headline)
 
     @cached_property
     def losses(self) -> dict[str, str]:
-        """The columns that count lost replies have these titles, in their order."""
         titles = [(column.lost, name) for name, column in self.columns.items() if column.lost]
         return {name: title.text for title, name in sorted(titles, key=lambda pair: pair[0].place)}
 
     @cached_property
     def kinds(self) -> dict[Kind, frozenset[str]]:
-        """The fields of both files are grouped by what they hold."""
         own = (
             (measure.name, measure.kind)
             for measure in self.of_clients.values()
@@ -295,5 +287,4 @@ class Measures(tuple[Measure | Column, ...]):
         return tuple((column, column.line, column.name in trained) for column in self.columns.values() if column.line)
 
     def told_in(self, reply: Reply) -> list[Measure]:
-        """Return the numbers that a reply of this kind may tell."""
         return [measure for measure in self.of_clients.values() if reply in measure.replies]

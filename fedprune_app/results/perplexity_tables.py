@@ -15,7 +15,6 @@ MODELS = ("dense", "personal_mean", "global")
 
 
 def model_name(key: str, group: Group) -> str:
-    """Return the name in words of one of the :data:`MODELS`."""
     if key != "personal_mean":
         return {"dense": "dense model", "global": "global model"}[key]
     rounds = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
@@ -62,7 +61,6 @@ def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
 
 
 def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
-    """Return the last zero-shot accuracies in percent, by task and model, and then by a group's label."""
     columns: dict[tuple[str, str], dict[str, str]] = {}
     for group in groups:
         run_tables = [run.last_table("accuracy_by_task") for run in group.runs]

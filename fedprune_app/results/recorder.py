@@ -77,7 +77,6 @@ class Recorder:
         self._writes = False  # False: what is known of the run is kept in memory only
         # a signal may close the run in one thread while another records; reentrant, for both may be the same thread
         self._writing = threading.RLock()
-        self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
         if tracking != "none":
@@ -149,12 +148,12 @@ class Recorder:
 
     def annotate(self, **extra: Any) -> None:
         """Add what is known only once the clients are up, such as ``partition`` and ``model``, to run.json."""
-        self._running().update(_plain(extra))
+        self.info.update(_plain(extra))
         self._write_info()
 
     def note(self, lines: Iterable[str]) -> None:
         """Add to run.json's ``notes`` the lines that are not there yet, and log them."""
-        earlier_notes = self._running().get("notes", [])
+        earlier_notes = self.info.get("notes", [])
         new_lines = [line for line in lines if line not in earlier_notes]
         for line in new_lines:
             log.warning("%s", line)
@@ -163,18 +162,19 @@ class Recorder:
 
     @property
     def marks(self) -> dict[str, dict[str, Any]]:
-        """Each file has a mark that vouches for its rows so far, for run.json and for checkpoints."""
         return {name: vars(tally.mark) for name, tally in self._tallies.items()}
 
     @property
-    def info(self) -> Mapping[str, Any]:
-        """The info is what run.json holds of the run that is open."""
-        return self._running()
+    def info(self) -> dict[str, Any]:
+        """The info is what run.json holds of the run that is open. Raises ``ValueError`` where none is."""
+        if not self._info:
+            raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
+        return self._info
 
     def round(self, row: Mapping[str, Any]) -> None:
         full_row = _complete(row, MEASURES.round_fields)
         with self._writing:
-            info = self._running()
+            info = self.info
             self._append("rounds.jsonl", [full_row])
             info["rounds_completed"] = full_row["round"]
             self._write_info()
@@ -186,7 +186,7 @@ class Recorder:
         fields = MEASURES.client_fields
         full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
-            self._running()
+            assert self.info  # of a run that is not open nothing is recorded
             self._append("clients.jsonl", full_rows)
 
     def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
@@ -198,7 +198,7 @@ class Recorder:
         diagonal; it is kept to six decimals. ``links`` say from whom each client received, where clients exchange
         models with neighbours. Raises ``ValueError`` for anything else.
         """
-        masks = Masks.of(self._running()["rounds_completed"], clients, distance, links)
+        masks = Masks.of(self.info["rounds_completed"], clients, distance, links)
         content = {"round": masks.round, "partitions": masks.clients, "distance": masks.distance.round(6)}
         if masks.links:
             content["links"] = {str(client): list(senders) for client, senders in masks.links.items()}
@@ -213,13 +213,11 @@ class Recorder:
 
     def waiting(self, text: str) -> None:
         """Write to progress.json, with ``text``, what the run waits for before its first round."""
-        self._waits = True
         self._tell({"text": text})
 
     def done_waiting(self) -> None:
         """Remove progress.json, since the run waits no longer."""
-        if self._waits or self._writes:
-            (self.folder / "progress.json").unlink(missing_ok=True)
+        (self.folder / "progress.json").unlink(missing_ok=True)
 
     def _tell(self, content: Mapping[str, Any]) -> None:
         with suppress(OSError):
@@ -228,7 +226,7 @@ class Recorder:
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in the order of the clients."""
         with self._writing:
-            self._running().update(status=status, final_sha256=final_sha256, error=error)
+            self.info.update(status=status, final_sha256=final_sha256, error=error)
             self._write_info()
             self.done_waiting()
             self._info, self._writes = {}, False
@@ -237,7 +235,6 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """A run is open if it has begun, or gone on, and not finished."""
         return bool(self._info) and self._writes
 
     @property
@@ -285,11 +282,6 @@ class Recorder:
         else:
             log.warning("%s", line)
 
-    def _running(self) -> dict[str, Any]:
-        if not self._info:
-            raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
-        return self._info
-
     def _write_info(self) -> None:
         with self._writing:
             if not self._writes:
@@ -305,7 +297,6 @@ class Recorder:
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
-    """Replace run.json in one step, with a new digest."""
     replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
 
 
@@ -325,7 +316,6 @@ def holds_run(folder: Path) -> bool:
 
 
 def _changed_versions(info: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the versions that are other ones than those the run had so far."""
     earlier_versions = dict(info.get("versions", {}))
     for change in info.get("versions_since", []):
         earlier_versions |= change

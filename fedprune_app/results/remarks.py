@@ -47,7 +47,6 @@ def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluate
 
 
 def both(*remarks: Remark) -> Remark:
-    """Several remarks on one number stand behind each other."""
     return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
 
 

@@ -21,12 +21,13 @@ from fedprune_app.results.columns import Column, columns, cost, outcome
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import difference_tables
 from fedprune_app.results.figures import figures
+from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.pages import filled
 from fedprune_app.results.perplexity_tables import MODELS, perplexity_rows
-from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.reader import Run, load_run, read_info
 from fedprune_app.results.tables import OWN, compared_by, final_rows, formatted, statistics_of
 from fedprune_app.results.texts import windows_of_text
 
@@ -98,7 +99,7 @@ def write_report(
     if not force:
         check_report_file(Path(out))
     runs, left_out = [], []
-    for folder in dict.fromkeys(map(Path, folders)):
+    for folder in folders:
         try:
             runs.append(load_run(folder))
         except (ValueError, OSError) as error:
@@ -117,7 +118,7 @@ def is_any_running(folders: Sequence[Path]) -> bool:
     """Return whether a run in ``folders`` is going on; a folder that cannot be read has none."""
     for folder in folders:
         with suppress(ValueError, OSError):
-            if load_run(folder).status == "running":
+            if read_info(folder)["status"] == "running":
                 return True
     return False
 
@@ -210,25 +211,20 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> list[str]:
-    """Return what all runs have in common, for the line under the title."""
-    facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
     # texts have no labels, so no partition by labels
     by_label = all(run.headline.startswith("accuracy") for run in runs)
-    for key in ("dataset", "partition") if by_label else ("dataset",):
-        values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
-        if len(values) == 1:
-            facts.append(f"{key} {short_name(values.pop())}")
-    models = {str(run.info["model"].get("name")) for run in runs if run.info.get("model")}
-    if len(models) == 1:
-        facts.append(f"model {short_name(models.pop())}")
-    clients = {len(run.info["partition"]) for run in runs if run.info.get("partition")}
-    if len(clients) == 1:
-        facts.append("1 client" if clients == {1} else f"{clients.pop()} clients")
-    return facts
+    values = {
+        "dataset": {run.config.get("dataset") for run in runs},
+        "partition": {run.config.get("partition") if by_label else None for run in runs},
+        "model": {(run.info.get("model") or {}).get("name") for run in runs},
+        "clients": {len(run.info.get("partition") or ()) or None for run in runs},
+    }
+    common = {title: found.pop() for title, found in values.items() if len(found) == 1}
+    facts = [f"{title} {short_name(str(value))}" for title, value in common.items() if value is not None]
+    return [number_of(len(runs), "run"), *facts]
 
 
 def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a card for each group, with the number in large digits by which all are compared."""
     by_label = compared_by(groups)
     return [
         _language_card(group)
@@ -239,12 +235,8 @@ def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _language_card(group: Group) -> dict[str, Any]:
-    """Return the card of a language model: the text that the user named first, with the dense model beside it."""
     tables = [run.last_table("perplexity_by_text") for run in group.runs]
-    texts = [text for text, entry in tables[0].items() if entry.get("global") is not None]
-    setting = str(group.runs[0].config.get("fedspallm.evaluation-texts", ""))
-    named_texts = [part.partition("=")[0].strip() for part in setting.split(",")]
-    text = min(texts, key=lambda text: named_texts.index(text) if text in named_texts else len(named_texts), default="")
+    text = next((text for text, entry in tables[0].items() if entry.get("global") is not None), "")
     statistics = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
     facts = {
         "Dense model": statistics["dense"],
@@ -289,12 +281,10 @@ def _card(group: Group, accuracy: str) -> dict[str, Any]:
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the papers' traffic formulas by system, where runs state them."""
     return {run.system: str(run.info["paper_bytes_formula"]) for run in runs if run.info.get("paper_bytes_formula")}
 
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the runs in which replies failed or came too late, or clients dropped out."""
     counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
     run_counts = zip(runs, counts, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,9 +58,7 @@ def compare(run: Run) -> Comparison | None:
 
 def label_cosine(counts: list[list[int]]) -> Array:
     """Return the cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
-    matrix = np.zeros((len(counts), max(map(len, counts))))
-    for row, label_counts in zip(matrix, counts, strict=True):
-        row[: len(label_counts)] = label_counts
+    matrix = np.array(list(itertools.zip_longest(*counts, fillvalue=0)), dtype=np.float64).T
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     cosine: Array = np.clip(unit @ unit.T, 0, 1)
     return cosine

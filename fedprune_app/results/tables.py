@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from fedprune_app.results.columns import Column, columns
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, value_text
-from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import tested_on
 
 
@@ -74,18 +73,12 @@ def compared_by(groups: Sequence[Group]) -> dict[str, str]:
 def accuracy_words(name: str) -> str:
     """Return whose accuracy a column of rounds.jsonl has, in words; empty for another column."""
     column = MEASURES.columns.get(name)
-    if column is None or column.view is None or not column.name.startswith("accuracy"):
-        return ""
-    return column.view.text.lower()
+    return column.view.text.lower() if column and column.view and name.startswith("accuracy") else ""
 
 
 def data_cells(group: Group) -> tuple[str, str]:
-    config, text = group.runs[0].config, measured_on(group.runs[0])
-    dataset = value_text(config.get("dataset")) + (f", tested on {text}" if text else "")
-    is_dealt = not group.runs[0].headline.startswith("perplexity")  # texts have no labels, so no partition by them
-    return dataset, value_text(config.get("partition")) if is_dealt else NOT_MEASURED
-
-
-def measured_on(run: Run) -> str:
-    """Return the text that a run's perplexities were measured on, or an empty name where there are none."""
-    return next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
+    run = group.runs[0]
+    text = next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
+    dataset = value_text(run.config.get("dataset")) + (f", tested on {text}" if text else "")
+    is_dealt = not run.headline.startswith("perplexity")  # texts have no labels, so no partition by them
+    return dataset, value_text(run.config.get("partition")) if is_dealt else NOT_MEASURED

@@ -16,7 +16,6 @@ from fedprune_app.results.tables import data_cells, final_rows, statistics_of
 
 
 def markdown(groups: Sequence[Group]) -> str:
-    """Return the final table in Markdown, for a README."""
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -27,7 +26,6 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: i
 
 
 def latex(groups: Sequence[Group]) -> str:
-    """Return the final table in LaTeX with booktabs rules, everything escaped."""
     header, rows = final_rows(groups)
     lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
     lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]

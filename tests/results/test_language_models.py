@@ -107,12 +107,6 @@ def test_the_page_has_a_table_of_every_text_before_pruning_alone_and_together(ru
     assert page.count('colspan="3">ptb: 4 × 256 tokens</th>') == 1, "the windows stand once, above the models"
 
 
-def test_the_card_of_a_language_model_is_about_the_text_that_the_user_named_first(tmp_path):
-    one = language_run(tmp_path / "one", 0.5, more="ptb=/texts/ptb.txt")
-    page = write_report([one], tmp_path / "report.html").read_text()
-    assert "perplexity, global model; ptb: 4 × 256 tokens" in page
-
-
 def test_a_remark_that_all_rows_share_stands_in_the_head(make_run):
     settings = {"dp.enabled": True}
     folders = [make_run(name, name, noise=1.0, simulated=1.0, config=settings) for name in ("fedavg", "dispfl")]

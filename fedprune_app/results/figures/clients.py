@@ -27,7 +27,6 @@ _POINTS_UP_TO = 400  # clients shown one by one beside their box
 
 
 def by_class(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view of a run of each group: classes by the clients that were tested in the last evaluation."""
     views = []
     for group in groups:
         run = group.runs[0]
@@ -60,7 +59,6 @@ def _rounded(share: float | None) -> float | None:
 
 
 def accuracies(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view for each declared number of clients, with a point per client."""
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
     titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]

@@ -45,7 +45,6 @@ class Figure:
 
 
 def text_of(text: str) -> str:
-    """Return a text escaped for a figure, since plotly reads a little HTML."""
     return html.escape(text, quote=False)
 
 
@@ -96,17 +95,14 @@ def point(group: Group, series: int, x: float, outcome: Statistic, template: str
 
 
 def number_of(count: int, thing: str) -> str:
-    """Return a number of things in words, such as ``1 client`` or ``1,200 clients``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def run_name(group: Group, run: Run) -> str:
-    """Return the name of a run: its group, and its seed where the group has several."""
     return group.label if len(group.runs) == 1 else f"{group.label} · seed {run.seed}"
 
 
 def class_name(run: Run, label: int) -> str:
-    """Return the name of a class, which is its number where the data have no names."""
     names = (run.info.get("model") or {}).get("class_names") or []
     return str(names[label])[:_LONGEST_NAME] if label < len(names) else str(label)
 

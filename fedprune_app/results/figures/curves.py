@@ -54,7 +54,6 @@ def _own_by_round(run: Run, name: str, measure: OwnMeasure) -> Curve:
 
 
 def by_round(run: Run, name: str) -> Curve:
-    """Return the curve of a column of rounds.jsonl, with the round as x."""
     return {round: (round, value) for round, value in run.series(name)}
 
 
@@ -83,7 +82,6 @@ def by_epsilon(run: Run, name: str) -> Curve:
 
 
 def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
-    """Return a view for each declared accuracy, with a curve per group."""
     axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
     main = set(compared_by(groups).values())
@@ -104,7 +102,6 @@ def lines(
 
 
 def line_layout(axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layout with a title for the x axis and the y axis as given."""
     return {"xaxis": {"title": {"text": axes["x"]}}, "yaxis": dict(axes["y"])}
 
 
@@ -126,7 +123,6 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
 
 
 def epsilon(groups: Sequence[Group]) -> list[Variant]:
-    """Return the largest ε of all clients, and each client's own, under the budget if the run had one."""
     axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)

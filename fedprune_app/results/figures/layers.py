@@ -17,7 +17,6 @@ from fedprune_app.results.groups import Group, Statistic
 
 
 def densities(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view of the last density of each layer, as a mean over clients and seeds."""
     layout = {
         "xaxis": {"type": "category"},
         "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".1%", "rangemode": "tozero"},
@@ -33,7 +32,6 @@ def _densities(group: Group) -> dict[str, float]:
 
 
 def decoder_layers(groups: Sequence[Group]) -> list[Variant]:
-    """Return views of how the clients' masks of each decoder layer agree, and what the server makes of them."""
     layout = {
         "xaxis": {"title": {"text": "Decoder layer"}, "dtick": 1},
         "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"},

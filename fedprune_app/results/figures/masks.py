@@ -59,7 +59,6 @@ def _without_diagonal(values: NDArray[np.float64]) -> NDArray[np.object_]:
 
 
 def agreement(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view for each run on a language model that compared its clients' masks."""
     variants = []
     for group in groups:
         for run in group.runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -42,9 +42,11 @@ _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
 def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
     """Yield views of each group's number at the end against the value of a setting, for each setting."""
     settings = [_effective(group.runs[0]) for group in groups]
-    for key, systems in _varied(groups, settings).items():
+    for key in sorted({key for config in settings for key in config}):
+        if len({repr(config.get(key)) for config in settings}) == 1:
+            continue
         for suffix, number in _NUMBERS.items():
-            lines = _lines(groups, settings, key, systems, number)
+            lines = _lines(groups, settings, key, number)
             if _is_worth_showing(lines):
                 is_share = number is not _perplexity
                 yield Variant(key + suffix, _traces(groups, key, lines, is_share), _layout(key, lines, is_share))
@@ -60,37 +62,24 @@ def _effective(run: Run) -> dict[str, Any]:
     return {key: value for key, value in compared.items() if key not in OPTIONS or has_effect(key, config)}
 
 
-def _varied(groups: Sequence[Group], settings: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """Return the settings of which some systems have two numbers, with these systems."""
-    values: dict[tuple[str, str], set[float]] = {}
-    for group, config in zip(groups, settings, strict=True):
-        for key, value in config.items():
-            if _is_number(value):
-                values.setdefault((group.system, key), set()).add(value)
-    systems_by_key: dict[str, set[str]] = {}
-    for system, key in sorted(values, key=lambda pair: pair[1]):
-        if len(values[system, key]) > 1:
-            systems_by_key.setdefault(key, set()).add(system)
-    return systems_by_key
-
-
 def _lines(
-    groups: Sequence[Group],
-    settings: Sequence[Mapping[str, Any]],
-    key: str,
-    systems: Set[str],
-    number: Callable[[Run], float | None],
+    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, number: Callable[[Run], float | None]
 ) -> list[list[_Point]]:
-    """Return the points of groups of these systems that differ in ``key`` alone, in the order of its values."""
-    lines: dict[str, list[_Point]] = {}
+    """Return the points of groups of a system that differ in ``key`` alone, in the order of its values.
+
+    A system for which all values are the same has no points.
+    """
+    lines: dict[tuple[str, str], list[_Point]] = {}
+    values: dict[str, set[float]] = {}
     for index, (group, config) in enumerate(zip(groups, settings, strict=True)):
-        value = config.get(key)
-        if group.system not in systems or not _is_number(value):
-            continue
-        if outcome := Statistic.of(number(run) for run in group.runs):
+        value, outcome = config.get(key), Statistic.of(number(run) for run in group.runs)
+        if _is_number(value) and outcome:
+            values.setdefault(group.system, set()).add(value)
             other_settings = sorted((name, repr(other)) for name, other in config.items() if name != key)
-            lines.setdefault(repr((group.system, other_settings)), []).append(_Point(float(value), index, outcome))
-    return [sorted(line, key=lambda p: (p.value, p.series)) for line in lines.values()]
+            line = lines.setdefault((group.system, repr(other_settings)), [])
+            line.append(_Point(float(value), index, outcome))
+    varied = [line for (system, _), line in lines.items() if len(values[system]) > 1]
+    return [sorted(line, key=lambda p: (p.value, p.series)) for line in varied]
 
 
 def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:

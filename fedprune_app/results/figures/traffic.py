@@ -21,12 +21,10 @@ _OF_PEERS = {  # what one peer sends is what another one receives
 
 
 def on_peers(groups: Sequence[Group]) -> str:
-    """Return what a caption says of messages between clients, where there are any."""
     return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
 def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view of the traffic of whole runs, measured and by the papers' formulas."""
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
