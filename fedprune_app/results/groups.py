@@ -26,14 +26,10 @@ _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.ch
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic is the mean and the sample standard deviation (``ddof = 1``) of ``count`` seeds.
-
-    A single seed has no ``std``.
-    """
+    """A statistic is the mean and the sample standard deviation (``ddof = 1``) of seeds, of which one alone has none."""
 
     mean: float
     std: float | None
-    count: int
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
@@ -42,7 +38,7 @@ class Statistic:
         numbers = [value for value in measurements if value is not None]
         if not numbers or len(numbers) < len(measurements):
             return None
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,6 @@ class Group:
     label: str
     system: str
     settings: Mapping[str, Any]
-    status: str
     runs: tuple[Run, ...]
 
 
@@ -80,7 +75,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         pairs = zip(labels, distinctions, strict=True)
         labels = [f"{label} · {distinction}" if count[label] > 1 else label for label, distinction in pairs]
     return [
-        Group(label, group[0].system, values, group[0].status, group)
+        Group(label, group[0].system, values, group)
         for label, values, group in zip(labels, settings, groups, strict=True)
     ]
 
@@ -135,14 +130,12 @@ def _settings(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
         if len(values) > 1 and split > classes:
             chosen_keys.append(key)
             classes = split
-    settings = compared_settings(run)
-    return {key: settings.get(key) for key in chosen_keys}
+    return {key: compared_settings(run).get(key) for key in chosen_keys}
 
 
 def _label(run: Run, settings: Mapping[str, Any]) -> str:
     parts = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in settings.items()]
-    state = f" ({run.flaw})" if run.flaw else ""
-    return " · ".join([run.system, *parts]) + state
+    return " · ".join([run.system, *parts]) + (f" ({run.flaw})" if run.flaw else "")
 
 
 def value_text(value: Any) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedprune_app.core import seals
-from fedprune_app.files import append_lines, replace_file
+from fedprune_app.files import append_lines, replace_file, sha256_of
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
@@ -68,6 +68,7 @@ class Recorder:
 
     def __init__(self, folder: Path, *, tracking: str = "none") -> None:
         self.folder = Path(folder)
+        self._masks_path = self.folder / "masks.json"
         self._tracking = tracking
         self._tracker: Tracker | None = None
         self._last: dict[str, float] = {}  # the numbers of the last round
@@ -237,17 +238,13 @@ class Recorder:
     def is_open(self) -> bool:
         return bool(self._info) and self._writes
 
-    @property
-    def _masks_path(self) -> Path:
-        return self.folder / "masks.json"
-
     def _drop_masks_after(self, rounds_completed: int) -> None:
         try:
             masks = read_masks(self.folder)
             keep = masks is not None and masks.round <= rounds_completed
         except ValueError:  # masks can be made again, so a damaged file must not stop the run
             keep = False
-        self._masks_sha256 = hashlib.sha256(self._masks_path.read_bytes()).hexdigest() if keep else None
+        self._masks_sha256 = sha256_of(self._masks_path) if keep else None
         if not keep:
             self._masks_path.unlink(missing_ok=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +46,6 @@ class Series:
     colour: int
     dash: str
     dash_array: str
-    status: str
 
 
 def check_page_name(out: Path, option: str = "--output") -> None:
@@ -179,7 +177,7 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     for index, group in enumerate(groups):
         slot, earlier = slots.index(places[index]), places[:index].count(places[index])
         dash = DASHES[(earlier + slot // COLOURS) % len(DASHES)]
-        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash], group.status))
+        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash]))
     return series
 
 
@@ -229,7 +227,7 @@ def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
     return [
         _language_card(group)
         if group.runs[0].headline.startswith("perplexity")
-        else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "accuracy")
+        else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "global_accuracy")
         for group in groups
     ]
 
@@ -266,15 +264,16 @@ def _traffic(group: Group) -> dict[str, str]:
 
 def _card(group: Group, accuracy: str) -> dict[str, Any]:
     numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
-    percent = {key: _short(numbers[key], column[key], " %") for key in numbers}
-    is_global = group.runs[0].headline.endswith("_global")
-    main = "accuracy, global model" if is_global else "accuracy, mean over clients"
-    facts = {"Own models": percent["personal_accuracy"]}
-    if accuracy == "personal_accuracy":
-        main = "clients' own models, mean"
-        facts = {"Global, its paper's number": percent["accuracy"]} if is_global else {}
-    facts |= {"Received models": percent["received_accuracy"], "Worst tenth": percent["worst_decile"]}
+    titles = {
+        "personal_accuracy": "Own models",
+        "global_accuracy": "Global model",
+        "received_accuracy": "Received models",
+        "worst_decile": "Worst tenth",
+    }
+    measured = [key for key in titles if key != accuracy and numbers[key] is not None]
+    facts = {titles[key]: _short(numbers[key], column[key], " %") for key in measured}
     facts |= {"Density": _short(numbers["density"], column["density"]), **_traffic(group)}
+    main = f"accuracy, {titles[accuracy].lower()}"
     if numbers[accuracy]:
         main += column[accuracy].remark(group.runs)
     return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
@@ -298,16 +297,12 @@ def _details(run: Run) -> dict[str, Any]:
         "Minutes": f"{info['seconds'] / 60:.1f}",
         "Final models, SHA-256": info.get("final_sha256"),
         "Git commit": info.get("git_hash"),
-        "Model": _json(info.get("model")),
-        "Resumed after rounds": _json(info.get("resumed_after_rounds")),
+        "Model": info.get("model"),
+        "Resumed after rounds": info.get("resumed_after_rounds"),
     }
     return {
         "run": run,
         "facts": {key: value for key, value in facts.items() if value is not None},
         "versions": info.get("versions") or {},
-        "config": {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()},
+        "config": run.config,
     }
-
-
-def _json(value: object) -> str | None:
-    return None if value is None else json.dumps(value)

@@ -45,7 +45,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
-        cells += [group.status, len(group.runs)]
+        cells += [group.runs[0].status, len(group.runs)]
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)

@@ -25,7 +25,7 @@ from fedprune_app.results.reader import Run, load_run
 def group_of(label, accuracies):
     rows = tuple({"round": 1, "partition": k, "accuracy_personal": value} for k, value in accuracies.items())
     info = {"system": label, "status": "completed", "seed": 0, "config": {}}
-    return Group(label, label, {}, "completed", (Run(Path(label), info, (), rows),))
+    return Group(label, label, {}, (Run(Path(label), info, (), rows),))
 
 
 def paired(values):

@@ -115,7 +115,7 @@ def test_the_same_seed_twice_is_not_two_seeds():
 def test_a_number_that_one_seed_lacks_is_not_measured():
     assert Statistic.of([0.5, None]) is None
     assert Statistic.of([]) is None
-    assert Statistic.of([0.5]) == Statistic(0.5, None, 1)
+    assert Statistic.of([0.5]) == Statistic(0.5, None)
 
 
 def test_what_no_run_measured_has_no_column_and_what_one_lacks_is_a_dash():
