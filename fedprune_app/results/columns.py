@@ -15,7 +15,6 @@ from fedprune_app.results.groups import Group
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Row, Run
-from fedprune_app.results.texts import own_models
 
 _BEST = "Accuracy, best on validation (%)"
 _place = attrgetter("place")
@@ -44,21 +43,9 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
-    standalone, own = own_models(1), own_models(2)
-    perplexity_remark = partial(_last_remark, name="perplexity_personal_mean")
     compound_columns = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
         Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
-        Column(
-            "standalone_perplexity",
-            f"Perplexity, {standalone}",
-            partial(own_perplexity, name=standalone),
-            1,
-            2,
-            60,
-            perplexity_remark,
-        ),
-        Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, perplexity_remark),
     )
     all_columns = (*_declared_columns(is_cost=False), *_own_columns(groups), *compound_columns)
     return tuple(sorted(all_columns, key=_place))
@@ -111,7 +98,6 @@ def _own_value(run: Run, measure: OwnMeasure) -> float | None:
 
 
 def _last_remark(runs: Sequence[Run], name: str) -> str:
-    """Return the remark on the last number that each run has in this column."""
     column = MEASURES.columns.get(name)
     last_rows = [[row for row in run.rounds if row.get(name) is not None][-1:] for run in runs]
     return column.remarked(*itertools.chain.from_iterable(last_rows)) if column else ""
@@ -132,12 +118,6 @@ _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "tota
 def accuracy(run: Run) -> float | None:
     """Return the last headline of a run, or None for a system that is judged by something else than accuracy."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
-
-
-def own_perplexity(run: Run, name: str) -> float | None:
-    """Return the mean perplexity of the clients' own models, if these had this ``name`` when last measured."""
-    series = run.series("perplexity_personal_mean")
-    return series[-1][1] if series and own_models(series[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:

@@ -75,7 +75,6 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
 
 
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the means of ``DRAWS`` samples of the values, drawn with replacement."""
     rng = np.random.default_rng(_SEED)
     return np.array([values[rng.integers(len(values), size=len(values))].mean() for _ in range(DRAWS)])
 
@@ -97,11 +96,12 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
         return "", []
     common_pairs = set.intersection(*(set(accuracies[group.label]) for group in candidates))
 
-    def mean(group: Group) -> float:
-        values = accuracies[group.label]
-        return float(np.mean([values[key] for key in common_pairs or values]))
-
-    best = max(candidates, key=mean)
+    means = {
+        label: float(np.mean([values[key] for key in common_pairs or values]))
+        for label, values in accuracies.items()
+        if len(values) > 1
+    }
+    best = max(candidates, key=lambda group: means[group.label])
     distances = []
     for group in candidates:
         distance = difference(accuracies[best.label], accuracies[group.label], of_other_seeds=True)

@@ -32,10 +32,10 @@ def summary_line(row: Row, measures: Measures | None = None) -> str:
 
 
 def progress_line(row: Row) -> str:
-    """Return the numbers of a row of rounds.jsonl that the progress bar shows; empty if it has none of them."""
-    parts = []
-    for column, line, _ in MEASURES.lines:
-        if line.terminal and row.get(column.name) is not None:
-            name = line.terminal if isinstance(line.terminal, str) else line.terminal(row["round"])
-            parts.append(f"{name} {line.number(row[column.name])}{column.remarked(row)}  ")
+    measured = [(column, line) for column, line, _ in MEASURES.lines if row.get(column.name) is not None]
+    parts = [
+        f"{line.terminal} {line.number(row[column.name])}{column.remarked(row)}  "
+        for column, line in measured
+        if line.terminal
+    ]
     return "".join([*parts, f"({text})  " if (text := tested_on(row)) else ""])

@@ -115,13 +115,13 @@ class Curve:
 class InLine:
     """A column stands in the line that tells of a round.
 
-    ``log`` names it in the log. ``terminal`` names it beside the progress bar, and may depend on the round; a column
-    without that name does not stand there. The number is multiplied by ``scale``, written in the ``format`` and
+    ``log`` names it in the log. ``terminal`` names it beside the progress bar; a column without that name does not
+    stand there. The number is multiplied by ``scale``, written in the ``format`` and
     followed by ``unit``. A number that was measured ``on_a_text`` is followed by that text.
     """
 
     log: str
-    terminal: str | Callable[[int], str] = ""
+    terminal: str = ""
     format: str = ".2f"
     scale: float = 1.0
     unit: str = ""
@@ -250,11 +250,6 @@ class Measures(tuple[Measure | Column, ...]):
     def client_fields(self) -> tuple[str, ...]:
         own = (name for name, measure in self.of_clients.items() if measure.recorded is Recorded.ALWAYS)
         return ("round", "partition", *own)
-
-    @cached_property
-    def of_the_round_alone(self) -> frozenset[str]:
-        """These numbers of clients are not in clients.jsonl, but only in what the round makes of them."""
-        return frozenset(name for name, measure in self.of_clients.items() if measure.recorded is Recorded.NEVER)
 
     @cached_property
     def headlines(self) -> tuple[str, ...]:

@@ -84,7 +84,6 @@ class OwnMeasure:
 
     @cached_property
     def shown(self) -> Column:
-        """How tables, figures and the log show the number."""
         scale, unit = (100.0, " %") if self.percent else (1.0, "")
         title = f"{self.title} (%)" if self.percent else self.title
         caption = "" if self.told == "server" else "Mean over the clients that told it."
@@ -130,7 +129,7 @@ def _taken_names() -> set[str]:
 
 _OTHER_NAMES = frozenset(
     {"partition", "note", "lost", "declined", "digest"}
-    | {"accuracy", "best_accuracy", "standalone_perplexity", "own_perplexity", "minutes", "rounds"}
+    | {"accuracy", "best_accuracy", "minutes", "rounds"}
     | {"paper_megabytes", "gigaflops", "epsilon_remark", "label", "system", "dataset", "status", "seeds"}
 )
 

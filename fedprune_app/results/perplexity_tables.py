@@ -33,7 +33,6 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
 
 
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the table of perplexities; there are no rows where no perplexity was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
     groups_by_label = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -54,7 +53,6 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
 
 
 def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
-    """Return how many clients' models a mean is of, ready to stand behind it; empty where nobody asked is missing."""
     counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
     num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""

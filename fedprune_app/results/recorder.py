@@ -183,7 +183,6 @@ class Recorder:
         self._track(lambda tracker: tracker.log(self._last, full_row["round"]))
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
         fields = MEASURES.client_fields
         full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
@@ -209,15 +208,12 @@ class Recorder:
         self._write_info()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Write the progress of the current round to progress.json; the progress is kept nowhere else."""
         self._tell({"done": done, "total": total, "text": text})
 
     def waiting(self, text: str) -> None:
-        """Write to progress.json, with ``text``, what the run waits for before its first round."""
         self._tell({"text": text})
 
     def done_waiting(self) -> None:
-        """Remove progress.json, since the run waits no longer."""
         (self.folder / "progress.json").unlink(missing_ok=True)
 
     def _tell(self, content: Mapping[str, Any]) -> None:
@@ -384,8 +380,6 @@ def _plain(value: Any) -> Any:
 
 def _info_text(info: Mapping[str, Any]) -> str:
     """Return JSON for people too: a line per key of each object, and long lists of counts on one line."""
-    parts = []
-    for key, value in info.items():
-        indent = 2 if isinstance(value, dict) else None
-        parts.append(f"{json.dumps(key)}: {json.dumps(value, indent=indent, allow_nan=False)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    indents = {key: 2 if isinstance(value, dict) else None for key, value in info.items()}
+    texts = {key: json.dumps(value, indent=indents[key], allow_nan=False) for key, value in info.items()}
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,6 @@ def write_report(
 
 
 def is_any_running(folders: Sequence[Path]) -> bool:
-    """Return whether a run in ``folders`` is going on; a folder that cannot be read has none."""
     for folder in folders:
         with suppress(ValueError, OSError):
             if read_info(folder)["status"] == "running":
@@ -189,7 +187,6 @@ def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first
     indices = [i for i, title in enumerate(header) if title not in redundant_titles]
     return {
         "header": [header[i] for i in indices],
-        "spans": [],
         "rows": [[row[i] for i in indices] for row in rows],
         "texts": len({"System", "Dataset", "Partition"} - redundant_titles),
         "measured": len(header) > 4,  # there are columns beside those that name the row
@@ -198,9 +195,7 @@ def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first
 
 def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
     header, rows = perplexity_rows(groups)
-    titles, names = zip(*(head.rpartition(", ")[::2] for head in header), strict=True)
-    spans = [(title, len(list(same_titles))) for title, same_titles in groupby(titles[1:])]
-    return {"header": names, "spans": spans, "rows": rows, "texts": 1, "measured": bool(rows)}
+    return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
 
 
 def _title(runs: Sequence[Run]) -> str:

@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A comparison has the clients' similarities, pair by pair, after ``round``, in the order of :func:`chain`.
+    """A comparison has the clients' similarities, pair by pair, after ``round``, ordered by their most frequent label.
 
     ``label_cosine`` (K, K) is the cosine of their training label counts. ``mask_distance`` (K, K) is the Hamming
     distance of their masks. Both are in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the K (K - 1) / 2
@@ -41,11 +41,12 @@ def compare(run: Run) -> Comparison | None:
     indices = [i for i, client in enumerate(run.masks.clients) if client in counts]
     if len(indices) < 2:
         return None
-    cosine = label_cosine([counts[run.masks.clients[i]] for i in indices])
+    counts_in_order = [counts[run.masks.clients[i]] for i in indices]
+    cosine = label_cosine(counts_in_order)
     distance = run.masks.distance[np.ix_(indices, indices)]
     pairs = np.triu_indices(len(indices), k=1)
     labels, masks = cosine[pairs], distance[pairs]
-    order = chain(cosine)
+    order = np.argsort([np.argmax(label_counts) for label_counts in counts_in_order], kind="stable")
     return Comparison(
         run.masks.round,
         tuple(run.masks.clients[indices[i]] for i in order),
@@ -62,21 +63,6 @@ def label_cosine(counts: list[list[int]]) -> Array:
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     cosine: Array = np.clip(unit @ unit.T, 0, 1)
     return cosine
-
-
-def chain(similarity: Array) -> list[int]:
-    """Return an order of the clients that puts alike ones side by side, so that groups show as blocks.
-
-    The order begins with the first client. Each client is followed by the one most like it among those left, and among
-    equals by the earliest.
-    """
-    order = [0]
-    is_left = np.ones(len(similarity), dtype=bool)
-    is_left[0] = False
-    while is_left.any():
-        order.append(int(np.where(is_left, similarity[order[-1]], -1).argmax()))
-        is_left[order[-1]] = False
-    return order
 
 
 def correlation(x: Array, y: Array) -> float | None:

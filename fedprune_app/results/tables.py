@@ -32,23 +32,16 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
 
 
 def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the final table, of all columns or of the ``shown_columns``, without empty columns."""
     shown_columns = shown_columns or columns(groups)
     numbers = [statistics_of(group, shown_columns) for group in groups]
     measured_columns = [column for column in shown_columns if any(row[column.key] for row in numbers)]
-    remarks = {
-        c.key: {c.remark(group.runs) for group, row in zip(groups, numbers, strict=True) if row[c.key]}
-        for c in measured_columns
-    }
-    common_remarks = {key: texts.pop() if len(texts) == 1 < len(groups) else "" for key, texts in remarks.items()}
-    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + common_remarks[c.key] for c in measured_columns)]
+    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured_columns)]
     judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        remark = "" if common_remarks[column.key] else column.remark(group.runs)
-        return formatted(statistic, column) + (words + remark if statistic else "")
+        return formatted(statistic, column) + (words + column.remark(group.runs) if statistic else "")
 
     rows = [
         [group.label, *data_cells(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured_columns)]

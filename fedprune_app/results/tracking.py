@@ -50,7 +50,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self, status: str, numbers: Mapping[str, float]) -> None:
-        """Write the settings and the final numbers as hyperparameters."""
         if numbers:
             final = {f"final/{name}": value for name, value in numbers.items()}
             self._writer.add_hparams({**self._settings, "status": status}, final, run_name=".")

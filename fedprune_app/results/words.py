@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fedprune_app.results.columns import traffic_of
 from fedprune_app.results.differences import of_the_same_data
+from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import Group, Statistic
 from fedprune_app.results.tables import OWN
 
@@ -40,8 +41,7 @@ def _sentences(groups: Sequence[Group]) -> Iterator[str]:
             points = accuracy[group.label] - accuracy[reference.label]
             beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
-    count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"
-    yield f"{count}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
+    yield f"{number_of(len(reference.runs), 'seed')}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
 
 
 def _cost(group: Group, reference: Group) -> str:

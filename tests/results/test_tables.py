@@ -175,7 +175,7 @@ def test_a_mean_over_the_clients_that_told_the_number_says_of_how_many():
 def test_own_perplexities_of_some_clients_say_so():
     row = {"round": 1, "perplexity_personal_mean": 8.0, "personal_models": 3, "evaluated": 8, "clients": 8}
     (found,) = table(Run(Path("x"), run().info, (row,), ()))
-    assert found["Perplexity, standalone"] == "8.00 (3 of 8 clients)"
+    assert found["Perplexity, clients' own models"] == "8.00 (3 of 8 clients)"
 
 
 @pytest.mark.parametrize(("dataset", "rows"), [("table", 2), ("own.py:load", 2), ("cifar10", 1)])

@@ -25,7 +25,6 @@ from fedprune_app.results.groups import Group
 
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
-    """Draw all figures for which some run has data, in reading order."""
     all_figures = [
         Figure(
             "accuracy",
@@ -50,9 +49,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "tradeoff",
             "What accuracy costs",
             "One point per setting at the end of the run: accuracy against what was spent for it. A line joins "
-            "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale "
-            "point is behind, since another setting is at least as accurate for no more. Settings with other data, or "
-            "judged by another model, have a front of their own.",
+            "the settings of a system; bars are standard deviations over seeds.",
             tradeoff.by_cost(groups),
         ),
         Figure(
@@ -139,7 +136,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "masks",
             "Label similarity and mask similarity",
             "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
-            "masks agree. In both, clients with alike labels stand side by side.",
+            "masks agree. In both, clients stand in the order of their most frequent class.",
             masks.similarity(groups),
             wide=True,
         ),

@@ -71,29 +71,23 @@ def accuracies(groups: Sequence[Group]) -> list[Variant]:
             if not points:
                 continue
             row: Trace = {"series": index, "name": text_of(group.label)}
-            traces.append(
-                row
-                | {
-                    "type": "box",
-                    "x": points,
-                    "y": [index] * len(points),
-                    "orientation": "h",
-                    "width": 0.5,
-                    "boxpoints": "all" if len(points) <= _POINTS_UP_TO else "outliers",
-                }
-            )
-            worst = statistics.fmean(worst_decile(values) for values in seeds)
-            traces.append(
-                row
-                | {
-                    "type": "scatter",
-                    "x": [worst],
-                    "y": [index],
-                    "mode": "markers",
-                    "worst": True,
-                    "hovertemplate": "worst decile %{x:.1%}<extra></extra>",
-                }
-            )
+            box = {
+                "type": "box",
+                "x": points,
+                "y": [index] * len(points),
+                "orientation": "h",
+                "width": 0.5,
+                "boxpoints": "all" if len(points) <= _POINTS_UP_TO else "outliers",
+            }
+            worst = {
+                "type": "scatter",
+                "x": [statistics.fmean(worst_decile(values) for values in seeds)],
+                "y": [index],
+                "mode": "markers",
+                "worst": True,
+                "hovertemplate": "worst decile %{x:.1%}<extra></extra>",
+            }
+            traces += [row | box, row | worst]
         if traces:
             variants.append(Variant(title.text, traces, layout))
     return variants

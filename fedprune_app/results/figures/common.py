@@ -64,7 +64,6 @@ def line(series: int, group: Group, x: Sequence[Any], y: Sequence[Any], **more: 
 
 
 def joining(series: int, x: Sequence[float], y: Sequence[float], **more: Any) -> Trace:
-    """Return a thin line that joins points of several groups, and says nothing under a pointer."""
     return {"type": "scatter", "series": series, "x": x, "y": y, "mode": "lines", "hoverinfo": "skip"} | more
 
 
@@ -108,7 +107,6 @@ def class_name(run: Run, label: int) -> str:
 
 
 def row_axis(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return a vertical axis with one labelled row per group, the first on top."""
     return {
         "tickvals": list(range(len(groups))),
         "ticktext": [_row_label(group.label) for group in groups],
@@ -122,6 +120,5 @@ def _row_label(label: str) -> str:
 
 
 def megabytes_text(megabytes: float) -> str:
-    """Return megabytes with as many decimals as their size needs."""
     decimals = 0 if megabytes >= 100 else 1 if megabytes >= 10 else 2 if megabytes >= 0.1 else 4
     return f"{megabytes:,.{decimals}f}"

@@ -20,6 +20,7 @@ from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
+_BY_ROUND: dict[str, Any] = {"xaxis": {"title": {"text": "Round"}}}
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
@@ -39,8 +40,9 @@ def figures_of_measures(groups: Sequence[Group]) -> Iterator[Figure]:
 def _figure(
     groups: Sequence[Group], key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str
 ) -> Figure:
-    axes = {"x": "Round", "y": {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}}
-    return Figure(key, curve.title, curve.caption, over_rounds(lines(groups, points, column, curve.view, axes)))
+    y_axis = {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}
+    views = lines(groups, points, column, curve.view, _BY_ROUND | {"yaxis": y_axis})
+    return Figure(key, curve.title, curve.caption, over_rounds(views))
 
 
 def over_rounds(views: list[Variant]) -> list[Variant]:
@@ -73,7 +75,6 @@ def by_megabytes(run: Run, name: str) -> Curve:
 
 
 def by_epsilon(run: Run, name: str) -> Curve:
-    """Return the curve against ε so far, of rounds in which both are known."""
     return {
         row["round"]: (row["epsilon_max"], row[name])
         for row in run.rounds
@@ -82,11 +83,11 @@ def by_epsilon(run: Run, name: str) -> Curve:
 
 
 def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
-    axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
+    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
     main = set(compared_by(groups).values())
     in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the main number's view is first
-    return [view for name, title in in_order for view in lines(groups, curve, name, title.text, axes)]
+    return [view for name, title in in_order for view in lines(groups, curve, name, title.text, layout)]
 
 
 def lines(
@@ -94,15 +95,11 @@ def lines(
     curve: Callable[[Run, str], Curve],
     name: str,
     title: str,
-    axes: Mapping[str, Any],
+    layout: dict[str, Any],
 ) -> list[Variant]:
     """Return a view of a column of rounds.jsonl with a curve per group; there is none where no group has the number."""
     traces = [trace for index, group in enumerate(groups) for trace in _traces(index, group, curve, name)]
-    return [Variant(title, traces, line_layout(axes))] if traces else []
-
-
-def line_layout(axes: Mapping[str, Any]) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": axes["x"]}}, "yaxis": dict(axes["y"])}
+    return [Variant(title, traces, layout)] if traces else []
 
 
 def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name: str) -> list[Trace]:
@@ -123,9 +120,9 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
 
 
 def epsilon(groups: Sequence[Group]) -> list[Variant]:
-    axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
+    layout = _BY_ROUND | {"yaxis": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
-    views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)
+    views = lines(groups, by_round, "epsilon_max", "Largest of all clients", layout)
     traces: list[Trace] = []
     for index, group in enumerate(groups):
         x: list[int | None] = []
@@ -144,12 +141,11 @@ def epsilon(groups: Sequence[Group]) -> list[Variant]:
             traces.append(line(index, group, x, y, mode="lines", **style))
     if traces:
         note = f"Shown are the first {_CURVES_UP_TO} clients of each run at most."
-        views.append(Variant("Each client", traces, line_layout(axes), note))
+        views.append(Variant("Each client", traces, layout, note))
     return [replace(view, traces=[*view.traces, *budgets]) for view in views]
 
 
 def _budget_line(series: int, group: Group) -> Trace | None:
-    """Return the smaller of the two limits that a configuration can set, over all rounds that ran."""
     config = group.runs[0].config
     limits = [config[key] for key in ("dp.epsilon-budget", "dp.target-epsilon") if config.get(key)]
     last = max((row["round"] for run in group.runs for row in run.rounds), default=0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
-from fedprune_app.config import OPTIONS, ConfigError, has_effect, parse_config
 from fedprune_app.results.columns import accuracy
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point, text_of
 from fedprune_app.results.groups import Group, Statistic, compared_settings
@@ -23,25 +23,20 @@ class _Point:
     outcome: Statistic
 
 
-def _validation(run: Run) -> float | None:
-    return run.last("accuracy_validation_mean")
-
-
 def _perplexity(run: Run) -> float | None:
     return None if run.headline.startswith("accuracy") else run.last(run.headline)
 
 
 _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
     "": accuracy,
-    ", validation": _validation,
+    ", validation": partial(Run.last, field="accuracy_validation_mean"),
     ", perplexity": _perplexity,
 }
 """The numbers of a run's end, by what ends the names of their views."""
 
 
 def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
-    """Yield views of each group's number at the end against the value of a setting, for each setting."""
-    settings = [_effective(group.runs[0]) for group in groups]
+    settings = [compared_settings(group.runs[0]) for group in groups]
     for key in sorted({key for config in settings for key in config}):
         if len({repr(config.get(key)) for config in settings}) == 1:
             continue
@@ -50,16 +45,6 @@ def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
             if _is_worth_showing(lines):
                 is_share = number is not _perplexity
                 yield Variant(key + suffix, _traces(groups, key, lines, is_share), _layout(key, lines, is_share))
-
-
-def _effective(run: Run) -> dict[str, Any]:
-    """Return the settings that tell a run from others, but for those without an effect beside its other settings."""
-    compared = compared_settings(run)
-    try:
-        config = parse_config({key: value for key, value in run.config.items() if key in OPTIONS})
-    except ConfigError:  # the settings are of a plug-in that is not installed, or of another version
-        return compared
-    return {key: value for key, value in compared.items() if key not in OPTIONS or has_effect(key, config)}
 
 
 def _lines(

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from fedprune_app.results.columns import epsilon_remark, traffic_of
-from fedprune_app.results.differences import of_the_same_data
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point
 from fedprune_app.results.groups import Group, Statistic
 from fedprune_app.results.measures import MEGABYTE
@@ -21,11 +20,9 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
         "Traffic": ("Measured traffic (MB)", traffic_of, MEGABYTE),
     }
     by_label = compared_by(groups)
-    data = {group.label: number for number, family in enumerate(of_the_same_data(groups)) for group in family}
     variants = []
     for title, (axis, cost, unit) in costs.items():
         markers_by_system: dict[str, list[Trace]] = {}
-        markers_by_data: dict[object, list[Trace]] = {}  # by the model and the data that accuracy is of
         for index, group in enumerate(groups):
             expense = Statistic.of(cost(run) for run in group.runs)
             accuracy = by_label[group.label]
@@ -34,35 +31,13 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
                 continue
             marker = point(group, index, expense.mean / unit, outcome, "%{y:.2%} at %{x:.3~g}")
             markers_by_system.setdefault(group.system, []).append(marker)
-            markers_by_data.setdefault((accuracy, data[group.label]), []).append(marker)
-        traces = list(itertools.chain.from_iterable(markers_by_data.values()))
+        traces = list(itertools.chain.from_iterable(markers_by_system.values()))
         if len(traces) < 2:
             continue
         for markers in markers_by_system.values():
             if len(markers) > 1:
-                x, y = zip(*sorted(map(_place, markers)), strict=True)
+                x, y = zip(*sorted((marker["x"][0], marker["y"][0]) for marker in markers), strict=True)
                 traces.insert(0, joining(markers[0]["series"], x, y, thin=True))
-        for markers in markers_by_data.values():
-            front = _front([_place(marker) for marker in markers])
-            for marker in markers:
-                marker["dominated"] = _place(marker) not in front
-            if len(front) > 1:
-                x, y = zip(*front, strict=True)
-                line = {"type": "scatter", "x": x, "y": y, "mode": "lines", "front": True, "hoverinfo": "skip"}
-                traces.insert(0, line)
         layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": SHARE_TICKS}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants
-
-
-def _place(marker: Trace) -> tuple[float, float]:
-    return marker["x"][0], marker["y"][0]
-
-
-def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points (cost, accuracy), by cost, of which no other reaches as much for as little."""
-    front: list[tuple[float, float]] = []
-    for cost, accuracy in sorted(set(points), key=lambda point: (point[0], -point[1])):
-        if not front or accuracy > front[-1][1]:
-            front.append((cost, accuracy))
-    return front
