@@ -16,7 +16,6 @@ from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Row, Run
 
-_BEST = "Accuracy, best on validation (%)"
 _place = attrgetter("place")
 
 
@@ -45,7 +44,16 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
     """
     compound_columns = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
-        Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
+        Column(
+            "best_accuracy",
+            "Accuracy, best on validation (%)",
+            best_on_validation,
+            100,
+            2,
+            20,
+            _best_remark,
+            of_headline=True,
+        ),
     )
     all_columns = (*_declared_columns(is_cost=False), *_own_columns(groups), *compound_columns)
     return tuple(sorted(all_columns, key=_place))
@@ -116,7 +124,6 @@ _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "tota
 
 
 def accuracy(run: Run) -> float | None:
-    """Return the last headline of a run, or None for a system that is judged by something else than accuracy."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
 
 

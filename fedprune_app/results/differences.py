@@ -43,7 +43,6 @@ class Difference:
 
     @property
     def doubt(self) -> str:
-        """The doubt says why the difference may be chance, or is empty."""
         if self.pairs < FEWEST:
             return f"fewer than {FEWEST} clients"
         if self.low <= 0 <= self.high:

@@ -26,7 +26,7 @@ _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.ch
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic is the mean and sample standard deviation (``ddof = 1``) of seeds; one seed alone has no deviation."""
+    """A statistic is the mean and sample standard deviation (``ddof = 1``) of seeds; one alone has no deviation."""
 
     mean: float
     std: float | None

@@ -26,8 +26,7 @@ def summary_line(row: Row, measures: Measures | None = None) -> str:
             if value is not None and not math.isnan(value)
         ]
 
-    traffic = f"{(row['bytes_up'] + row['bytes_down']) / MEGABYTE:.2f} MB"
-    cost = [traffic, f"{row['seconds']:.1f} s"]
+    cost = [f"{(row['bytes_up'] + row['bytes_down']) / MEGABYTE:.2f} MB", f"{row['seconds']:.1f} s"]
     return ", ".join([f"{row['replies']} replies", f"{row['failures']} failures", *words(True), *cost, *words(False)])
 
 

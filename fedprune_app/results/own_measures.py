@@ -20,7 +20,6 @@ from fedprune_app.results.measures import Column, Curve, InLine, InTable, Measur
 Told = Literal["training", "evaluation", "server"]
 OverRounds = Literal["last", "total", "mean"]
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-_PLACE = 600  # in tables, behind fedprune's own outcomes
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class OwnMeasure:
             self.column,
             None if self.told == "server" else mean,
             Recorded.WHERE_MEASURED,
-            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=_PLACE),
+            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=600),
             curve=Curve(self.name, f"{self.title} by round", caption, self.title, self.percent),
             line=InLine(self.title, format=f".{self.decimals}f", scale=scale, unit=unit),
         )

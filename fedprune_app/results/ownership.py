@@ -69,9 +69,7 @@ def is_marked(folder: Path, command: str) -> bool:
 def mark(folder: Path, command: str) -> None:
     """Mark the folder as one that this command of fedprune's fills, and make the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not is_marked(folder, command):
-        remove(folder / MARK)
-        replace_file(folder / MARK, f"{command}\n".encode())
+    replace_file(folder / MARK, f"{command}\n".encode())
 
 
 # --- single files -------------------------------------------------------------------------------------------------

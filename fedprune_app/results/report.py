@@ -137,9 +137,9 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
         tables={
-            "Final numbers": _table(groups, outcome(groups), is_first=True),
+            "Final numbers": _table(groups, outcome(groups), num_named=4),
             "Perplexity": _perplexity_table(groups),
-            "What it cost": _table(groups, cost()),
+            "What it cost": _table(groups, cost(), num_named=1),
         },
         differences=difference_tables(groups),
         figures=all_figures,
@@ -179,16 +179,13 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
-    """Return a part of the final table, without what the line under the title or the first part already tells."""
+def _table(groups: Sequence[Group], shown_columns: Sequence[Column], num_named: int) -> dict[str, Any]:
+    """Return a part of the final table, with ``num_named`` of the four columns that name a row."""
     header, rows = final_rows(groups, shown_columns)
-    common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
-    redundant_titles = common_titles if is_first else {"Dataset", "Partition", "Seeds"}
-    indices = [i for i, title in enumerate(header) if title not in redundant_titles]
     return {
-        "header": [header[i] for i in indices],
-        "rows": [[row[i] for i in indices] for row in rows],
-        "texts": len({"System", "Dataset", "Partition"} - redundant_titles),
+        "header": header[:num_named] + header[4:],
+        "rows": [row[:num_named] + row[4:] for row in rows],
+        "texts": min(num_named, 3),
         "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
@@ -199,8 +196,8 @@ def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    systems = list(dict.fromkeys(run.system for run in runs))
-    return systems[0] if len(systems) == 1 else f"{len(systems)} systems compared"
+    num_systems = len({run.system for run in runs})
+    return runs[0].system if num_systems == 1 else f"{num_systems} systems compared"
 
 
 def _facts(runs: Sequence[Run]) -> list[str]:

@@ -41,7 +41,9 @@ def _sentences(groups: Sequence[Group]) -> Iterator[str]:
             points = accuracy[group.label] - accuracy[reference.label]
             beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
-    yield f"{number_of(len(reference.runs), 'seed')}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
+    num_clients = len(reference.runs[0].info.get("partition") or ())
+    counts = f"{number_of(len(reference.runs), 'seed')}, {number_of(num_clients, 'client')}"
+    yield f"{counts}: another seed may differ."
 
 
 def _cost(group: Group, reference: Group) -> str:

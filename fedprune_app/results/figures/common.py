@@ -109,14 +109,9 @@ def class_name(run: Run, label: int) -> str:
 def row_axis(groups: Sequence[Group]) -> dict[str, Any]:
     return {
         "tickvals": list(range(len(groups))),
-        "ticktext": [_row_label(group.label) for group in groups],
+        "ticktext": ["<br>".join(text_of(part[:24]) for part in group.label.split(" · ")[:3]) for group in groups],
         "range": [len(groups) - 0.4, -0.6],
     }
-
-
-def _row_label(label: str) -> str:
-    lines = [line if len(line) <= 24 else f"{line[:23]}…" for line in label.split(" · ")]
-    return "<br>".join(map(text_of, lines[:3]))
 
 
 def megabytes_text(megabytes: float) -> str:

@@ -29,33 +29,35 @@ def similarity(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _mask_variant(name: str, comparison: Comparison) -> Variant:
-    clients = len(comparison.clients)
-    step = -(-clients // HEATMAP_UP_TO)
-    names = [str(client) for client in comparison.clients[::step]]
+    names = [str(client) for client in comparison.clients]
     panels = {
         "Cosine of label counts": (comparison.label_cosine, "cosine of label counts"),
         "1 − Hamming distance of masks": (1 - comparison.mask_distance, "1 − Hamming distance"),
     }
-    traces: list[Trace] = []
-    for panel, (values, quantity) in enumerate(panels.values(), start=1):
-        template = f"clients %{{x}} and %{{y}}<br>{quantity} %{{z:.3f}}"
-        traces.append(heatmap(names, names, _without_diagonal(values)[::step, ::step].tolist(), template, panel))
+    traces = [
+        _matrix(names, values, f"clients %{{x}} and %{{y}}<br>{quantity} %{{z:.3f}}", panel)
+        for panel, (values, quantity) in enumerate(panels.values(), start=1)
+    ]
     note = (
-        f"Over the {number_of(clients * (clients - 1) // 2, 'pair')} of clients after round {comparison.round}, "
+        f"Over the {number_of(len(names) * (len(names) - 1) // 2, 'pair')} of clients after round {comparison.round}, "
         f"label similarity and mask distance have linear correlation {_signed(comparison.pearson)} (Pearson) and rank "
         f"correlation {_signed(comparison.spearman)} (Spearman): below zero, clients with alike labels have alike "
-        f"masks."
+        f"masks.{_one_in(len(names))}"
     )
-    if step > 1:
-        note += f" Shown is one client in {step}."
     return Variant(name, traces, _AXES, note, tuple(panels))
 
 
-def _without_diagonal(values: NDArray[np.float64]) -> NDArray[np.object_]:
+def _matrix(names: Sequence[str], values: NDArray[np.float64], template: str, panel: int = 1) -> Trace:
     """Return cells without those of a client with itself, which say nothing and would stretch the colours."""
     cells = values.round(4).astype(object)
     np.fill_diagonal(cells, None)
-    return cells
+    step = -(-len(names) // HEATMAP_UP_TO)
+    return heatmap(names[::step], names[::step], cells[::step, ::step].tolist(), template, panel)
+
+
+def _one_in(clients: int) -> str:
+    step = -(-clients // HEATMAP_UP_TO)
+    return f" Shown is one client in {step}." if step > 1 else ""
 
 
 def agreement(groups: Sequence[Group]) -> list[Variant]:
@@ -67,9 +69,7 @@ def agreement(groups: Sequence[Group]) -> list[Variant]:
             if run.masks is None or not documents:
                 continue
             names = [_client_name(client, documents.get(client, ())) for client in run.masks.clients]
-            step = -(-len(names) // HEATMAP_UP_TO)
-            cells = _without_diagonal(1 - run.masks.distance)[::step, ::step].tolist()
-            trace = heatmap(names[::step], names[::step], cells, "clients %{x} and %{y}<br>agree on %{z:.2%}")
+            trace = _matrix(names, 1 - run.masks.distance, "clients %{x} and %{y}<br>agree on %{z:.2%}")
             variants.append(Variant(run_name(group, run), [trace], _AXES, panels=("Share of equal mask entries",)))
     return variants
 

@@ -42,7 +42,9 @@ def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
             continue
         for suffix, number in _NUMBERS.items():
             lines = _lines(groups, settings, key, number)
-            if _is_worth_showing(lines):
+            values = [{p.value for p in line} for line in lines]
+            # some line has two values, or there are as many values as a search draws
+            if any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2:
                 is_share = number is not _perplexity
                 yield Variant(key + suffix, _traces(groups, key, lines, is_share), _layout(key, lines, is_share))
 
@@ -65,12 +67,6 @@ def _lines(
             line.append(_Point(float(value), index, outcome))
     varied = [line for (system, _), line in lines.items() if len(values[system]) > 1]
     return [sorted(line, key=lambda p: (p.value, p.series)) for line in varied]
-
-
-def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:
-    """Return whether some line has two values, or whether there are as many values as a search draws."""
-    values = [{p.value for p in line} for line in lines]
-    return any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2
 
 
 def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
