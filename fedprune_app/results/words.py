@@ -48,7 +48,7 @@ def _sentences(groups: Sequence[Group]) -> Iterator[str]:
 
 def _cost(group: Group, reference: Group) -> str:
     operations = [Statistic.of(run.total("flops") for run in side.runs) for side in (group, reference)]
-    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", *operations))
+    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
     shares = [
         f"{ours.mean / theirs.mean:,.2f} times the {quantity}"
         for quantity, ours, theirs in pairs

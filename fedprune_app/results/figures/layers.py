@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from fedprune_app.results.figures.common import (
     SHARE_TICKS,
@@ -52,7 +51,7 @@ def _by_layer(group: Group, key: str) -> dict[int, float]:
     return {layer: statistic.mean for layer, statistic in means.items() if statistic}
 
 
-def _share(row: Mapping[str, Any], key: str) -> float | None:
+def _share(row: Mapping[str, float], key: str) -> float | None:
     if row.get(key) is None:
         return None
     return 1 - row[key] if key == "mask_distance" else row[key] / row["weights"]
