@@ -135,7 +135,6 @@ PARSING = {"fedprune_app.config.parse_config", "fedprune_app.config.check_resuma
 PARSING |= {"fedprune_app.preflight.combinations.check_system", "fedprune_app.config.effects"}
 PARSE = {
     "fedprune_app/server/resuming.py": "the server knows the run that goes on",
-    "fedprune_app/results/figures/settings.py": "which settings of a recorded run have an effect",
 }
 
 

@@ -18,7 +18,7 @@ import psutil
 
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending
-from fedprune_app.results.recorder import GIT_VARIABLE, loaded_hash
+from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 
 _START_SECONDS = 90
 
@@ -39,7 +39,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "PYTHONWARNINGS": "ignore",
-        GIT_VARIABLE: loaded_hash() or "",
+        GIT_VARIABLE: git_hash() or "",
     }
 
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 from fedprune_app.results import measures
 from fedprune_app.results.declarations import MEASURES
@@ -14,9 +15,8 @@ from fedprune_app.results.groups import Group
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Row, Run
-from fedprune_app.results.texts import own_models
 
-_BEST = "Accuracy, best on validation (%)"
+_place = attrgetter("place")
 
 
 @dataclass(frozen=True)
@@ -42,34 +42,31 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
-    standalone, own = own_models(1), own_models(2)
-    perplexity_remark = partial(_last_remark, column=MEASURES.columns["perplexity_personal_mean"])
     compound_columns = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
-        Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
         Column(
-            "standalone_perplexity",
-            f"Perplexity, {standalone}",
-            partial(own_perplexity, name=standalone),
-            1,
+            "best_accuracy",
+            "Accuracy, best on validation (%)",
+            best_on_validation,
+            100,
             2,
-            60,
-            perplexity_remark,
+            20,
+            _best_remark,
+            of_headline=True,
         ),
-        Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, perplexity_remark),
     )
-    return _in_order(*_declared_columns(is_cost=False), *_own_columns(groups), *compound_columns)
+    all_columns = (*_declared_columns(is_cost=False), *_own_columns(groups), *compound_columns)
+    return tuple(sorted(all_columns, key=_place))
 
 
 def cost() -> tuple[Column, ...]:
-    """Return the columns of the table of what a run cost."""
     compound_columns = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
         Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
-    return _in_order(*_declared_columns(is_cost=True), *compound_columns)
+    return tuple(sorted((*_declared_columns(is_cost=True), *compound_columns), key=_place))
 
 
 def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
@@ -80,7 +77,7 @@ def _declared_columns(is_cost: bool) -> Iterator[Column]:
     for name, column in MEASURES.columns.items():
         if (in_table := column.table) and in_table.is_cost == is_cost:
             value = partial(_OF_ROUNDS[in_table.of_rounds], field=name)
-            remark = partial(_last_remark, column=column)
+            remark = partial(_last_remark, name=name)
             yield Column(in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, remark)
 
 
@@ -105,58 +102,29 @@ def _own_columns(groups: Sequence[Group]) -> Iterator[Column]:
 
 
 def _own_value(run: Run, measure: OwnMeasure) -> float | None:
-    """Return the number of a run whose system declared it so; another system may give the name another meaning."""
     return _OF_ROUNDS[measure.over_rounds](run, measure.column) if measure in run.own_measures else None
 
 
-def _last_remark(runs: Sequence[Run], column: measures.Column) -> str:
-    """Return the remark on the last number that each run has in this column."""
-    last_rows = [[row for row in run.rounds if row.get(column.name) is not None][-1:] for run in runs]
-    remark = column.remarked(*itertools.chain.from_iterable(last_rows))
-    if not column.name.startswith("accuracy"):
-        return remark
-    # a privacy budget may bear one accuracy of a client and no other
-    ends = [max((round for round, _ in run.series(run.headline)), default=0) for run in runs]
-    earlier_rounds = {
-        row["round"] for rows, end in zip(last_rows, ends, strict=True) for row in rows if row["round"] < end
-    }
-    return _together(remark, *(f"of round {round}" for round in sorted(earlier_rounds)))
-
-
-def _together(remark: str, *more: str) -> str:
-    """Return a remark in brackets with more of them, or an empty text."""
-    remarks = [*filter(None, [remark[2:-1]]), *more]
-    return f" ({', '.join(remarks)})" if remarks else ""
+def _last_remark(runs: Sequence[Run], name: str) -> str:
+    column = MEASURES.columns.get(name)
+    last_rows = [[row for row in run.rounds if row.get(name) is not None][-1:] for run in runs]
+    return column.remarked(*itertools.chain.from_iterable(last_rows)) if column else ""
 
 
 def _headline_remark(runs: Sequence[Run]) -> str:
-    """Return the remark on the number that the runs are judged by."""
-    column = MEASURES.columns.get(runs[0].headline)
-    return "" if column is None else _last_remark(runs, column)
+    return _last_remark(runs, runs[0].headline)
 
 
 def epsilon_remark(groups: Sequence[Group]) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    (column,) = (column for column in _declared_columns(is_cost=False) if column.key == "epsilon")
-    return column.remark([run for group in groups for run in group.runs])
+    return _last_remark([run for group in groups for run in group.runs], "epsilon_max")
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
 
 
-def _in_order(*columns: Column) -> tuple[Column, ...]:
-    return tuple(sorted(columns, key=lambda column: column.place))
-
-
 def accuracy(run: Run) -> float | None:
-    """Return the last headline of a run, or None for a system that is judged by something else than accuracy."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
-
-
-def own_perplexity(run: Run, name: str) -> float | None:
-    """Return the mean perplexity of the clients' own models, if these had this ``name`` when last measured."""
-    series = run.series("perplexity_personal_mean")
-    return series[-1][1] if series and own_models(series[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:
@@ -166,41 +134,29 @@ def best_on_validation(run: Run) -> float | None:
     those are compared in which most clients told both accuracies, since of fewer clients the luckiest would win. The
     result is None if validation was not measured.
     """
-    best, _ = _best_round(run)
+    best = _best_round(run)
     return None if best is None else float(best[run.headline])
 
 
-def _best_round(run: Run) -> tuple[Row | None, str]:
-    """Return the row of the round that has the best validation accuracy, of the rounds that can be compared.
-
-    Beside it is what a reader must know of the choice, or an empty text.
-    """
+def _best_round(run: Run) -> Row | None:
     names = ("accuracy_validation_mean", run.headline)
     evaluations = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
     largest_counts = max((_client_counts(row, names) for row in evaluations), default=(0, 0))
-    rows = [row for row in evaluations if _client_counts(row, names) == largest_counts]
     if run.config.get("evaluate-clients") and largest_counts[0] < len(run.info.get("partition") or ()):
-        return None, ""  # each evaluation asked clients of its own
-    remarks = [f"best of {len(rows)} of {len(evaluations)} evaluations"] if len(rows) < len(evaluations) else []
-    if any(row.get("accuracy_noise") is not None for row in rows):
-        remarks.append("chosen by noised accuracies")
-    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None), ", ".join(remarks)
+        return None  # each evaluation asked clients of its own
+    rows = [row for row in evaluations if _client_counts(row, names) == largest_counts]
+    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None)
 
 
 def _client_counts(row: Row, names: Sequence[str]) -> tuple[int, int]:
-    """Return how many clients were evaluated, and how many of them told all of these means."""
     evaluated = int(row.get("evaluated") or 0)
     clients_by_column = row.get("clients_by_column") or {}
     return evaluated, min(int(clients_by_column.get(name, evaluated)) for name in names)
 
 
 def _best_remark(runs: Sequence[Run]) -> str:
-    """Return the remarks on the headlines of the best rounds, and on how these rounds were chosen."""
     column = MEASURES.columns.get(runs[0].headline)
-    best_rounds = [_best_round(run) for run in runs]
-    best_rows = [row for row, _ in best_rounds if row is not None]
-    choice_remarks = sorted({text for row, text in best_rounds if row is not None and text})
-    return _together("" if column is None else column.remarked(*best_rows), *choice_remarks)
+    return column.remarked(*filter(None, map(_best_round, runs))) if column else ""
 
 
 def paper_bytes(run: Run) -> float | None:
@@ -208,9 +164,8 @@ def paper_bytes(run: Run) -> float | None:
 
     Between peers a link counts once: what one of them sends is what the other one receives.
     """
-    if run.total("peer_bytes") is not None:
-        return run.total("paper_bytes_up")
-    directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
+    is_star = run.total("peer_bytes") is None
+    directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down") if is_star else None]
     known_bytes = [value for value in directions if value is not None]
     return sum(known_bytes) if known_bytes else None
 

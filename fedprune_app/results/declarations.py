@@ -28,7 +28,6 @@ from fedprune_app.results.remarks import (
     noise_remark,
     noised_remark,
 )
-from fedprune_app.results.texts import own_models
 
 
 def mean(values: Sequence[float]) -> float:
@@ -39,11 +38,6 @@ def mean(values: Sequence[float]) -> float:
 def spread(values: Sequence[float]) -> float:
     """Return the population's standard deviation; NaN for no values."""
     return metrics.summary(values).std
-
-
-def lowest_tenth(values: Sequence[float]) -> float:
-    """Return the mean of the lowest ⌈n / 10⌉ of n values; NaN for no values."""
-    return metrics.worst_decile(values)
 
 
 def running_mean(values: Sequence[float]) -> float | None:
@@ -132,7 +126,7 @@ MEASURES = Measures(
                 Column("accuracy_personal_std", spread, remark=noised_remark),
                 Column(
                     "accuracy_personal_worst_decile",
-                    lowest_tenth,
+                    metrics.worst_decile,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
                     remark=both(noised_remark, fewer_remark),
@@ -242,7 +236,8 @@ MEASURES = Measures(
             columns=(
                 Column(
                     "perplexity_personal_mean",
-                    line=InLine("personal perplexity", own_models, on_a_text=True),
+                    table=InTable("own_perplexity", "Perplexity, clients' own models", place=60),
+                    line=InLine("personal perplexity", "clients' own", on_a_text=True),
                     remark=partial(fewer_remark, count_column="personal_models"),
                 ),
                 Column("perplexity_personal_std"),

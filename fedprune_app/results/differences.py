@@ -15,11 +15,10 @@ from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
 from fedprune_app.results.groups import Group, place_of_data
-from fedprune_app.results.reader import Run
+from fedprune_app.results.reader import Run, last_of_clients
 
 DRAWS = 10_000
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
-_LARGEST = 1_000_000  # so many drawn pairs are in memory at once
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
 Paired = dict[tuple[int, int], float]
@@ -44,7 +43,6 @@ class Difference:
 
     @property
     def doubt(self) -> str:
-        """The doubt says why the difference may be chance, or is empty."""
         if self.pairs < FEWEST:
             return f"fewer than {FEWEST} clients"
         if self.low <= 0 <= self.high:
@@ -76,22 +74,14 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
 
 
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the means of ``DRAWS`` samples of the values, drawn with replacement."""
     rng = np.random.default_rng(_SEED)
-    at_once = max(1, _LARGEST // len(values))
-    sizes = [min(at_once, DRAWS - start) for start in range(0, DRAWS, at_once)]
-    return np.concatenate([values[rng.integers(len(values), size=(size, len(values)))].mean(axis=1) for size in sizes])
+    return np.array([values[rng.integers(len(values), size=len(values))].mean() for _ in range(DRAWS)])
 
 
 def personal_accuracies(group: Group) -> Paired:
     """Return the personal accuracies of a group's clients after the last round in which all were evaluated."""
-    return {(run.seed, client): value for run in group.runs for client, value in _of_run(run).items()}
-
-
-def _of_run(run: Run) -> dict[int, float]:
-    rows = [row for row in run.clients if row.get("accuracy_personal") is not None]
-    last = max((row["round"] for row in rows), default=0)
-    return {int(row["partition"]): float(row["accuracy_personal"]) for row in rows if row["round"] == last}
+    rows = [(run.seed, row) for run in group.runs for row in last_of_clients(run, "accuracy_personal")]
+    return {(seed, int(row["partition"])): float(row["accuracy_personal"]) for seed, row in rows}
 
 
 def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Difference]]]:
@@ -105,34 +95,36 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
         return "", []
     common_pairs = set.intersection(*(set(accuracies[group.label]) for group in candidates))
 
-    def mean(group: Group) -> float:
-        values = accuracies[group.label]
-        return float(np.mean([values[key] for key in common_pairs or values]))
-
-    best = max(candidates, key=mean)
-    data, distances = _data(best), []
+    means = {
+        label: float(np.mean([values[key] for key in common_pairs or values]))
+        for label, values in accuracies.items()
+        if len(values) > 1
+    }
+    best = max(candidates, key=lambda group: means[group.label])
+    distances = []
     for group in candidates:
-        seeds = {seed for seed, text in _data(group).items() if data.get(seed) == text}
-        first, second = (
-            {key: value for key, value in accuracies[side.label].items() if key[0] in seeds} for side in (best, group)
-        )
-        distance = difference(first, second, of_other_seeds=True)
+        distance = difference(accuracies[best.label], accuracies[group.label], of_other_seeds=True)
         if group is not best and distance is not None:
             distances.append((group, distance))
     return best.label, distances
 
 
 def of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
-    """Return the groups together that can be compared: in some seed their clients have the same data."""
+    """Return the groups together whose clients have the same data in the seeds that they share."""
     families: list[list[Group]] = []
     for group in groups:
-        data = _data(group).items()
-        family = next((family for family in families if data & _data(family[0]).items()), None)
+        family = next((family for family in families if _have_the_same_data(group, family[0])), None)
         if family is None:
             families.append([group])
         else:
             family.append(group)
     return families
+
+
+def _have_the_same_data(first: Group, second: Group) -> bool:
+    data, other = _data(first), _data(second)
+    shared_seeds = data.keys() & other.keys()
+    return bool(shared_seeds) and all(data[seed] == other[seed] for seed in shared_seeds)
 
 
 def _data(group: Group) -> Mapping[int, str]:

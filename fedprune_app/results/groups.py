@@ -26,14 +26,10 @@ _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.ch
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic is the mean and the sample standard deviation (``ddof = 1``) of ``count`` seeds.
-
-    A single seed has no ``std``.
-    """
+    """A statistic is the mean and sample standard deviation (``ddof = 1``) of seeds; one alone has no deviation."""
 
     mean: float
     std: float | None
-    count: int
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
@@ -42,7 +38,7 @@ class Statistic:
         numbers = [value for value in measurements if value is not None]
         if not numbers or len(numbers) < len(measurements):
             return None
-        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+        return cls(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,6 @@ class Group:
     label: str
     system: str
     settings: Mapping[str, Any]
-    status: str
     runs: tuple[Run, ...]
 
 
@@ -80,7 +75,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         pairs = zip(labels, distinctions, strict=True)
         labels = [f"{label} · {distinction}" if count[label] > 1 else label for label, distinction in pairs]
     return [
-        Group(label, group[0].system, values, group[0].status, group)
+        Group(label, group[0].system, values, group)
         for label, values, group in zip(labels, settings, groups, strict=True)
     ]
 
@@ -93,12 +88,11 @@ def compared_settings(run: Run) -> dict[str, Any]:
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
-    plugins = [*(run.info.get("plugins") or {}).values()]
-    for change in run.info.get("plugins_since") or ():  # the run went on with other code
-        plugins += [str(version) for name, version in dict(change).items() if name != "round"]
-    code = sorted(text[:15] if text.startswith("sha256 ") else text for text in plugins)  # a version is told whole
+    codes = [run.info.get("plugins") or {}, *(run.info.get("plugins_since") or ())]  # a run may go on with other code
+    versions = [str(version) for code in codes for name, version in code.items() if name != "round"]
+    code = ", ".join(sorted(text[:15] if text.startswith("sha256 ") else text for text in versions))
     clients = len(run.info.get("partition") or ()) or None
-    return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
+    return compared | place_of_data(run) | public | {"clients": clients, **({"code": code} if code else {})}
 
 
 def place_of_data(run: Run) -> dict[str, Any]:
@@ -136,14 +130,12 @@ def _settings(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
         if len(values) > 1 and split > classes:
             chosen_keys.append(key)
             classes = split
-    settings = compared_settings(run)
-    return {key: settings.get(key) for key in chosen_keys}
+    return {key: compared_settings(run).get(key) for key in chosen_keys}
 
 
 def _label(run: Run, settings: Mapping[str, Any]) -> str:
     parts = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in settings.items()]
-    state = f" ({run.flaw})" if run.flaw else ""
-    return " · ".join([run.system, *parts]) + state
+    return " · ".join([run.system, *parts]) + (f" ({run.flaw})" if run.flaw else "")
 
 
 def value_text(value: Any) -> str:

@@ -26,16 +26,15 @@ def summary_line(row: Row, measures: Measures | None = None) -> str:
             if value is not None and not math.isnan(value)
         ]
 
-    traffic = f"{(row['bytes_up'] + row['bytes_down']) / MEGABYTE:.2f} MB"
-    cost = [traffic, f"{row['seconds']:.1f} s"]
+    cost = [f"{(row['bytes_up'] + row['bytes_down']) / MEGABYTE:.2f} MB", f"{row['seconds']:.1f} s"]
     return ", ".join([f"{row['replies']} replies", f"{row['failures']} failures", *words(True), *cost, *words(False)])
 
 
 def progress_line(row: Row) -> str:
-    """Return the numbers of a row of rounds.jsonl that the progress bar shows; empty if it has none of them."""
-    parts = []
-    for column, line, _ in MEASURES.lines:
-        if line.terminal and row.get(column.name) is not None:
-            name = line.terminal if isinstance(line.terminal, str) else line.terminal(row["round"])
-            parts.append(f"{name} {line.number(row[column.name])}{column.remarked(row)}  ")
+    measured = [(column, line) for column, line, _ in MEASURES.lines if row.get(column.name) is not None]
+    parts = [
+        f"{line.terminal} {line.number(row[column.name])}{column.remarked(row)}  "
+        for column, line in measured
+        if line.terminal
+    ]
     return "".join([*parts, f"({text})  " if (text := tested_on(row)) else ""])

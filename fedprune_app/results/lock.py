@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from pathlib import Path
 
 LOCK = ".lock"
@@ -17,15 +16,10 @@ def is_held(folder: Path) -> bool:
     file system without locks, or where the lock may not be opened, nobody can tell: the run then counts as held.
     """
     try:
-        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment; `exclusive` waits so long
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment; `exclusive` waits so long
-    except OSError:
-        return True
-    finally:
-        os.close(handle)
     return False

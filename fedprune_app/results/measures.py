@@ -115,13 +115,13 @@ class Curve:
 class InLine:
     """A column stands in the line that tells of a round.
 
-    ``log`` names it in the log. ``terminal`` names it beside the progress bar, and may depend on the round; a column
-    without that name does not stand there. The number is multiplied by ``scale``, written in the ``format`` and
+    ``log`` names it in the log. ``terminal`` names it beside the progress bar; a column without that name does not
+    stand there. The number is multiplied by ``scale``, written in the ``format`` and
     followed by ``unit``. A number that was measured ``on_a_text`` is followed by that text.
     """
 
     log: str
-    terminal: str | Callable[[int], str] = ""
+    terminal: str = ""
     format: str = ".2f"
     scale: float = 1.0
     unit: str = ""
@@ -200,7 +200,6 @@ class Measure:
 
     @property
     def replies(self) -> frozenset[Reply]:
-        """These kinds of reply may tell the number."""
         return self.required | self.optional
 
     @property
@@ -236,45 +235,33 @@ class Measures(tuple[Measure | Column, ...]):
 
     @cached_property
     def of_clients(self) -> dict[str, Measure]:
-        """The numbers of a client are listed by name."""
         return {measure.name: measure for measure in self if isinstance(measure, Measure)}
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """The columns of rounds.jsonl are listed by name."""
         column_tuples = (entry.columns if isinstance(entry, Measure) else (entry,) for entry in self)
         return {column.name: column for columns in column_tuples for column in columns}
 
     @cached_property
     def round_fields(self) -> tuple[str, ...]:
-        """Every row of rounds.jsonl has these fields."""
         return tuple(name for name, column in self.columns.items() if column.recorded is Recorded.ALWAYS)
 
     @cached_property
     def client_fields(self) -> tuple[str, ...]:
-        """Every row of clients.jsonl has these fields."""
         own = (name for name, measure in self.of_clients.items() if measure.recorded is Recorded.ALWAYS)
         return ("round", "partition", *own)
 
     @cached_property
-    def of_the_round_alone(self) -> frozenset[str]:
-        """These numbers of clients are not in clients.jsonl, but only in what the round makes of them."""
-        return frozenset(name for name, measure in self.of_clients.items() if measure.recorded is Recorded.NEVER)
-
-    @cached_property
     def headlines(self) -> tuple[str, ...]:
-        """A run may be judged by one of these columns; the first is the usual one."""
         return tuple(name for name, column in self.columns.items() if column.is_headline)
 
     @cached_property
     def losses(self) -> dict[str, str]:
-        """The columns that count lost replies have these titles, in their order."""
         titles = [(column.lost, name) for name, column in self.columns.items() if column.lost]
         return {name: title.text for title, name in sorted(titles, key=lambda pair: pair[0].place)}
 
     @cached_property
     def kinds(self) -> dict[Kind, frozenset[str]]:
-        """The fields of both files are grouped by what they hold."""
         own = (
             (measure.name, measure.kind)
             for measure in self.of_clients.values()
@@ -295,5 +282,4 @@ class Measures(tuple[Measure | Column, ...]):
         return tuple((column, column.line, column.name in trained) for column in self.columns.values() if column.line)
 
     def told_in(self, reply: Reply) -> list[Measure]:
-        """Return the numbers that a reply of this kind may tell."""
         return [measure for measure in self.of_clients.values() if reply in measure.replies]

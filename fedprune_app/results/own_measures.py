@@ -20,8 +20,6 @@ from fedprune_app.results.measures import Column, Curve, InLine, InTable, Measur
 Told = Literal["training", "evaluation", "server"]
 OverRounds = Literal["last", "total", "mean"]
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-_REPLIES: Mapping[str, Reply] = {"training": Reply.TRAINING, "evaluation": Reply.EVALUATION}
-_PLACE = 600  # in tables, behind fedprune's own outcomes
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ class OwnMeasure:
 
     @cached_property
     def shown(self) -> Column:
-        """How tables, figures and the log show the number."""
         scale, unit = (100.0, " %") if self.percent else (1.0, "")
         title = f"{self.title} (%)" if self.percent else self.title
         caption = "" if self.told == "server" else "Mean over the clients that told it."
@@ -93,7 +90,7 @@ class OwnMeasure:
             self.column,
             None if self.told == "server" else mean,
             Recorded.WHERE_MEASURED,
-            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=_PLACE),
+            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=600),
             curve=Curve(self.name, f"{self.title} by round", caption, self.title, self.percent),
             line=InLine(self.title, format=f".{self.decimals}f", scale=scale, unit=unit),
         )
@@ -106,7 +103,7 @@ class OwnMeasure:
         return Measure(
             self.name,
             self.name,
-            optional=frozenset({_REPLIES[self.told]}),
+            optional=frozenset({Reply[self.told.upper()]}),
             least=self.least,
             most=self.most,
             withheld=not self.public,
@@ -124,16 +121,14 @@ class OwnMeasure:
 
 
 def _taken_names() -> set[str]:
-    """Return the names that files and tables have for fedprune's own numbers."""
-    measures = MEASURES
-    fields = {measure.wire_name for measure in measures.of_clients.values()}
-    titles = {column.table.key for column in measures.columns.values() if column.table}
-    return {*measures.of_clients, *measures.columns, *fields, *titles, *_OTHER_NAMES}
+    fields = {measure.wire_name for measure in MEASURES.of_clients.values()}
+    titles = {column.table.key for column in MEASURES.columns.values() if column.table}
+    return {*MEASURES.of_clients, *MEASURES.columns, *fields, *titles, *_OTHER_NAMES}
 
 
 _OTHER_NAMES = frozenset(
     {"partition", "note", "lost", "declined", "digest"}
-    | {"accuracy", "best_accuracy", "standalone_perplexity", "own_perplexity", "minutes", "rounds"}
+    | {"accuracy", "best_accuracy", "minutes", "rounds"}
     | {"paper_megabytes", "gigaflops", "epsilon_remark", "label", "system", "dataset", "status", "seeds"}
 )
 
@@ -153,12 +148,10 @@ def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ..
 
 
 def declare(system: str, measures: Iterable[OwnMeasure]) -> None:
-    """Declare the numbers that a plug-in's ``system`` reports. Raises :class:`ConfigError`."""
     _of_systems[system] = checked(system, measures)
 
 
 def of_system(system: str) -> tuple[OwnMeasure, ...]:
-    """Return the numbers of a plug-in's system; a system of fedprune has none beside :data:`MEASURES`."""
     return _of_systems.get(system, ())
 
 
@@ -176,7 +169,6 @@ def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str
 
 
 def all_of(system: str) -> Measures:
-    """Return all numbers that a run of the system may report."""
     measures = of_system(system)
     return Measures((*MEASURES, *(measure.declaration for measure in measures))) if measures else MEASURES
 
@@ -185,7 +177,6 @@ def all_of(system: str) -> Measures:
 
 
 def described(system: str) -> list[dict[str, Any]]:
-    """Return the declarations of a system's own numbers for run.json."""
     return [asdict(measure) for measure in of_system(system)]
 
 

@@ -45,11 +45,7 @@ def check_free(folder: Path) -> None:
         with suppress(ValueError):
             read_info(folder)
             return
-    examples = ", ".join(map(repr, names[:5])) + (" and more" if len(names) > 5 else "")
-    damaged = ", or which is damaged" if "run.json" in names else ""
-    raise ValueError(
-        f"folder {str(folder)!r} holds {examples}, which fedprune did not write{damaged}, allowed: a new folder"
-    )
+    raise ValueError(f"folder {str(folder)!r} holds {names[0]!r}, which fedprune did not write, allowed: a new folder")
 
 
 def remove_run(folder: Path) -> None:
@@ -59,7 +55,6 @@ def remove_run(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -67,20 +62,14 @@ def remove(path: Path) -> None:
 
 
 def is_marked(folder: Path, command: str) -> bool:
-    """Return whether this command of fedprune's made the folder."""
-    try:
-        with (folder / MARK).open("rb") as file:
-            return file.read(_HEAD_BYTES).decode(errors="replace").strip() == command
-    except OSError:
-        return False
+    path = folder / MARK
+    return path.is_file() and path.read_text(errors="replace").strip() == command
 
 
 def mark(folder: Path, command: str) -> None:
     """Mark the folder as one that this command of fedprune's fills, and make the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not is_marked(folder, command):
-        remove(folder / MARK)
-        replace_file(folder / MARK, f"{command}\n".encode())
+    replace_file(folder / MARK, f"{command}\n".encode())
 
 
 # --- single files -------------------------------------------------------------------------------------------------
@@ -89,10 +78,7 @@ def mark(folder: Path, command: str) -> None:
 def check_report_file(path: Path) -> None:
     """Raise ``ValueError`` unless ``path`` is free, or a report that fedprune wrote."""
     _check_file(path)
-    if os.path.lexists(path):
-        with path.open("rb") as file:
-            if GENERATOR.encode() in file.read(_HEAD_BYTES):
-                return
+    if os.path.lexists(path) and GENERATOR.encode() not in path.read_bytes()[:_HEAD_BYTES]:
         raise _exists_error(path)
 
 

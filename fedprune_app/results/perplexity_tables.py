@@ -15,7 +15,6 @@ MODELS = ("dense", "personal_mean", "global")
 
 
 def model_name(key: str, group: Group) -> str:
-    """Return the name in words of one of the :data:`MODELS`."""
     if key != "personal_mean":
         return {"dense": "dense model", "global": "global model"}[key]
     rounds = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
@@ -34,7 +33,6 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
 
 
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the table of perplexities; there are no rows where no perplexity was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
     groups_by_label = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -55,14 +53,12 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
 
 
 def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
-    """Return how many clients' models a mean is of, ready to stand behind it; empty where nobody asked is missing."""
     counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
     num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
 
 
 def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
-    """Return the last zero-shot accuracies in percent, by task and model, and then by a group's label."""
     columns: dict[tuple[str, str], dict[str, str]] = {}
     for group in groups:
         run_tables = [run.last_table("accuracy_by_task") for run in group.runs]

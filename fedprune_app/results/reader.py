@@ -52,22 +52,14 @@ class Masks:
 
     @classmethod
     def of(cls, round: int, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> Masks:
-        """Return checked distances.
-
-        Raises a one-line ``ValueError`` that says why the numbers are no distances between these clients.
-        """
-        count = len(clients)
-        if not 1 <= count <= MAX_MASKS:
-            raise ValueError(f"masks of {count} clients, allowed: 1 to {MAX_MASKS}")
-        if len(set(clients)) < count:
-            raise ValueError(f"'partitions' is {_short(list(clients))}, allowed: each client once")
+        """Return checked distances. Raises a one-line ``ValueError`` for what is no distance between these clients."""
         matrix = np.asarray(distance, dtype=np.float64)
-        if matrix.shape != (count, count):
-            raise ValueError(f"'distance' has shape {matrix.shape}, allowed: {(count, count)}, a row per client")
-        if outside := matrix[~((matrix >= 0) & (matrix <= 1))].tolist():  # NaN is outside too
-            raise ValueError(f"'distance' has {outside[0]}, allowed: numbers in [0, 1]")
-        if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
-            raise ValueError("'distance' is not symmetric with a zero diagonal, as distances are")
+        count = len(set(clients))
+        is_square = 1 <= count <= MAX_MASKS and count == len(clients) and matrix.shape == (count, count)
+        is_bounded = bool(((matrix >= 0) & (matrix <= 1)).all())  # NaN is not
+        if not (is_square and is_bounded and np.allclose(matrix, matrix.T, rtol=0, atol=1e-6) and not np.trace(matrix)):
+            allowed = f"numbers in [0, 1], symmetric with a zero diagonal, a row for each of 1 to {MAX_MASKS} clients"
+            raise ValueError(f"'distance' has shape {matrix.shape} for {count} different clients, allowed: {allowed}")
         return cls(round, tuple(clients), matrix, {client: tuple(senders) for client, senders in (links or {}).items()})
 
 
@@ -78,16 +70,6 @@ class Mark:
     rows: int
     size: int
     sha256: str
-
-    @classmethod
-    def of(cls, value: object, where: str) -> Mark:
-        """Return a checked mark.
-
-        Raises a one-line ``ValueError`` that names ``where`` a wrong value stands.
-        """
-        if isinstance(value, Mapping) and _is_count(value.get("rows")) and _is_count(value.get("size")):
-            return cls(value["rows"], value["size"], str(value.get("sha256")))
-        raise ValueError(f"{where}: {_short(value)}, allowed: rows, size and sha256 of a file")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -152,13 +134,12 @@ class Run:
             raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
         import pandas
 
-        measures = MEASURES
-        empty = {"rounds": measures.round_fields, "clients": measures.client_fields}[which]
+        empty = {"rounds": MEASURES.round_fields, "clients": MEASURES.client_fields}[which]
         rows = [dict(row) for row in tables[which]]
         frame = pandas.DataFrame.from_records(rows, columns=None if rows else list(empty))
         own_names = {name for measure in self.own_measures for name in (measure.name, measure.column)}
         numbers = [
-            name for name in frame if name in measures.kinds[Kind.NUMBER] | own_names and frame[name].dtype == object
+            name for name in frame if name in MEASURES.kinds[Kind.NUMBER] | own_names and frame[name].dtype == object
         ]
         return frame.astype(dict.fromkeys(numbers, "float64"))  # else what no row measured would be None
 
@@ -205,56 +186,43 @@ def load_run(folder: str | PathLike[str]) -> Run:
     """
     folder = as_path("folder", folder)
     info = read_info(folder)
-    rounds, clients = (tuple(row for _, row in _recorded_rows(folder, name, info)) for name in RECORDS)
+    marks = marks_of(info.get("records"))
+    if damages := check_records(folder, marks, whole=info["status"] == "completed"):
+        raise ValueError(damages[0])
+    rounds, clients = (tuple(read_rows(folder / name, marks.get(name))) for name in RECORDS)
     return Run(folder, info, rounds, clients, read_masks(folder, info))
+
+
+def last_of_clients(run: Run, field: str) -> list[Row]:
+    """Return the clients' rows of the last round in which any of them measured ``field``."""
+    rows = [row for row in run.clients if row.get(field) is not None]
+    last_round = max((row["round"] for row in rows), default=0)
+    return [row for row in rows if row["round"] == last_round]
 
 
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
-def marks_of(records: object, where: str) -> dict[str, Mark]:
-    """Return the mark of each record that vouches for it; nothing where there are no marks."""
-    if records is None:
-        return {}
-    if not isinstance(records, Mapping):
-        raise ValueError(f"{where}: 'records' is {_short(records)}, allowed: an object by file")
-    return {name: Mark.of(records.get(name), f"{where}: 'records' of {name}") for name in RECORDS}
+def marks_of(records: Mapping[str, Any] | None) -> dict[str, Mark]:
+    """Return the mark of each record, as run.json and checkpoints have them; nothing where there are no marks."""
+    return {name: Mark(**records[name]) for name in RECORDS} if records else {}
 
 
-def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    path, mark = folder / name, marks_of(info.get("records"), str(folder / "run.json")).get(name)
-    yield from read_rows(path, mark)
-    if mark is not None and info["status"] == "completed" and (surplus := path.stat().st_size - mark.size):
-        raise ValueError(f"{path} is damaged: {surplus} bytes follow its last row")
+def check_records(folder: Path, marks: Mapping[str, Mark], *, whole: bool = False) -> list[str]:
+    """Return one line for each file of which the part that its mark vouches for is damaged.
 
-
-def check_records(folder: Path, marks: Mapping[str, Mark]) -> list[str]:
-    """Return one line for each file of which a part that its mark vouches for is damaged."""
-    return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if not _bears_out(folder / name, mark)]
+    With ``whole`` nothing may follow that part.
+    """
+    parts = {name: _part(folder / name, None if whole else mark) for name, mark in marks.items()}
+    digests = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
+    return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if digests[name] != mark.sha256]
 
 
 def check_models(folder: Path, info: Mapping[str, Any]) -> list[str]:
     """Return one line for each file below ``models`` that is damaged or missing, as run.json tells their digests."""
-    damaged = []
-    for name, digest in info.get("model_files", {}).items():
-        path = folder / "models" / name
-        if not path.is_file():
-            damaged.append(f"{path} is missing")
-        elif sha256_of(path) != digest:
-            damaged.append(f"{path} is damaged: its content is not what was written")
-    return damaged
-
-
-def _bears_out(path: Path, mark: Mark) -> bool:
-    total, bytes_left = hashlib.sha256(), mark.size
-    try:
-        with path.open("rb") as file:
-            while bytes_left and (piece := file.read(min(bytes_left, 1 << 20))):
-                total.update(piece)
-                bytes_left -= len(piece)
-    except OSError:
-        return False
-    return not bytes_left and total.hexdigest() == mark.sha256
+    digests = {folder / "models" / name: digest for name, digest in info.get("model_files", {}).items()}
+    is_whole = {path: path.is_file() and sha256_of(path) == digest for path, digest in digests.items()}
+    return [f"{path} is missing or damaged" for path in digests if not is_whole[path]]
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -281,16 +249,12 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
     For a completed run, whose run.json is ``info``, the file must be the one that the run wrote.
     """
     path = folder / "masks.json"
-    records = (info or {}).get("records") or {}
-    digest = records.get("masks.json") if info and info["status"] == "completed" else None
+    digest = info["records"]["masks.json"] if info and info["status"] == "completed" and "records" in info else None
+    if digest is not None and not (path.is_file() and sha256_of(path) == digest):
+        raise ValueError(f"{path} is missing or damaged")
     if not path.is_file():
-        if digest is not None:
-            raise ValueError(f"{path} is missing")
         return None
-    content = path.read_bytes()
-    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
-        raise ValueError(f"{path} is damaged: its content is not what was written")
-    masks = _parse(content, str(path))
+    masks = _parse(path.read_bytes(), str(path))
     try:
         links = {int(client): senders for client, senders in masks.get("links", {}).items()}
         return Masks.of(masks["round"], masks["partitions"], masks["distance"], links)
@@ -298,46 +262,35 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield every complete line of a jsonl file as (line, row); a file that is missing has none.
+def read_rows(path: Path, mark: Mark | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a jsonl file, or of the part that its ``mark`` vouches for; a file that is missing has none.
 
-    A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. With a
-    ``mark``, the lines are those that it vouches for. Raises ``ValueError`` naming the file where these are not what
-    was written, at the latest after the last of them.
+    A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. Raises
+    ``ValueError`` naming the file and the line for what is no row.
     """
-    if not path.is_file():
-        if mark is not None and mark.rows:
-            raise ValueError(f"{path} is missing: it had {mark.rows} rows")
-        return
-    total = hashlib.sha256()
-    rows = size = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n") or (mark is not None and size >= mark.size):
-                break
-            row = _row(line, f"{path} line {number}")
-            total.update(line)
-            rows, size = number, size + len(line)
-            yield line, row
-    if mark is not None and rows < mark.rows:
-        raise ValueError(f"{path} is damaged: it has {rows} of {mark.rows} rows")
-    if mark is not None and (size, total.hexdigest()) != (mark.size, mark.sha256):
-        raise ValueError(f"{path} is damaged: its content is not what was written")
+    for number, line in enumerate(_part(path, mark).split(b"\n")[:-1], start=1):
+        yield _row(line, f"{path} line {number}")
 
 
 def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Iterator[bytes]:
     """Yield the readable lines of rounds up to ``last_round``; with a ``mark``, those of its part of the file."""
-    content = path.read_bytes() if path.is_file() else b""
-    for line in content[: mark.size if mark else None].splitlines(keepends=True):
+    for line in _part(path, mark).splitlines(keepends=True):
         with suppress(ValueError):
             if line.endswith(b"\n") and _row(line, str(path))["round"] <= last_round:
                 yield line
 
 
+def _part(path: Path, mark: Mark | None) -> bytes:
+    """Return what a file holds, or its part that the mark vouches for; a file that is missing holds nothing."""
+    content = path.read_bytes() if path.is_file() else b""
+    return content[: mark.size] if mark else content
+
+
 def _row(line: bytes, where: str) -> dict[str, Any]:
     row = _parse(line, where)
-    if not _is_count(row.get("round")):
-        raise ValueError(f"{where}: 'round' is {_short(row.get('round'))}, allowed: an integer")
+    round = row.get("round")
+    if type(round) is not int or not 0 <= round < 1 << 53:
+        raise ValueError(f"{where}: 'round' is {round!r:.60}, allowed: an integer")
     return row
 
 
@@ -345,17 +298,7 @@ def _parse(text: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        raise ValueError(f"{where}: not valid JSON ({reason})") from None
+        raise ValueError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: {_short(value)}, allowed: a JSON object")
+        raise ValueError(f"{where}: {value!r:.60}, allowed: a JSON object")
     return value
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 53
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -19,19 +19,19 @@ import platform
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from fedprune_app.core import seals
-from fedprune_app.files import append_lines, replace_file
+from fedprune_app.files import append_lines, replace_file, sha256_of
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 from fedprune_app.results.rows import recorded_of_client
-from fedprune_app.results.tracking import Guarded, check_tracker, open_tracker, scalars, why_tracking_stops
+from fedprune_app.results.tracking import TRACKERS, Tracker, check_tracker, scalars
 
 log = logging.getLogger("flwr.fedprune")
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
@@ -68,8 +68,9 @@ class Recorder:
 
     def __init__(self, folder: Path, *, tracking: str = "none") -> None:
         self.folder = Path(folder)
+        self._masks_path = self.folder / "masks.json"
         self._tracking = tracking
-        self._tracker: Guarded | None = None
+        self._tracker: Tracker | None = None
         self._last: dict[str, float] = {}  # the numbers of the last round
         self._info: dict[str, Any] = {}
         self._tallies = {name: _Tally() for name in RECORDS}
@@ -77,7 +78,6 @@ class Recorder:
         self._writes = False  # False: what is known of the run is kept in memory only
         # a signal may close the run in one thread while another records; reentrant, for both may be the same thread
         self._writing = threading.RLock()
-        self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
         if tracking != "none":
@@ -99,7 +99,7 @@ class Recorder:
             "config": dict(config),
             "versions": versions(),
             "seed": seed,
-            "git_hash": loaded_hash(),
+            "git_hash": git_hash(),
             "rounds_completed": 0,
             "final_sha256": None,
             "seconds": 0.0,
@@ -149,12 +149,12 @@ class Recorder:
 
     def annotate(self, **extra: Any) -> None:
         """Add what is known only once the clients are up, such as ``partition`` and ``model``, to run.json."""
-        self._running().update(_plain(extra))
+        self.info.update(_plain(extra))
         self._write_info()
 
     def note(self, lines: Iterable[str]) -> None:
         """Add to run.json's ``notes`` the lines that are not there yet, and log them."""
-        earlier_notes = self._running().get("notes", [])
+        earlier_notes = self.info.get("notes", [])
         new_lines = [line for line in lines if line not in earlier_notes]
         for line in new_lines:
             log.warning("%s", line)
@@ -163,32 +163,30 @@ class Recorder:
 
     @property
     def marks(self) -> dict[str, dict[str, Any]]:
-        """Each file has a mark that vouches for its rows so far, for run.json and for checkpoints."""
         return {name: vars(tally.mark) for name, tally in self._tallies.items()}
 
     @property
-    def info(self) -> Mapping[str, Any]:
-        """The info is what run.json holds of the run that is open."""
-        return self._running()
+    def info(self) -> dict[str, Any]:
+        """The info is what run.json holds of the run that is open. Raises ``ValueError`` where none is."""
+        if not self._info:
+            raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
+        return self._info
 
     def round(self, row: Mapping[str, Any]) -> None:
-        """Append the row of one round."""
         full_row = _complete(row, MEASURES.round_fields)
         with self._writing:
-            info = self._running()
+            info = self.info
             self._append("rounds.jsonl", [full_row])
             info["rounds_completed"] = full_row["round"]
             self._write_info()
-        if self._tracker is not None:
-            self._last = dict(scalars(full_row))
-            self._tracker.log(self._last, full_row["round"])
+        self._last = dict(scalars(full_row))
+        self._track(lambda tracker: tracker.log(self._last, full_row["round"]))
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
         fields = MEASURES.client_fields
         full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
-            self._running()
+            assert self.info  # of a run that is not open nothing is recorded
             self._append("clients.jsonl", full_rows)
 
     def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
@@ -200,7 +198,7 @@ class Recorder:
         diagonal; it is kept to six decimals. ``links`` say from whom each client received, where clients exchange
         models with neighbours. Raises ``ValueError`` for anything else.
         """
-        masks = Masks.of(self._running()["rounds_completed"], clients, distance, links)
+        masks = Masks.of(self.info["rounds_completed"], clients, distance, links)
         content = {"round": masks.round, "partitions": masks.clients, "distance": masks.distance.round(6)}
         if masks.links:
             content["links"] = {str(client): list(senders) for client, senders in masks.links.items()}
@@ -210,18 +208,13 @@ class Recorder:
         self._write_info()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Write the progress of the current round to progress.json; the progress is kept nowhere else."""
         self._tell({"done": done, "total": total, "text": text})
 
     def waiting(self, text: str) -> None:
-        """Write to progress.json, with ``text``, what the run waits for before its first round."""
-        self._waits = True
         self._tell({"text": text})
 
     def done_waiting(self) -> None:
-        """Remove progress.json, since the run waits no longer."""
-        if self._waits or self._writes:
-            (self.folder / "progress.json").unlink(missing_ok=True)
+        (self.folder / "progress.json").unlink(missing_ok=True)
 
     def _tell(self, content: Mapping[str, Any]) -> None:
         with suppress(OSError):
@@ -230,22 +223,16 @@ class Recorder:
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in the order of the clients."""
         with self._writing:
-            self._running().update(status=status, final_sha256=final_sha256, error=error)
+            self.info.update(status=status, final_sha256=final_sha256, error=error)
             self._write_info()
             self.done_waiting()
             self._info, self._writes = {}, False
-        if self._tracker is not None:
-            self._tracker.close(status, self._last)
-            self._tracker = None
+        self._track(lambda tracker: tracker.close(status, self._last))
+        self._tracker = None
 
     @property
     def is_open(self) -> bool:
-        """A run is open if it has begun, or gone on, and not finished."""
         return bool(self._info) and self._writes
-
-    @property
-    def _masks_path(self) -> Path:
-        return self.folder / "masks.json"
 
     def _drop_masks_after(self, rounds_completed: int) -> None:
         try:
@@ -253,7 +240,7 @@ class Recorder:
             keep = masks is not None and masks.round <= rounds_completed
         except ValueError:  # masks can be made again, so a damaged file must not stop the run
             keep = False
-        self._masks_sha256 = hashlib.sha256(self._masks_path.read_bytes()).hexdigest() if keep else None
+        self._masks_sha256 = sha256_of(self._masks_path) if keep else None
         if not keep:
             self._masks_path.unlink(missing_ok=True)
 
@@ -262,27 +249,31 @@ class Recorder:
         self._seconds_before = float(info["seconds"])
         self._started_at = time.monotonic()
         self._write_info()
-        if self._tracking != "none":
-            self._open_tracker()
-
-    def _open_tracker(self) -> None:
+        if self._tracking == "none":
+            return
         try:
-            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note_if_open)
+            self._tracker = TRACKERS[self._tracking](self.folder, self._info)
         except Exception as error:  # an error of the library, of files or of a network
             if "resumed_after_rounds" not in self._info:
                 raise
-            self.note([why_tracking_stops(error)])
+            self._stop_tracking(error)
 
-    def _note_if_open(self, line: str) -> None:
+    def _track(self, call: Callable[[Tracker], None]) -> None:
+        """Tell the tracker. After its first error it is not used again, and the run goes on."""
+        if self._tracker is None:
+            return
+        try:
+            call(self._tracker)
+        except Exception as error:  # an error of the library, of files or of a network
+            self._tracker = None
+            self._stop_tracking(error)
+
+    def _stop_tracking(self, error: Exception) -> None:
+        line = f"tracking stops: {type(error).__name__}: {' '.join(str(error).split())}"
         if self.is_open:
             self.note([line])
         else:
             log.warning("%s", line)
-
-    def _running(self) -> dict[str, Any]:
-        if not self._info:
-            raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
-        return self._info
 
     def _write_info(self) -> None:
         with self._writing:
@@ -299,7 +290,6 @@ class Recorder:
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
-    """Replace run.json in one step, with a new digest."""
     replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
 
 
@@ -319,7 +309,6 @@ def holds_run(folder: Path) -> bool:
 
 
 def _changed_versions(info: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the versions that are other ones than those the run had so far."""
     earlier_versions = dict(info.get("versions", {}))
     for change in info.get("versions_since", []):
         earlier_versions |= change
@@ -328,11 +317,6 @@ def _changed_versions(info: Mapping[str, Any]) -> dict[str, str | None]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of packages that numbers depend on; a package that runs uninstalled has no version."""
-    return dict(_versions())
-
-
-@cache  # a process has the packages with which it began
-def _versions() -> Mapping[str, str | None]:
     version_by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
@@ -352,6 +336,7 @@ def _versions() -> Mapping[str, str | None]:
     return version_by_package
 
 
+@cache  # a sweep runs the code that it loaded, whatever is committed meanwhile
 def git_hash() -> str | None:
     """Return the commit of the checkout that tracks this file, with ``-dirty`` if it has changes, or None without one.
 
@@ -367,15 +352,6 @@ def git_hash() -> str | None:
         return _git(path.parent, "rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-@cache
-def loaded_hash() -> str | None:
-    """Return what :func:`git_hash` returned when this process first asked.
-
-    A sweep runs the code that it loaded, whatever is committed meanwhile.
-    """
-    return git_hash()
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -404,8 +380,6 @@ def _plain(value: Any) -> Any:
 
 def _info_text(info: Mapping[str, Any]) -> str:
     """Return JSON for people too: a line per key of each object, and long lists of counts on one line."""
-    parts = []
-    for key, value in info.items():
-        indent = 2 if isinstance(value, dict) else None
-        parts.append(f"{json.dumps(key)}: {json.dumps(value, indent=indent, allow_nan=False)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    indents = {key: 2 if isinstance(value, dict) else None for key, value in info.items()}
+    texts = {key: json.dumps(value, indent=indents[key], allow_nan=False) for key, value in info.items()}
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"

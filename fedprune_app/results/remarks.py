@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fedprune_app.results.measures import Remark, Row
@@ -17,20 +16,19 @@ def noise_of_mean(deviations: Sequence[float]) -> float | None:
 def noise_remark(rows: Sequence[Row], column: str) -> str:
     """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
     words = {None: "noise unknown", 0: "", 1: "simulated"}
-    return _remarks_with_counts(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
+    return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 
 
 def accuracy_remark(rows: Sequence[Row], column: str) -> str:
     """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
     deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
-    noises = [noise for noise in deviations if noise is not None]
-    noise = noise_of_mean(noises)
-    return "" if noise is None else _remark_with_count(f"noise ± {100 * noise:.1f}", len(noises), len(rows))
+    noise = noise_of_mean([0 if deviation is None else deviation for deviation in deviations])
+    return f"noise ± {100 * noise:.1f}" if noise else ""
 
 
 def noised_remark(rows: Sequence[Row], column: str) -> str:
     """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
-    return _remarks_with_counts("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
+    return _each_once("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
 def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
@@ -43,19 +41,12 @@ def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluate
         count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
         return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
 
-    return _remarks_with_counts(map(remark, rows))
+    return _each_once(map(remark, rows))
 
 
 def both(*remarks: Remark) -> Remark:
-    """Several remarks on one number stand behind each other."""
     return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
 
 
-def _remarks_with_counts(texts: Iterable[str]) -> str:
-    """Where rows differ, each text stands with the number of runs that have it."""
-    counts = Counter(texts)
-    return ", ".join(_remark_with_count(text, count, counts.total()) for text, count in sorted(counts.items()) if text)
-
-
-def _remark_with_count(text: str, count: int, total: int) -> str:
-    return text if count == total else f"{text}: {count} of {total} runs"
+def _each_once(texts: Iterable[str]) -> str:
+    return ", ".join(sorted({text for text in texts if text}))

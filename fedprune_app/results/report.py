@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +19,13 @@ from fedprune_app.results.columns import Column, columns, cost, outcome
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import difference_tables
 from fedprune_app.results.figures import figures
+from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.pages import filled
 from fedprune_app.results.perplexity_tables import MODELS, perplexity_rows
-from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.reader import Run, load_run, read_info
 from fedprune_app.results.tables import OWN, compared_by, final_rows, formatted, statistics_of
 from fedprune_app.results.texts import windows_of_text
 
@@ -46,7 +45,6 @@ class Series:
     colour: int
     dash: str
     dash_array: str
-    status: str
 
 
 def check_page_name(out: Path, option: str = "--output") -> None:
@@ -98,7 +96,7 @@ def write_report(
     if not force:
         check_report_file(Path(out))
     runs, left_out = [], []
-    for folder in dict.fromkeys(map(Path, folders)):
+    for folder in folders:
         try:
             runs.append(load_run(folder))
         except (ValueError, OSError) as error:
@@ -114,10 +112,9 @@ def write_report(
 
 
 def is_any_running(folders: Sequence[Path]) -> bool:
-    """Return whether a run in ``folders`` is going on; a folder that cannot be read has none."""
     for folder in folders:
         with suppress(ValueError, OSError):
-            if load_run(folder).status == "running":
+            if read_info(folder)["status"] == "running":
                 return True
     return False
 
@@ -140,9 +137,9 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
         tables={
-            "Final numbers": _table(groups, outcome(groups), is_first=True),
+            "Final numbers": _table(groups, outcome(groups), num_named=4),
             "Perplexity": _perplexity_table(groups),
-            "What it cost": _table(groups, cost()),
+            "What it cost": _table(groups, cost(), num_named=1),
         },
         differences=difference_tables(groups),
         figures=all_figures,
@@ -178,73 +175,58 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     for index, group in enumerate(groups):
         slot, earlier = slots.index(places[index]), places[:index].count(places[index])
         dash = DASHES[(earlier + slot // COLOURS) % len(DASHES)]
-        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash], group.status))
+        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash]))
     return series
 
 
-def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
-    """Return a part of the final table, without what the line under the title or the first part already tells."""
+def _table(groups: Sequence[Group], shown_columns: Sequence[Column], num_named: int) -> dict[str, Any]:
+    """Return a part of the final table, with ``num_named`` of the four columns that name a row."""
     header, rows = final_rows(groups, shown_columns)
-    common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
-    redundant_titles = common_titles if is_first else {"Dataset", "Partition", "Seeds"}
-    indices = [i for i, title in enumerate(header) if title not in redundant_titles]
     return {
-        "header": [header[i] for i in indices],
-        "spans": [],
-        "rows": [[row[i] for i in indices] for row in rows],
-        "texts": len({"System", "Dataset", "Partition"} - redundant_titles),
+        "header": header[:num_named] + header[4:],
+        "rows": [row[:num_named] + row[4:] for row in rows],
+        "texts": min(num_named, 3),
         "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
 
 def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
     header, rows = perplexity_rows(groups)
-    titles, names = zip(*(head.rpartition(", ")[::2] for head in header), strict=True)
-    spans = [(title, len(list(same_titles))) for title, same_titles in groupby(titles[1:])]
-    return {"header": names, "spans": spans, "rows": rows, "texts": 1, "measured": bool(rows)}
+    return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
 
 
 def _title(runs: Sequence[Run]) -> str:
-    systems = list(dict.fromkeys(run.system for run in runs))
-    return systems[0] if len(systems) == 1 else f"{len(systems)} systems compared"
+    num_systems = len({run.system for run in runs})
+    return runs[0].system if num_systems == 1 else f"{num_systems} systems compared"
 
 
 def _facts(runs: Sequence[Run]) -> list[str]:
-    """Return what all runs have in common, for the line under the title."""
-    facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
     # texts have no labels, so no partition by labels
     by_label = all(run.headline.startswith("accuracy") for run in runs)
-    for key in ("dataset", "partition") if by_label else ("dataset",):
-        values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
-        if len(values) == 1:
-            facts.append(f"{key} {short_name(values.pop())}")
-    models = {str(run.info["model"].get("name")) for run in runs if run.info.get("model")}
-    if len(models) == 1:
-        facts.append(f"model {short_name(models.pop())}")
-    clients = {len(run.info["partition"]) for run in runs if run.info.get("partition")}
-    if len(clients) == 1:
-        facts.append("1 client" if clients == {1} else f"{clients.pop()} clients")
-    return facts
+    values = {
+        "dataset": {run.config.get("dataset") for run in runs},
+        "partition": {run.config.get("partition") if by_label else None for run in runs},
+        "model": {(run.info.get("model") or {}).get("name") for run in runs},
+        "clients": {len(run.info.get("partition") or ()) or None for run in runs},
+    }
+    common = {title: found.pop() for title, found in values.items() if len(found) == 1}
+    facts = [f"{title} {short_name(str(value))}" for title, value in common.items() if value is not None]
+    return [number_of(len(runs), "run"), *facts]
 
 
 def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a card for each group, with the number in large digits by which all are compared."""
     by_label = compared_by(groups)
     return [
         _language_card(group)
         if group.runs[0].headline.startswith("perplexity")
-        else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "accuracy")
+        else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "global_accuracy")
         for group in groups
     ]
 
 
 def _language_card(group: Group) -> dict[str, Any]:
-    """Return the card of a language model: the text that the user named first, with the dense model beside it."""
     tables = [run.last_table("perplexity_by_text") for run in group.runs]
-    texts = [text for text, entry in tables[0].items() if entry.get("global") is not None]
-    setting = str(group.runs[0].config.get("fedspallm.evaluation-texts", ""))
-    named_texts = [part.partition("=")[0].strip() for part in setting.split(",")]
-    text = min(texts, key=lambda text: named_texts.index(text) if text in named_texts else len(named_texts), default="")
+    text = next((text for text, entry in tables[0].items() if entry.get("global") is not None), "")
     statistics = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
     facts = {
         "Dense model": statistics["dense"],
@@ -274,27 +256,26 @@ def _traffic(group: Group) -> dict[str, str]:
 
 def _card(group: Group, accuracy: str) -> dict[str, Any]:
     numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
-    percent = {key: _short(numbers[key], column[key], " %") for key in numbers}
-    is_global = group.runs[0].headline.endswith("_global")
-    main = "accuracy, global model" if is_global else "accuracy, mean over clients"
-    facts = {"Own models": percent["personal_accuracy"]}
-    if accuracy == "personal_accuracy":
-        main = "clients' own models, mean"
-        facts = {"Global, its paper's number": percent["accuracy"]} if is_global else {}
-    facts |= {"Received models": percent["received_accuracy"], "Worst tenth": percent["worst_decile"]}
+    titles = {
+        "personal_accuracy": "Own models",
+        "global_accuracy": "Global model",
+        "received_accuracy": "Received models",
+        "worst_decile": "Worst tenth",
+    }
+    measured = [key for key in titles if key != accuracy and numbers[key] is not None]
+    facts = {titles[key]: _short(numbers[key], column[key], " %") for key in measured}
     facts |= {"Density": _short(numbers["density"], column["density"]), **_traffic(group)}
+    main = f"accuracy, {titles[accuracy].lower()}"
     if numbers[accuracy]:
         main += column[accuracy].remark(group.runs)
     return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the papers' traffic formulas by system, where runs state them."""
     return {run.system: str(run.info["paper_bytes_formula"]) for run in runs if run.info.get("paper_bytes_formula")}
 
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the runs in which replies failed or came too late, or clients dropped out."""
     counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
     run_counts = zip(runs, counts, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]
@@ -308,16 +289,12 @@ def _details(run: Run) -> dict[str, Any]:
         "Minutes": f"{info['seconds'] / 60:.1f}",
         "Final models, SHA-256": info.get("final_sha256"),
         "Git commit": info.get("git_hash"),
-        "Model": _json(info.get("model")),
-        "Resumed after rounds": _json(info.get("resumed_after_rounds")),
+        "Model": info.get("model"),
+        "Resumed after rounds": info.get("resumed_after_rounds"),
     }
     return {
         "run": run,
         "facts": {key: value for key, value in facts.items() if value is not None},
         "versions": info.get("versions") or {},
-        "config": {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()},
+        "config": run.config,
     }
-
-
-def _json(value: object) -> str | None:
-    return None if value is None else json.dumps(value)

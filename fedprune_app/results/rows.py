@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind, Measure, Measures, Reply, Row, Take
+from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
 from fedprune_app.results.remarks import noise_of_mean
 
 MOST_CLASSES = 1000
@@ -53,7 +53,7 @@ def _is_of_either(measure: Measure) -> bool:
 
 def recorded_of_client(row: Row) -> dict[str, Any]:
     """Clients.jsonl records these fields of a row: no number of the round alone, and no object that was not told."""
-    left_out = MEASURES.of_the_round_alone
+    left_out = {name for name, measure in MEASURES.of_clients.items() if measure.recorded is Recorded.NEVER}
     objects = MEASURES.kinds[Kind.BY_NAME]
     return {
         name: value for name, value in row.items() if name not in left_out and not (value is None and name in objects)

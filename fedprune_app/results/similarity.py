@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A comparison has the clients' similarities, pair by pair, after ``round``, in the order of :func:`chain`.
+    """A comparison has the clients' similarities, pair by pair, after ``round``, ordered by their most frequent label.
 
     ``label_cosine`` (K, K) is the cosine of their training label counts. ``mask_distance`` (K, K) is the Hamming
     distance of their masks. Both are in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the K (K - 1) / 2
@@ -40,11 +41,12 @@ def compare(run: Run) -> Comparison | None:
     indices = [i for i, client in enumerate(run.masks.clients) if client in counts]
     if len(indices) < 2:
         return None
-    cosine = label_cosine([counts[run.masks.clients[i]] for i in indices])
+    counts_in_order = [counts[run.masks.clients[i]] for i in indices]
+    cosine = label_cosine(counts_in_order)
     distance = run.masks.distance[np.ix_(indices, indices)]
     pairs = np.triu_indices(len(indices), k=1)
     labels, masks = cosine[pairs], distance[pairs]
-    order = chain(cosine)
+    order = np.argsort([np.argmax(label_counts) for label_counts in counts_in_order], kind="stable")
     return Comparison(
         run.masks.round,
         tuple(run.masks.clients[indices[i]] for i in order),
@@ -57,44 +59,10 @@ def compare(run: Run) -> Comparison | None:
 
 def label_cosine(counts: list[list[int]]) -> Array:
     """Return the cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
-    matrix = np.zeros((len(counts), max(map(len, counts))))
-    for row, label_counts in zip(matrix, counts, strict=True):
-        row[: len(label_counts)] = label_counts
+    matrix = np.array(list(itertools.zip_longest(*counts, fillvalue=0)), dtype=np.float64).T
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     cosine: Array = np.clip(unit @ unit.T, 0, 1)
     return cosine
-
-
-def projected(distance: Array) -> tuple[Array, float]:
-    """Return places (K, 2) of K things in the plane, and the share of all distances that the plane holds.
-
-    Classical multidimensional scaling (Torgerson 1952): the two largest eigenvectors of the doubly centred squared
-    ``distance`` (K, K). The share is that of the two eigenvalues among all positive ones. Signs are fixed, so that the
-    same distances give the same map.
-    """
-    count = len(distance)
-    centring = np.eye(count) - 1 / count
-    values, vectors = np.linalg.eigh(-0.5 * centring @ distance**2 @ centring)
-    largest = np.maximum(values[-2:][::-1], 0)
-    axes = vectors[:, -2:][:, ::-1]
-    axes = axes * np.where(axes[np.abs(axes).argmax(axis=0), [0, 1]] < 0, -1, 1)
-    total = values[values > 0].sum()
-    return axes * np.sqrt(largest), float(largest.sum() / total) if total else 0.0
-
-
-def chain(similarity: Array) -> list[int]:
-    """Return an order of the clients that puts alike ones side by side, so that groups show as blocks.
-
-    The order begins with the first client. Each client is followed by the one most like it among those left, and among
-    equals by the earliest.
-    """
-    order = [0]
-    is_left = np.ones(len(similarity), dtype=bool)
-    is_left[0] = False
-    while is_left.any():
-        order.append(int(np.where(is_left, similarity[order[-1]], -1).argmax()))
-        is_left[order[-1]] = False
-    return order
 
 
 def correlation(x: Array, y: Array) -> float | None:

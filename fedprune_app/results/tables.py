@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from fedprune_app.results.columns import Column, columns
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, value_text
-from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import tested_on
 
 
@@ -33,23 +32,16 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
 
 
 def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows of the final table, of all columns or of the ``shown_columns``, without empty columns."""
     shown_columns = shown_columns or columns(groups)
     numbers = [statistics_of(group, shown_columns) for group in groups]
     measured_columns = [column for column in shown_columns if any(row[column.key] for row in numbers)]
-    remarks = {
-        c.key: {c.remark(group.runs) for group, row in zip(groups, numbers, strict=True) if row[c.key]}
-        for c in measured_columns
-    }
-    common_remarks = {key: texts.pop() if len(texts) == 1 < len(groups) else "" for key, texts in remarks.items()}
-    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + common_remarks[c.key] for c in measured_columns)]
+    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured_columns)]
     judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        remark = "" if common_remarks[column.key] else column.remark(group.runs)
-        return formatted(statistic, column) + (words + remark if statistic else "")
+        return formatted(statistic, column) + (words + column.remark(group.runs) if statistic else "")
 
     rows = [
         [group.label, *data_cells(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured_columns)]
@@ -74,18 +66,12 @@ def compared_by(groups: Sequence[Group]) -> dict[str, str]:
 def accuracy_words(name: str) -> str:
     """Return whose accuracy a column of rounds.jsonl has, in words; empty for another column."""
     column = MEASURES.columns.get(name)
-    if column is None or column.view is None or not column.name.startswith("accuracy"):
-        return ""
-    return column.view.text.lower()
+    return column.view.text.lower() if column and column.view and name.startswith("accuracy") else ""
 
 
 def data_cells(group: Group) -> tuple[str, str]:
-    config, text = group.runs[0].config, measured_on(group.runs[0])
-    dataset = value_text(config.get("dataset")) + (f", tested on {text}" if text else "")
-    is_dealt = not group.runs[0].headline.startswith("perplexity")  # texts have no labels, so no partition by them
-    return dataset, value_text(config.get("partition")) if is_dealt else NOT_MEASURED
-
-
-def measured_on(run: Run) -> str:
-    """Return the text that a run's perplexities were measured on, or an empty name where there are none."""
-    return next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
+    run = group.runs[0]
+    text = next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
+    dataset = value_text(run.config.get("dataset")) + (f", tested on {text}" if text else "")
+    is_dealt = not run.headline.startswith("perplexity")  # texts have no labels, so no partition by them
+    return dataset, value_text(run.config.get("partition")) if is_dealt else NOT_MEASURED

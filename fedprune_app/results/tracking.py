@@ -10,30 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 _AT_ONCE = 100  # so many parameters MLflow takes in one request
 _ANSWER_SECONDS = 10.0
-
-
-class Tracker(Protocol):
-    """A tracker gets the numbers of one run, round by round."""
-
-    def log(self, numbers: Mapping[str, float], round: int) -> None:
-        """Take the numbers of a round by name."""
-
-    def close(self, status: str, numbers: Mapping[str, float]) -> None:
-        """Take the status and the last numbers of the run, and end."""
-
-
-def open_tracker(kind: str, folder: Path, info: Mapping[str, Any]) -> Tracker:
-    """Return the tracker ``kind`` of the run in ``folder``, with the run's settings in ``info``, which is run.json.
-
-    A resumed run goes on in the same place.
-    """
-    return _TRACKERS[kind](folder, info)
 
 
 def check_tracker(kind: str) -> None:
@@ -52,53 +35,21 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
             yield prefix + key, value
 
 
-class Guarded:
-    """A guarded tracker never stops a run: after its first error it is not used again, and ``say`` is told why."""
-
-    def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
-        self._tracker: Tracker | None = tracker
-        self._say = say
-
-    def log(self, numbers: Mapping[str, float], round: int) -> None:
-        """Take the numbers of a round by name."""
-        self._try(lambda tracker: tracker.log(numbers, round))
-
-    def close(self, status: str, numbers: Mapping[str, float]) -> None:
-        """Take the status and the last numbers of the run, and end."""
-        self._try(lambda tracker: tracker.close(status, numbers))
-        self._tracker = None
-
-    def _try(self, call: Callable[[Tracker], None]) -> None:
-        if self._tracker is None:
-            return
-        try:
-            call(self._tracker)
-        except Exception as error:  # an error of the library, of files or of a network
-            self._tracker = None
-            self._say(why_tracking_stops(error))
-
-
-def why_tracking_stops(error: Exception) -> str:
-    """Return a line on a tracker that cannot be used any more."""
-    return f"tracking stops: {type(error).__name__}: {' '.join(str(error).split())}"
-
-
 class TensorBoard:
     """TensorBoard's event files are in ``folder/tensorboard``; a resumed run replaces those of lost rounds."""
 
     def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         self._settings = _settings(info)
-        writer = _packages("tensorboard").SummaryWriter
-        self._writer = writer(str(folder / "tensorboard"), purge_step=info["rounds_completed"] + 1)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=info["rounds_completed"] + 1)
 
     def log(self, numbers: Mapping[str, float], round: int) -> None:
-        """Write a scalar for each number."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
     def close(self, status: str, numbers: Mapping[str, float]) -> None:
-        """Write the settings and the final numbers as TensorBoard's hyperparameters."""
         if numbers:
             final = {f"final/{name}": value for name, value in numbers.items()}
             self._writer.add_hparams({**self._settings, "status": status}, final, run_name=".")
@@ -109,14 +60,16 @@ class MLflow:
     """MLflow's run is in the store that MLFLOW_TRACKING_URI names, or else in ``folder/mlflow/mlflow.db``."""
 
     def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
-        mlflow = _packages("mlflow")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
         place = os.environ.get("MLFLOW_TRACKING_URI")
         if not place:
             (folder / "mlflow").mkdir(exist_ok=True)
             place = f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
         elif place.startswith("http"):
             _check_server(place)
-        self._client = mlflow.MlflowClient(tracking_uri=place)
+        self._client = MlflowClient(tracking_uri=place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedprune")
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
@@ -130,27 +83,26 @@ class MLflow:
             return
         tags = {"fedprune.run_key": key, "fedprune.folder": str(folder)}
         self._run = self._client.create_run(number, run_name=f"{info['system']} {folder.name}", tags=tags).info.run_id
-        params = [mlflow.entities.Param(name, value) for name, value in settings.items()]
+        params = [Param(name, value) for name, value in settings.items()]
         for start in range(0, len(params), _AT_ONCE):
             self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
 
     def log(self, numbers: Mapping[str, float], round: int) -> None:
-        """Log a metric for each number."""
-        entities, now = _packages("mlflow").entities, _packages("mlflow").utils.time.get_current_time_millis()
-        metrics = [entities.Metric(name, value, now, round) for name, value in numbers.items()]
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, round) for name, value in numbers.items()]
         for start in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics=metrics[start : start + _AT_ONCE])
 
     def close(self, status: str, numbers: Mapping[str, float]) -> None:
-        """End the run with its status."""
         ends = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
         self._client.set_terminated(self._run, status=ends[status])
 
 
-_TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-}
+Tracker = TensorBoard | MLflow
+TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+"""What opens the tracker of a run, by kind: of a run folder and of its run.json."""
 
 
 def _check_server(address: str) -> None:
@@ -167,16 +119,3 @@ def _check_server(address: str) -> None:
 
 def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in info["config"].items() if value != ""}
-
-
-def _packages(kind: str) -> Any:
-    """Import what a tracker needs."""
-    if kind == "tensorboard":
-        from torch.utils import tensorboard
-
-        return tensorboard
-    import mlflow
-    import mlflow.entities
-    import mlflow.utils.time
-
-    return mlflow

@@ -16,7 +16,6 @@ from fedprune_app.results.tables import data_cells, final_rows, statistics_of
 
 
 def markdown(groups: Sequence[Group]) -> str:
-    """Return the final table in Markdown, for a README."""
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -27,7 +26,6 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: i
 
 
 def latex(groups: Sequence[Group]) -> str:
-    """Return the final table in LaTeX with booktabs rules, everything escaped."""
     header, rows = final_rows(groups)
     lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
     lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
@@ -47,7 +45,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
-        cells += [group.status, len(group.runs)]
+        cells += [group.runs[0].status, len(group.runs)]
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)

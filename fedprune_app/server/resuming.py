@@ -70,7 +70,7 @@ def find(folder: Path, info: Mapping[str, Any], config: Config) -> SavedRun:
         except ValueError as error:
             damaged.append(str(error))
             continue
-        cut = check_records(folder, marks_of(meta.get("records"), str(checkpoints.path(round))))
+        cut = check_records(folder, marks_of(meta.get("records")))
         for point in strategy.resume_points(folder, run_key, round, meta, config):
             points.append(replace(point, lost=(*cut, *point.lost)))
     if not points and info["rounds_completed"] > 1:  # a round is recorded before its checkpoint is written

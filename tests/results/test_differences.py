@@ -17,7 +17,6 @@ from fedprune_app.results.differences import (
     of_the_same_data,
     personal_accuracies,
 )
-from fedprune_app.results.figures.tradeoff import _front
 from fedprune_app.results.groups import Group, group_runs
 from fedprune_app.results.reader import Run, load_run
 
@@ -25,7 +24,7 @@ from fedprune_app.results.reader import Run, load_run
 def group_of(label, accuracies):
     rows = tuple({"round": 1, "partition": k, "accuracy_personal": value} for k, value in accuracies.items())
     info = {"system": label, "status": "completed", "seed": 0, "config": {}}
-    return Group(label, label, {}, "completed", (Run(Path(label), info, (), rows),))
+    return Group(label, label, {}, (Run(Path(label), info, (), rows),))
 
 
 def paired(values):
@@ -215,8 +214,3 @@ def test_the_best_system_is_that_of_the_clients_which_all_have():
     whole = {client: 0.5 + client / 100 for client in range(20)}
     groups = [group_of("whole", whole), group_of("lost", {k: v - 0.01 for k, v in whole.items() if k > 5})]
     assert from_best(groups)[0] == "whole"
-
-
-def test_the_front_is_what_nothing_beats():
-    points = [(1.0, 0.5), (2.0, 0.4), (2.0, 0.7), (3.0, 0.7), (4.0, 0.9), (1.0, 0.3)]
-    assert _front(points) == [(1.0, 0.5), (2.0, 0.7), (4.0, 0.9)]

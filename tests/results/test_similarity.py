@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedprune_app.results.reader import Masks, Run
-from fedprune_app.results.similarity import chain, compare, correlation, label_cosine, projected, ranks
+from fedprune_app.results.similarity import compare, correlation, label_cosine, ranks
 
 
 def run(counts: dict[int, list[int]], distance: list[list[float]], partitions: list[int]) -> Run:
@@ -21,20 +21,6 @@ def test_labels_are_compared_by_the_angle_between_their_counts():
     expected = [[1, 1, root, 0], [1, 1, root, 0], [root, root, 1, 0], [0, 0, 0, 1]]
     np.testing.assert_allclose(cosine, expected, atol=1e-12)
     assert cosine.max() <= 1
-
-
-def test_alike_clients_stand_side_by_side_and_every_client_once():
-    rng = np.random.default_rng(0)
-    groups = rng.permutation(np.repeat(np.arange(4), 5))
-    similarity = np.where(groups[:, None] == groups, 0.9, 0.1)
-    order = chain(similarity)
-    assert sorted(order) == list(range(20))
-    assert order[0] == 0
-    assert np.count_nonzero(np.diff(groups[order])) == 3  # each group is one block
-
-
-def test_of_equally_alike_clients_the_earlier_comes_first():
-    assert chain(np.ones((4, 4))) == [0, 1, 2, 3]
 
 
 def test_ranks_of_equal_values_are_their_mean():
@@ -78,7 +64,7 @@ def test_clients_are_compared_by_their_number_and_each_pair_counts_once():
 def test_clients_without_labels_are_left_out():
     distance = (1 - np.eye(4)).tolist()
     found = compare(run({0: [0, 0], 1: [1, 2], 2: [3, 0]}, distance, [0, 1, 2, 3]))
-    assert found.clients == (1, 2)
+    assert found.clients == (2, 1)
     assert found.pearson is found.spearman is None
 
 
@@ -90,16 +76,3 @@ def test_fewer_than_two_clients_are_not_compared(info):
 
 def test_a_run_without_masks_is_not_compared():
     assert compare(Run(Path("x"), {"partition": [{"partition": 0, "train": [1]}]}, (), ())) is None
-
-
-def test_a_map_of_points_in_the_plane_keeps_their_distances():
-    points = np.random.default_rng(3).normal(size=(7, 2))
-    distance = np.linalg.norm(points[:, None] - points[None], axis=2)
-    places, share = projected(distance)
-    np.testing.assert_allclose(np.linalg.norm(places[:, None] - places[None], axis=2), distance, atol=1e-9)
-    assert share == pytest.approx(1)
-
-
-def test_a_map_of_things_that_are_all_alike_is_one_point():
-    places, share = projected(np.zeros((3, 3)))
-    assert (places.tolist(), share) == ([[0, 0]] * 3, 0)

@@ -70,7 +70,7 @@ def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypa
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:secret@{address}")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         with pytest.raises(OSError, match=rf"^MLFLOW_TRACKING_URI is 'http://{address}': no server .* \(timed out\)$"):
-            tracking.open_tracker("mlflow", tmp_path, {"config": {}, "system": "fedavg"})
+            tracking.TRACKERS["mlflow"](tmp_path, {"config": {}, "system": "fedavg"})
 
 
 def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, caplog, monkeypatch):
@@ -87,7 +87,7 @@ def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, capl
         def close(self, status, numbers):
             calls.append(status)
 
-    monkeypatch.setitem(tracking._TRACKERS, "tensorboard", Failing)
+    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", Failing)
     with caplog.at_level(logging.WARNING, "flwr.fedprune"):
         record(tmp_path / "run", "tensorboard")
     assert calls == [1]
@@ -102,7 +102,7 @@ def test_a_tracker_that_cannot_be_opened_stops_a_new_run_and_not_one_that_goes_o
             raise OSError("nobody answers")
 
     record(tmp_path / "run", "none")
-    monkeypatch.setitem(tracking._TRACKERS, "tensorboard", Unreachable)
+    monkeypatch.setitem(tracking.TRACKERS, "tensorboard", Unreachable)
     with pytest.raises(OSError, match="nobody answers"):
         record(tmp_path / "new", "tensorboard")
     recorder = Recorder(tmp_path / "run", tracking="tensorboard")

@@ -1,6 +1,6 @@
 """Figures are plain plotly.js traces that say what is drawn; the page decides on colours, theme and size.
 
-Each figure is a plan: a title, a caption, and the function that draws its views. Every trace says which ``series``
+Every trace says which ``series``
 (index into the groups) it belongs to. The page gives it that series' colour and dash, and hides it with the legend.
 All text is escaped, since plotly reads a little HTML.
 """
@@ -8,7 +8,6 @@ All text is escaped, since plotly reads a little HTML.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from fedprune_app.results.columns import epsilon_remark
 from fedprune_app.results.figures import (
@@ -16,168 +15,138 @@ from fedprune_app.results.figures import (
     curves,
     language,
     layers,
-    losses,
     masks,
     settings,
     tradeoff,
     traffic,
 )
-from fedprune_app.results.figures.common import Figure, Plan
+from fedprune_app.results.figures.common import Figure
 from fedprune_app.results.groups import Group
 
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
-    """Draw all figures for which some run has data, in reading order."""
-    all_figures = [plan.figure(groups) for plan in _plans(groups)]
-    return [figure for figure in all_figures if figure.variants]
-
-
-def _plans(groups: Sequence[Group]) -> list[Plan]:
-    return [
-        Plan(
+    all_figures = [
+        Figure(
             "accuracy",
             "Accuracy by round",
             "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split.",
-            partial(curves.accuracies, curve=curves.by_round, x_title="Round"),
+            curves.accuracies(groups, curves.by_round, "Round"),
         ),
-        Plan(
+        Figure(
             "efficiency",
             "Accuracy by traffic",
             "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
             "over all links where models go from peer to peer.",
-            partial(curves.accuracies, curve=curves.by_megabytes, x_title="Measured traffic (MB)"),
+            curves.accuracies(groups, curves.by_megabytes, "Measured traffic (MB)"),
         ),
-        Plan(
+        Figure(
             "privacy",
             "Accuracy by privacy",
             "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
-            partial(curves.accuracies, curve=curves.by_epsilon, x_title=f"Largest ε so far{epsilon_remark(groups)}"),
+            curves.accuracies(groups, curves.by_epsilon, f"Largest ε so far{epsilon_remark(groups)}"),
         ),
-        Plan(
+        Figure(
             "tradeoff",
             "What accuracy costs",
             "One point per setting at the end of the run: accuracy against what was spent for it. A line joins "
-            "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale "
-            "point is behind, since another setting is at least as accurate for no more. Settings with other data, or "
-            "judged by another model, have a front of their own.",
-            tradeoff.by_cost,
+            "the settings of a system; bars are standard deviations over seeds.",
+            tradeoff.by_cost(groups),
         ),
-        Plan(
+        Figure(
             "settings",
             "What a setting does",
             "One point per setting at the end of the run: the main number against the value of this setting. A line "
             "joins points of a system that differ in nothing else; bars are standard deviations over seeds. Choose "
             "settings by validation accuracy, not by test accuracy.",
-            settings.by_setting,
+            list(settings.by_setting(groups)),
         ),
-        Plan(
+        Figure(
             "clients",
             "Accuracy of each client",
             "One point per client in the last evaluation; the diamond is the mean of the worst tenth.",
-            clients.accuracies,
-            rows=True,
+            clients.accuracies(groups),
+            rows=len(groups),
         ),
-        Plan(
+        Figure(
             "perplexity",
             "Perplexity by sparsity",
             "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
             "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
             "tokens were measured. After one round the clients' own are the standalone baseline, later they are not.",
-            language.perplexity,
+            language.perplexity(groups),
         ),
-        Plan(
+        Figure(
             "decoder-layers",
             "Decoder layers",
             "By layer of a language model, in the last round: how far the clients' masks agree, mean over pairs, and "
             "the density of their mean before and after the server expands its masks.",
-            layers.decoder_layers,
+            layers.decoder_layers(groups),
         ),
-        Plan(
+        Figure(
             "classes",
             "Accuracy by class and client",
             "Accuracy of each client's own model in the last evaluation, on the client's test examples of each class. "
             "A cell is empty where a client has none.",
-            clients.by_class,
+            clients.by_class(groups),
             wide=True,
         ),
-        Plan(
+        Figure(
             "density-groups",
             "Accuracy by density of the client",
             "One point per client in the last evaluation, by its own kept share; the line joins the means of clients "
             "of the same density.",
-            clients.by_density,
+            clients.by_density(groups),
         ),
-        Plan(
+        Figure(
             "bytes",
             "Traffic, measured and by the papers' formulas",
             "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
             + traffic.on_peers(groups),
-            traffic.bytes_of_runs,
-            rows=True,
+            traffic.bytes_of_runs(groups),
+            rows=len(groups),
         ),
-        Plan(
+        Figure(
             "layer-sets",
             "Traffic of a client by the layers it trains",
             "Measured on the last training messages of a client of each set, to it and from it. The last layer, which "
             "all train, is not named.",
-            traffic.by_layer_set,
+            traffic.by_layer_set(groups),
         ),
-        Plan(
-            "losses",
-            "What was lost when",
-            "Clients of each round whose reply does not count, by the reason. A run without such a round is not shown.",
-            losses.by_reason,
-        ),
-        Plan(
+        Figure(
             "layers",
             "Density by layer",
             "Kept share of each layer in the last evaluation, mean over clients.",
-            layers.densities,
+            layers.densities(groups),
         ),
-        Plan(
-            "mask-layers",
-            "Each client's mask by layer and round",
-            "Kept share of each layer of a client's own model, in the evaluated rounds.",
-            layers.by_round,
-            wide=True,
-        ),
-        *curves.plans_of_measures(groups),
-        Plan(
+        *curves.figures_of_measures(groups),
+        Figure(
             "epsilon",
             "Privacy spent",
             "ε from the ledger of what ran. Dotted: the budget, where there is one.",
-            curves.epsilon,
-            by_round=True,
+            curves.over_rounds(curves.epsilon(groups)),
         ),
-        Plan(
+        Figure(
             "partition",
             "Who has which classes",
             "Training examples of each class at each client; an empty cell is none.",
-            clients.partition,
+            clients.partition(groups),
             wide=True,
         ),
-        Plan(
+        Figure(
             "masks",
             "Label similarity and mask similarity",
             "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
-            "masks agree. In both, clients with alike labels stand side by side.",
-            masks.similarity,
+            "masks agree. In both, clients stand in the order of their most frequent class.",
+            masks.similarity(groups),
             wide=True,
         ),
-        Plan(
-            "neighbourhood",
-            "Who is like whom",
-            "Each point is a client. Clients with alike masks are near each other: the map is a projection of all mask "
-            "distances to two dimensions, by classical multidimensional scaling.",
-            masks.neighbourhood,
-            wide=True,
-        ),
-        Plan(
+        Figure(
             "agreement",
             "Agreement of the clients' masks",
             "Each two clients: the share of a language model's weights that both keep or both prune, all decoder "
             "layers together. A client of one document has its name.",
-            masks.agreement,
+            masks.agreement(groups),
             wide=True,
         ),
     ]
+    return [figure for figure in all_figures if figure.variants]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results.declarations import MEASURES
@@ -23,99 +21,86 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Group
-from fedprune_app.results.reader import Run
+from fedprune_app.results.reader import last_of_clients
 
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
 
 
 def by_class(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view for each group: the accuracy of each client on each class."""
-    return [view for group in groups if (view := _by_class(group, group.runs[0]))]
+    views = []
+    for group in groups:
+        run = group.runs[0]
+        shares = {int(row["partition"]): row["accuracy_by_class"] for row in last_of_clients(run, "accuracy_by_class")}
+        if not shares:
+            continue
+        step = -(-len(shares) // HEATMAP_UP_TO)
+        clients = sorted(shares)[::step]
+        classes = sorted({int(label) for share_by_class in shares.values() for label in share_by_class})
+        trace = heatmap(
+            [str(client) for client in clients],
+            [text_of(class_name(run, label)) for label in classes],
+            [[_rounded(shares[client].get(str(label))) for client in clients] for label in classes],
+            "client %{x}, class %{y}<br>%{z:.1%} correct",
+            zmin=0,
+            zmax=1,
+            colorbar={"tickformat": ".0%"},
+        )
+        axes = {
+            "xaxis": {"type": "category", "title": {"text": "Client"}},
+            "yaxis": {"type": "category", "title": {"text": "Class"}},
+        }
+        note = f"Shown is one client in {step}." if step > 1 else ""
+        views.append(Variant(run_name(group, run), [trace], axes, note))
+    return views
 
 
-def _by_class(group: Group, run: Run) -> Variant | None:
-    """Return a view of a run: classes by the clients that were tested in the last evaluation."""
-    rows = [row for row in run.clients if row.get("accuracy_by_class")]
-    if not rows:
-        return None
-    newest = max(row["round"] for row in rows)
-    last = {int(row["partition"]): row["accuracy_by_class"] for row in rows if row["round"] == newest}
-    step = -(-len(last) // HEATMAP_UP_TO)
-    clients = sorted(last)[::step]
-    classes = sorted({int(label) for accuracy_by_class in last.values() for label in accuracy_by_class})
-    shares = [[last[client].get(str(label)) for client in clients] for label in classes]
-    trace = heatmap(
-        [str(client) for client in clients],
-        [text_of(class_name(run, label)) for label in classes],
-        [[None if share is None else round(share, 3) for share in row] for row in shares],
-        "client %{x}, class %{y}<br>%{z:.1%} correct",
-        zmin=0,
-        zmax=1,
-        colorbar={"tickformat": ".0%"},
-    )
-    axes = {
-        "xaxis": {"type": "category", "title": {"text": "Client"}},
-        "yaxis": {"type": "category", "title": {"text": "Class"}},
-    }
-    note = f"Shown is one client in {step}." if step > 1 else ""
-    return Variant(run_name(group, run), [trace], axes, note)
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 3)
 
 
 def accuracies(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view for each declared number of clients, with a point per client."""
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
     titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]
     for name, title in sorted(titles, key=lambda pair: pair[1].place):
         traces = []
         for index, group in enumerate(groups):
-            seeds = [values for run in group.runs if (values := _last_of_clients(run, name))]
+            rows_of_seeds = [rows for run in group.runs if (rows := last_of_clients(run, name))]
+            seeds = [[float(row[name]) for row in rows] for rows in rows_of_seeds]
             points = [value for values in seeds for value in values]
             if not points:
                 continue
             row: Trace = {"series": index, "name": text_of(group.label)}
-            traces.append(
-                row
-                | {
-                    "type": "box",
-                    "x": points,
-                    "y": [index] * len(points),
-                    "orientation": "h",
-                    "width": 0.5,
-                    "boxpoints": "all" if len(points) <= _POINTS_UP_TO else "outliers",
-                }
-            )
-            worst = statistics.fmean(worst_decile(values) for values in seeds)
-            traces.append(
-                row
-                | {
-                    "type": "scatter",
-                    "x": [worst],
-                    "y": [index],
-                    "mode": "markers",
-                    "worst": True,
-                    "hovertemplate": "worst decile %{x:.1%}<extra></extra>",
-                }
-            )
+            box = {
+                "type": "box",
+                "x": points,
+                "y": [index] * len(points),
+                "orientation": "h",
+                "width": 0.5,
+                "boxpoints": "all" if len(points) <= _POINTS_UP_TO else "outliers",
+            }
+            worst = {
+                "type": "scatter",
+                "x": [statistics.fmean(worst_decile(values) for values in seeds)],
+                "y": [index],
+                "mode": "markers",
+                "worst": True,
+                "hovertemplate": "worst decile %{x:.1%}<extra></extra>",
+            }
+            traces += [row | box, row | worst]
         if traces:
             variants.append(Variant(title.text, traces, layout))
     return variants
-
-
-def _last_of_clients(run: Run, name: str) -> list[float]:
-    """Return the values of the last round in which any client measured ``name``."""
-    rows = [row for row in run.clients if isinstance(row.get(name), int | float)]
-    last_round = max((row["round"] for row in rows), default=None)
-    return [float(row[name]) for row in rows if row["round"] == last_round]
 
 
 def by_density(groups: Sequence[Group]) -> list[Variant]:
     """Return a view of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
     traces: list[Trace] = []
     for index, group in enumerate(groups):
-        seeds = [_density_and_accuracy(run) for run in group.runs]
-        points = sorted(pair for pairs in seeds if len({density for density, _ in pairs}) > 1 for pair in pairs)
-        if not points:
+        rows = [row for run in group.runs for row in last_of_clients(run, "accuracy_personal")]
+        pairs = [(row.get("density"), row["accuracy_personal"]) for row in rows]
+        points = sorted((round(density, 2), accuracy) for density, accuracy in pairs if density is not None)
+        if len({density for density, _ in points}) < 2:
             continue
         accuracies_by_density: dict[float, list[float]] = {}
         for density, accuracy in points:
@@ -131,28 +116,15 @@ def by_density(groups: Sequence[Group]) -> list[Variant]:
     return [Variant("Personal", traces, layout)] if traces else []
 
 
-def _density_and_accuracy(run: Run) -> list[tuple[float, float]]:
-    """Return (density to two decimals, accuracy) of the clients in the last evaluation."""
-    rows = [row for row in run.clients if row.get("accuracy_personal") is not None]
-    last_round = max((row["round"] for row in rows), default=None)
-    return [
-        (round(row["density"], 2), row["accuracy_personal"])
-        for row in rows
-        if row["round"] == last_round and row.get("density") is not None
-    ]
-
-
 def partition(groups: Sequence[Group]) -> list[Variant]:
     """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
     views: dict[str, Variant] = {}
-    titles: Counter[str] = Counter()
     for label, run in ((group.label, run) for group in groups for run in group.runs):
         rows = [row for row in run.info.get("partition") or [] if row.get("train")]
         if not rows or repr(rows) in views:
             continue
         title = f"seed {run.seed}"
-        titles[title] += 1
-        if titles[title] > 1:
+        if title in [view.name for view in views.values()]:
             title += f" · {label}"
         classes = max(len(row["train"]) for row in rows)
         counts = [
@@ -160,15 +132,8 @@ def partition(groups: Sequence[Group]) -> list[Variant]:
             for label in range(classes)
         ]
         clients = [row["partition"] for row in rows]
-        names = _class_names(run, classes) or [*range(classes)]
+        names = [text_of(class_name(run, label)) for label in range(classes)]
         trace = heatmap(clients, names, counts, "client %{x}, class %{y}: %{z} examples")
-        axis: dict[str, Any] = {"title": {"text": "Class"}} | ({"dtick": 1} if classes <= 20 else {})
-        axis |= {"type": "category", "automargin": True} if _class_names(run, classes) else {}
+        axis = {"title": {"text": "Class"}, "type": "category", "automargin": True}
         views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
     return list(views.values())
-
-
-def _class_names(run: Run, classes: int) -> list[str]:
-    """Return the names of the classes, none where they are numbers."""
-    names = (run.info.get("model") or {}).get("class_names") or []
-    return [class_name(run, label) for label in range(classes)] if len(names) == classes else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,31 +44,7 @@ class Figure:
     wide: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A plan says how a figure is titled, and what draws its views for some groups.
-
-    A figure ``by_round`` is left out where no curve has a second point. One with ``rows`` is as high as its groups ask.
-    """
-
-    key: str
-    title: str
-    caption: str
-    views: Callable[[Sequence[Group]], Iterable[Variant]]
-    rows: bool = False
-    wide: bool = False
-    by_round: bool = False
-
-    def figure(self, groups: Sequence[Group]) -> Figure:
-        """Return the figure."""
-        views = list(self.views(groups))
-        if self.by_round and all(len(trace["x"]) == 1 for view in views for trace in view.traces):
-            views = []
-        return Figure(self.key, self.title, self.caption, views, len(groups) if self.rows else 0, self.wide)
-
-
 def text_of(text: str) -> str:
-    """Return a text escaped for a figure, since plotly reads a little HTML."""
     return html.escape(text, quote=False)
 
 
@@ -88,7 +64,6 @@ def line(series: int, group: Group, x: Sequence[Any], y: Sequence[Any], **more: 
 
 
 def joining(series: int, x: Sequence[float], y: Sequence[float], **more: Any) -> Trace:
-    """Return a thin line that joins points of several groups, and says nothing under a pointer."""
     return {"type": "scatter", "series": series, "x": x, "y": y, "mode": "lines", "hoverinfo": "skip"} | more
 
 
@@ -119,36 +94,26 @@ def point(group: Group, series: int, x: float, outcome: Statistic, template: str
 
 
 def number_of(count: int, thing: str) -> str:
-    """Return a number of things in words, such as ``1 client`` or ``1,200 clients``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def run_name(group: Group, run: Run) -> str:
-    """Return the name of a run: its group, and its seed where the group has several."""
     return group.label if len(group.runs) == 1 else f"{group.label} · seed {run.seed}"
 
 
 def class_name(run: Run, label: int) -> str:
-    """Return the name of a class, which is its number where the data have no names."""
     names = (run.info.get("model") or {}).get("class_names") or []
     return str(names[label])[:_LONGEST_NAME] if label < len(names) else str(label)
 
 
 def row_axis(groups: Sequence[Group]) -> dict[str, Any]:
-    """Return a vertical axis with one labelled row per group, the first on top."""
     return {
         "tickvals": list(range(len(groups))),
-        "ticktext": [_row_label(group.label) for group in groups],
+        "ticktext": ["<br>".join(text_of(part[:24]) for part in group.label.split(" · ")[:3]) for group in groups],
         "range": [len(groups) - 0.4, -0.6],
     }
 
 
-def _row_label(label: str) -> str:
-    lines = [line if len(line) <= 24 else f"{line[:23]}…" for line in label.split(" · ")]
-    return "<br>".join(map(text_of, lines[:3]))
-
-
 def megabytes_text(megabytes: float) -> str:
-    """Return megabytes with as many decimals as their size needs."""
     decimals = 0 if megabytes >= 100 else 1 if megabytes >= 10 else 2 if megabytes >= 0.1 else 4
     return f"{megabytes:,.{decimals}f}"

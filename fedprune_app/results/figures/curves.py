@@ -11,7 +11,7 @@ from typing import Any
 from fedprune_app.results import measures
 from fedprune_app.results.columns import epsilon_remark, own_measures_of
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.figures.common import SHARE_TICKS, Plan, Trace, Variant, joining, line, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, joining, line, text_of
 from fedprune_app.results.groups import Group
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
@@ -20,26 +20,35 @@ from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
+_BY_ROUND: dict[str, Any] = {"xaxis": {"title": {"text": "Round"}}}
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
-def plans_of_measures(groups: Sequence[Group]) -> Iterator[Plan]:
+def figures_of_measures(groups: Sequence[Group]) -> Iterator[Figure]:
     """Yield a figure by round for each number that is declared with a curve of its own.
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
     curves = [(name, column.curve) for name, column in MEASURES.columns.items() if column.curve]
     for name, curve in sorted(curves, key=lambda pair: pair[1].place):
-        yield _plan(curve.key, curve, by_round, name)
+        yield _figure(groups, curve.key, curve, by_round, name)
     for key, measure in own_measures_of(groups).items():
         if own_curve := measure.shown.curve:
-            yield _plan(f"own-{key}", own_curve, partial(_own_by_round, measure=measure), measure.column)
+            yield _figure(groups, f"own-{key}", own_curve, partial(_own_by_round, measure=measure), measure.column)
 
 
-def _plan(key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str) -> Plan:
-    axes = {"x": "Round", "y": {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}}
-    views = partial(lines, curve=points, name=column, title=curve.view, axes=axes)
-    return Plan(key, curve.title, curve.caption, views, by_round=True)
+def _figure(
+    groups: Sequence[Group], key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str
+) -> Figure:
+    y_axis = {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}
+    views = lines(groups, points, column, curve.view, _BY_ROUND | {"yaxis": y_axis})
+    return Figure(key, curve.title, curve.caption, over_rounds(views))
+
+
+def over_rounds(views: list[Variant]) -> list[Variant]:
+    """Return the views, or none of them where no curve has a second point."""
+    is_curve = any(len(trace["x"]) > 1 for view in views for trace in view.traces)
+    return views if is_curve else []
 
 
 def _own_by_round(run: Run, name: str, measure: OwnMeasure) -> Curve:
@@ -47,7 +56,6 @@ def _own_by_round(run: Run, name: str, measure: OwnMeasure) -> Curve:
 
 
 def by_round(run: Run, name: str) -> Curve:
-    """Return the curve of a column of rounds.jsonl, with the round as x."""
     return {round: (round, value) for round, value in run.series(name)}
 
 
@@ -67,7 +75,6 @@ def by_megabytes(run: Run, name: str) -> Curve:
 
 
 def by_epsilon(run: Run, name: str) -> Curve:
-    """Return the curve against ε so far, of rounds in which both are known."""
     return {
         row["round"]: (row["epsilon_max"], row[name])
         for row in run.rounds
@@ -76,23 +83,11 @@ def by_epsilon(run: Run, name: str) -> Curve:
 
 
 def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
-    """Return a view for each declared accuracy, with a curve per group."""
-    axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
+    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
-    by_label = compared_by(groups)
-    main = set(by_label.values()) & {name for name, _ in titles}
+    main = set(compared_by(groups).values())
     in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the main number's view is first
-    views = [view for name, title in in_order for view in lines(groups, curve, name, title.text, axes)]
-    if len(main) == 1:
-        return views
-    traces = [
-        trace
-        for index, group in enumerate(groups)
-        if by_label[group.label] in main
-        for trace in _traces(index, group, curve, by_label[group.label])
-    ]
-    mixed = [Variant("Main number", traces, line_layout(axes))] if traces else []
-    return mixed + views
+    return [view for name, title in in_order for view in lines(groups, curve, name, title.text, layout)]
 
 
 def lines(
@@ -100,16 +95,11 @@ def lines(
     curve: Callable[[Run, str], Curve],
     name: str,
     title: str,
-    axes: Mapping[str, Any],
+    layout: dict[str, Any],
 ) -> list[Variant]:
     """Return a view of a column of rounds.jsonl with a curve per group; there is none where no group has the number."""
     traces = [trace for index, group in enumerate(groups) for trace in _traces(index, group, curve, name)]
-    return [Variant(title, traces, line_layout(axes))] if traces else []
-
-
-def line_layout(axes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layout with a title for the x axis and the y axis as given."""
-    return {"xaxis": {"title": {"text": axes["x"]}}, "yaxis": dict(axes["y"])}
+    return [Variant(title, traces, layout)] if traces else []
 
 
 def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name: str) -> list[Trace]:
@@ -130,43 +120,37 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
 
 
 def epsilon(groups: Sequence[Group]) -> list[Variant]:
-    """Return the largest ε of all clients, and each client's own, under the budget if the run had one."""
-    axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
+    layout = _BY_ROUND | {"yaxis": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
-    views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)
+    views = lines(groups, by_round, "epsilon_max", "Largest of all clients", layout)
     traces: list[Trace] = []
-    left_out = 0
     for index, group in enumerate(groups):
         x: list[int | None] = []
         y: list[float | None] = []
         for run in group.runs:
             curves: dict[int, list[tuple[int, float]]] = {}
             for row in run.clients:
-                if row.get("epsilon") is not None and row.get("partition") is not None:
+                if row.get("epsilon") is not None:
                     curves.setdefault(row["partition"], []).append((row["round"], row["epsilon"]))
-            step = -(-len(curves) // _CURVES_UP_TO)
-            left_out = max(left_out, step)
-            for client in sorted(curves)[:: step or 1]:
+            for client in sorted(curves)[:_CURVES_UP_TO]:
                 rounds, values = zip(*sorted(curves[client]), strict=True)
                 x += [*rounds, None]  # a gap: one trace holds all clients
                 y += [*values, None]
         if x:
             style = {"thin": True, "line": {"shape": "hv"}, "hoverinfo": "skip"}
             traces.append(line(index, group, x, y, mode="lines", **style))
-    note = f"Shown is one client in {left_out}." if left_out > 1 else ""
     if traces:
-        views.append(Variant("Each client", traces, line_layout(axes), note))
+        note = f"Shown are the first {_CURVES_UP_TO} clients of each run at most."
+        views.append(Variant("Each client", traces, layout, note))
     return [replace(view, traces=[*view.traces, *budgets]) for view in views]
 
 
 def _budget_line(series: int, group: Group) -> Trace | None:
-    """Return the smaller of the two limits that a configuration can set, over all rounds that ran."""
     config = group.runs[0].config
-    limits = [config.get(key) for key in ("dp.epsilon-budget", "dp.target-epsilon")]
-    known_limits = [limit for limit in limits if isinstance(limit, int | float) and limit > 0]
+    limits = [config[key] for key in ("dp.epsilon-budget", "dp.target-epsilon") if config.get(key)]
     last = max((row["round"] for run in group.runs for row in run.rounds), default=0)
-    if not (known_limits and last and config.get("dp.enabled")):
+    if not (limits and last and config.get("dp.enabled")):
         return None
-    name, text = text_of(f"budget of {group.label}"), [f"budget {min(known_limits):g}", ""]
+    name, text = text_of(f"budget of {group.label}"), [f"budget {min(limits):g}", ""]
     style = {"name": name, "mode": "lines+text", "text": text, "limit": True, "hoverinfo": "skip"}
-    return line(series, group, [1, last], [min(known_limits)] * 2, **style)
+    return line(series, group, [1, last], [min(limits)] * 2, **style)

@@ -17,8 +17,9 @@ def perplexity(groups: Sequence[Group]) -> list[Variant]:
         "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": SHARE_TICKS},
         "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
     }
-    tables = perplexity_tables(groups)
-    return [Variant(title, _perplexity_traces(groups, table), layout) for title, table in tables.items()]
+    return [
+        Variant(title, _perplexity_traces(groups, table), layout) for title, table in perplexity_tables(groups).items()
+    ]
 
 
 def _perplexity_traces(groups: Sequence[Group], rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
@@ -27,30 +28,25 @@ def _perplexity_traces(groups: Sequence[Group], rows_by_label: Mapping[str, list
     A line begins at the dense model.
     """
     traces: list[Trace] = []
-    curves: dict[str, list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
+    curves: dict[tuple[str, str], list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
     for index, group in enumerate(groups):
         rows = rows_by_label.get(group.label, [])
-        sparsity = Statistic.of(
-            None if (density := run.last("density_global")) is None else 1 - density for run in group.runs
-        )
-        if not rows or sparsity is None:
+        density = Statistic.of(run.last("density_global") for run in group.runs)
+        if not rows or density is None:
             continue
-        curve_key = repr((group.system, [(key, value) for key, value in group.settings.items() if key != "density"]))
+        sparsity = 1 - density.mean
+        dense = Statistic.of(row.get("dense") for row in rows)
+        settings = repr((group.system, [(key, value) for key, value in group.settings.items() if key != "density"]))
         for key, (symbol, _) in _MARKERS.items():
-            value = Statistic.of(row.get(key) for row in rows)
-            if value is None:
-                continue
-            curve = curves.setdefault(f"{key} {curve_key}", [])
-            if not curve and (dense := Statistic.of(row.get("dense") for row in rows)):
-                curve.append((0.0, dense.mean, index))
-            curve.append((sparsity.mean, value.mean, index))
-            name = text_of(f"{group.label}, {model_name(key, group)}")
-            marker = {"symbol": symbol, "size": 10}
-            traces.append(line(index, group, [sparsity.mean], [value.mean], name=name, mode="markers", marker=marker))
+            if value := Statistic.of(row.get(key) for row in rows):
+                start = [(0.0, dense.mean, index)] if dense else []
+                curves.setdefault((key, settings), start).append((sparsity, value.mean, index))
+                name = text_of(f"{group.label}, {model_name(key, group)}")
+                marker = {"symbol": symbol, "size": 10}
+                traces.append(line(index, group, [sparsity], [value.mean], name=name, mode="markers", marker=marker))
     lines: list[Trace] = []
-    for name, points in curves.items():
-        if len(points) > 1:
-            x, y, _ = zip(*sorted(points), strict=True)
-            dash = {"dash": _MARKERS[name.partition(" ")[0]][1], "width": 1.25}
-            lines.append(joining(points[0][2], list(x), list(y), line=dash))
+    for (key, _), points in curves.items():
+        x, y, _ = zip(*sorted(points), strict=True)
+        dash = {"dash": _MARKERS[key][1], "width": 1.25}
+        lines.append(joining(points[0][2], list(x), list(y), line=dash))
     return lines + traces

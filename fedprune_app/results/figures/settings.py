@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
-from fedprune_app.config import OPTIONS, ConfigError, has_effect, parse_config
 from fedprune_app.results.columns import accuracy
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point, text_of
 from fedprune_app.results.groups import Group, Statistic, compared_settings
@@ -17,101 +17,75 @@ _LOG_FROM = 30.0  # times the smallest value: a linear axis would press most poi
 
 
 @dataclass(frozen=True)
-class _Number:
-    """A number of a run's end is shown in views whose names have this ``suffix``."""
-
-    suffix: str
-    of: Callable[[Run], float | None]
-    is_share: bool = True
-
-
-@dataclass(frozen=True)
 class _Point:
     value: float  # of the setting
     series: int
     outcome: Statistic
 
 
-_NUMBERS = (
-    _Number("", accuracy),
-    _Number(", validation", lambda run: run.last("accuracy_validation_mean")),
-    _Number(", perplexity", lambda run: None if run.headline.startswith("accuracy") else run.last(run.headline), False),
-)
+def _perplexity(run: Run) -> float | None:
+    return None if run.headline.startswith("accuracy") else run.last(run.headline)
+
+
+_NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
+    "": accuracy,
+    ", validation": partial(Run.last, field="accuracy_validation_mean"),
+    ", perplexity": _perplexity,
+}
+"""The numbers of a run's end, by what ends the names of their views."""
 
 
 def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
-    """Yield views of each group's number at the end against the value of a setting, for each setting."""
-    settings = [_effective(group.runs[0]) for group in groups]
-    for key, systems in _varied(groups, settings).items():
-        for number in _NUMBERS:
-            lines = _lines(groups, settings, key, systems, number)
-            if _is_worth_showing(lines):
-                yield Variant(f"{key}{number.suffix}", _traces(groups, key, lines, number), _layout(key, lines, number))
-
-
-def _effective(run: Run) -> dict[str, Any]:
-    """Return the settings that tell a run from others, but for those without an effect beside its other settings."""
-    compared = compared_settings(run)
-    try:
-        config = parse_config({key: value for key, value in run.config.items() if key in OPTIONS})
-    except ConfigError:  # the settings are of a plug-in that is not installed, or of another version
-        return compared
-    return {key: value for key, value in compared.items() if key not in OPTIONS or has_effect(key, config)}
-
-
-def _varied(groups: Sequence[Group], settings: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
-    """Return the settings of which some systems have two numbers, with these systems, in the documentation's order."""
-    values: dict[tuple[str, str], set[float]] = {}
-    for group, config in zip(groups, settings, strict=True):
-        for key, value in config.items():
-            if _is_number(value):
-                values.setdefault((group.system, key), set()).add(value)
-    places = {key: place for place, key in enumerate(OPTIONS)}
-    systems_by_key: dict[str, set[str]] = {}
-    for system, key in sorted(values, key=lambda pair: (places.get(pair[1], len(places)), pair[1])):
-        if len(values[system, key]) > 1:
-            systems_by_key.setdefault(key, set()).add(system)
-    return systems_by_key
+    settings = [compared_settings(group.runs[0]) for group in groups]
+    for key in sorted({key for config in settings for key in config}):
+        if len({repr(config.get(key)) for config in settings}) == 1:
+            continue
+        for suffix, number in _NUMBERS.items():
+            lines = _lines(groups, settings, key, number)
+            values = [{p.value for p in line} for line in lines]
+            # some line has two values, or there are as many values as a search draws
+            if any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2:
+                is_share = number is not _perplexity
+                yield Variant(key + suffix, _traces(groups, key, lines, is_share), _layout(key, lines, is_share))
 
 
 def _lines(
-    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, systems: Set[str], number: _Number
+    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, number: Callable[[Run], float | None]
 ) -> list[list[_Point]]:
-    """Return the points of groups of these systems that differ in ``key`` alone, in the order of its values."""
-    lines: dict[str, list[_Point]] = {}
+    """Return the points of groups of a system that differ in ``key`` alone, in the order of its values.
+
+    A system for which all values are the same has no points.
+    """
+    lines: dict[tuple[str, str], list[_Point]] = {}
+    values: dict[str, set[float]] = {}
     for index, (group, config) in enumerate(zip(groups, settings, strict=True)):
-        value = config.get(key)
-        if group.system not in systems or not _is_number(value):
-            continue
-        if outcome := Statistic.of(number.of(run) for run in group.runs):
+        value, outcome = config.get(key), Statistic.of(number(run) for run in group.runs)
+        if _is_number(value) and outcome:
+            values.setdefault(group.system, set()).add(value)
             other_settings = sorted((name, repr(other)) for name, other in config.items() if name != key)
-            lines.setdefault(repr((group.system, other_settings)), []).append(_Point(float(value), index, outcome))
-    return [sorted(line, key=lambda p: (p.value, p.series)) for line in lines.values()]
+            line = lines.setdefault((group.system, repr(other_settings)), [])
+            line.append(_Point(float(value), index, outcome))
+    varied = [line for (system, _), line in lines.items() if len(values[system]) > 1]
+    return [sorted(line, key=lambda p: (p.value, p.series)) for line in varied]
 
 
-def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:
-    """Return whether some line has two values, or whether there are as many values as a search draws."""
-    values = [{p.value for p in line} for line in lines]
-    return any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2
-
-
-def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> list[Trace]:
+def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
     joined = [
         joining(line[0].series, [p.value for p in line], [p.outcome.mean for p in line], thin=True)
         for line in lines
         if len(line) > 1
     ]
-    template = f"%{{y:{'.2%' if number.is_share else '.4~g'}}} with {text_of(key)} = %{{x:.4~g}}"
+    template = f"%{{y:{'.2%' if is_share else '.4~g'}}} with {text_of(key)} = %{{x:.4~g}}"
     points = [p for line in lines for p in line]
     return joined + [point(groups[p.series], p.series, p.value, p.outcome, template) for p in points]
 
 
-def _layout(key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> dict[str, Any]:
+def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> dict[str, Any]:
     values = [p.value for line in lines for p in line]
     x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"
-    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if number.is_share else {"title": {"text": "Perplexity"}}
+    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if is_share else {"title": {"text": "Perplexity"}}
     return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
 
 

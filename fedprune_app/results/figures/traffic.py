@@ -11,64 +11,45 @@ from fedprune_app.results.measures import MEGABYTE
 _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )
-_BAR_TEXTS_UP_TO = 24  # bars; the texts of more of them would overlap
+_IN_A_STAR = {"bytes_up": "↑", "paper_bytes_up": "↑ formula", "bytes_down": "↓", "paper_bytes_down": "↓ formula"}
+_OF_PEERS = {  # what one peer sends is what another one receives
+    "peer_bytes": "⇄ peer to peer",
+    "bytes_up": "↑ relayed",
+    "paper_bytes_up": "⇄ formula",
+    "bytes_down": "↓ relayed",
+}
 
 
 def on_peers(groups: Sequence[Group]) -> str:
-    """Return what a caption says of messages between clients, where there are any."""
     return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
 def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
-    """Return a view of the traffic of whole runs, measured and by the papers' formulas."""
-    bars = {
-        "peer_bytes": "⇄ peer to peer",
-        "bytes_up": "↑",
-        "paper_bytes_up": "↑ formula",
-        "bytes_down": "↓",
-        "paper_bytes_down": "↓ formula",
-    }
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
-        totals = {name: Statistic.of(run.total(name) for run in group.runs) for name in bars}
-        relayed = " relayed" if totals["peer_bytes"] else ""
-        if totals["peer_bytes"]:  # what one peer sends is what another one receives
-            totals["paper_bytes_down"] = None
-        sizes = [
-            (total.mean / MEGABYTE, _bar_name(bars[name], name, relayed))
-            for name, total in totals.items()
-            if total is not None
-        ]
-        if not sizes:
+        titles = _IN_A_STAR if group.runs[0].total("peer_bytes") is None else _OF_PEERS
+        totals = {title: Statistic.of(run.total(name) for run in group.runs) for name, title in titles.items()}
+        megabytes = {title: total.mean / MEGABYTE for title, total in totals.items() if total}
+        if not megabytes:
             continue
-        bars_of_group = [
-            (megabytes, index + 0.19 * (place - (len(sizes) - 1) / 2), title, "/" if "formula" in title else "")
-            for place, (megabytes, title) in enumerate(sizes)
-        ]
-        longest = max(longest, *(megabytes for megabytes, *_ in bars_of_group))
+        longest = max(longest, *megabytes.values())
         traces.append(
             {
                 "type": "bar",
                 "series": index,
                 "name": text_of(group.label),
                 "orientation": "h",
-                "x": [megabytes for megabytes, *_ in bars_of_group],
-                "y": [place for _, place, *_ in bars_of_group],
+                "x": list(megabytes.values()),
+                "y": [index + 0.19 * (place - (len(megabytes) - 1) / 2) for place in range(len(megabytes))],
                 "width": 0.17,
-                "text": [f"{megabytes_text(megabytes)} {title}" for megabytes, _, title, _ in bars_of_group],
-                "marker": {"pattern": {"shape": [shape for *_, shape in bars_of_group]}},
+                "text": [f"{megabytes_text(size)} {title}" for title, size in megabytes.items()],
+                "marker": {"pattern": {"shape": ["/" if "formula" in title else "" for title in megabytes]}},
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
     x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
     return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": row_axis(groups)})] if traces else []
-
-
-def _bar_name(title: str, name: str, relayed: str) -> str:
-    if not relayed:
-        return title
-    return title + relayed if name in ("bytes_up", "bytes_down") else title.replace("↑", "⇄")
 
 
 def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
@@ -103,8 +84,6 @@ def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
                     "hovertemplate": "%{y:.4g} MB, %{hovertext}",
                 }
             )
-        if sum(len(trace["x"]) for trace in traces) > _BAR_TEXTS_UP_TO:
-            traces = [{key: value for key, value in trace.items() if key != "text"} for trace in traces]
         layout = {"xaxis": axis, "yaxis": {"title": {"text": "MB (10⁶ bytes)"}, "rangemode": "tozero"}}
         note = f"The largest set is this many times the smallest. {'; '.join(ratios)}."
         variants += [Variant(title, traces, layout, note)] if traces else []
