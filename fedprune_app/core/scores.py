@@ -39,8 +39,9 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 
 def kth_smallest(flat: Tensor, rank: int) -> Tensor | float:
     """Return the ``rank``-th smallest value, counted from 1. NumPy's selection is many times as fast as sorting."""
-    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
-        return float(np.partition(flat.detach().numpy(), rank - 1)[rank - 1])
+    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64, torch.int64):
+        value: float = np.partition(flat.detach().numpy(), rank - 1)[rank - 1].item()
+        return value
     return flat.kthvalue(rank).values
 
 
