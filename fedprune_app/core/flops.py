@@ -48,11 +48,8 @@ def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) ->
     ``masks`` are by parameter name (``conv1.weight``), True = kept. A layer without a mask is dense. Masks of other
     parameters do not matter.
     """
-    return sum(count * _density(masks.get(f"{name}.weight")) for name, count in layer_flops.items())
-
-
-def _density(mask: Tensor | None) -> float:
-    return 1.0 if mask is None else int(mask.count_nonzero()) / mask.numel()
+    densities = {name: int(mask.count_nonzero()) / max(1, mask.numel()) for name, mask in masks.items()}
+    return sum(count * densities.get(f"{name}.weight", 1.0) for name, count in layer_flops.items())
 
 
 def training_flops(

@@ -78,11 +78,6 @@ class PackedMatrix:
         """Return the share of the entries that are kept."""
         return float(self.starts[-1]) / max(1, self.rows * self.columns)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the matrix in memory."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.words, self.starts, self.values))
-
     def dense(self) -> Tensor:
         """Return the matrix (rows, columns) with its zeros."""
         bits = np.unpackbits(self.words.numpy().view(np.uint8), axis=1, count=self.columns, bitorder="little")

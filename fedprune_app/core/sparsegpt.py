@@ -132,7 +132,7 @@ def sparsegpt_together(
     its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
-        _check(matrix, hessian, density, n_of_m, block_size, damping)
+        _check(matrix, hessian, density, n_of_m, block_size)
     sizes = [len(matrix) for matrix in matrices]
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
@@ -271,17 +271,12 @@ def _check(
     density: float | None,
     n_of_m: NOfM | None,
     block_size: int,
-    damping: float,
 ) -> None:
     num_columns = weight.shape[1]
     if hessian.shape != (num_columns, num_columns):
         raise ValueError(f"hessian has shape {tuple(hessian.shape)}, allowed: {(num_columns, num_columns)}")
     if not (bool(weight.isfinite().all()) and bool(hessian.isfinite().all())):
         raise ValueError("weight or hessian holds values that are NaN or infinite")
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}, allowed: at least 1")
-    if not damping >= 0:
-        raise ValueError(f"damping is {damping}, allowed: at least 0")
     if n_of_m is None or density is not None:
         keep_count(1, one_target(density, n_of_m))
         return

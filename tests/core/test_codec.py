@@ -306,7 +306,10 @@ def test_the_coder_uses_exactly_the_probability_that_the_integers_say(numel, dat
 @pytest.mark.parametrize(
     ("tensors", "expected"),
     [
-        ({"w": torch.zeros(2, dtype=torch.complex64)}, "tensor 'w' has 1 dimensions and dtype torch.complex64, allowed"),
+        (
+            {"w": torch.zeros(2, dtype=torch.complex64)},
+            "tensor 'w' has 1 dimensions and dtype torch.complex64, allowed",
+        ),
         ({"w": torch.zeros([1] * 17)}, "tensor 'w' has 17 dimensions .*, allowed: .*16 dimensions"),
         ({"w" * 1025: torch.zeros(1)}, "allowed: a name of at most 1024 bytes"),
         ({"\ud800": torch.zeros(1)}, "surrogates not allowed"),

@@ -46,9 +46,6 @@ def test_a_packed_matrix_is_the_matrix(matrix):
     packed = pack(matrix)
     assert torch.equal(packed.dense(), matrix)
     assert packed.density == pytest.approx(float((matrix != 0).float().mean()))
-    kept = int(torch.count_nonzero(matrix))
-    words = 8 * matrix.shape[0] * -(-matrix.shape[1] // 64)
-    assert packed.num_bytes <= words + kept * matrix.element_size() + 8 * (len(matrix) + 1) + 64 * 4
 
 
 @compiled

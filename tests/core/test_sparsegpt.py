@@ -240,8 +240,6 @@ def test_a_hessian_that_is_not_positive_definite_is_an_error_not_another_method(
         ({"n_of_m": (0, 4)}, "n_of_m is 0:4"),
         ({"n_of_m": (2, 5)}, "n_of_m is 2:5"),
         ({"n_of_m": (2, 4), "block_size": 6}, "block_size is 6, allowed with 2:4"),
-        ({"density": 0.5, "block_size": 0}, "block_size is 0"),
-        ({"density": 0.5, "damping": -1.0}, "damping is -1.0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, says):
