@@ -82,22 +82,17 @@ def byte_tokenizer() -> Any:
     """Return a transformers tokenizer whose tokens are bytes: the id is the byte."""
     transformers = import_transformers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    characters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    byte_of = {characters[byte]: byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=byte_of, merges=[]))
     # pieces are short, because the tokenizer handles each piece as one word
     pieces = pre_tokenizers.Split("\n", behavior="merged_with_previous")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])
     tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the printable character by which byte-level tokenizers write each byte, as GPT-2 has chosen them."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    other_bytes = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(other_bytes)}
-    return {characters[byte]: byte for byte in range(256)}
 
 
 def _untrained_model(recipe: Recipe, draw: torch.Generator) -> Any:

@@ -8,12 +8,11 @@ more between its layers is refused when it is opened.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from fedprune_app.models.checkpoints import Checkpoint, fill, one_line
 from fedprune_app.models.checkpoints import import_transformers as import_transformers
 from fedprune_app.models.matrices import Matrices
 
-log = logging.getLogger("flwr.fedprune")
 _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
 _SHARE = 4  # hidden states may fill one part in so many of a GPU's memory
@@ -76,8 +74,10 @@ class LanguageModel:
         self.folder, self.device = folder, torch.device(device)
         self.checkpoint = Checkpoint(folder, dtype)
         self.config, self.dtype = self.checkpoint.config, self.checkpoint.dtype
-        self._text = self.config.get_text_config()
-        self._tokenizer: Any = None
+        text = self.config.get_text_config()
+        # the longest sequence for which the model was made; None where its config does not say so
+        self.max_length: int | None = getattr(text, "max_position_embeddings", None)
+        self.token_bytes = int(getattr(text, "hidden_size", 1)) * self.dtype.itemsize  # of one token's hidden state
         self._encode_once = lru_cache(maxsize=32)(self._encode)
         self._digests: dict[int, str] = {}
         self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
@@ -87,26 +87,13 @@ class LanguageModel:
         except ValueError as error:
             raise self.checkpoint.refused(str(error)) from None
         self.matrices = [Matrices(layer) for layer in self._layers]
-        next_prefix = self.prefix + f".{self.num_layers}."
-        if extra_name := next((name for name in self.checkpoint.unexpected if name.startswith(next_prefix)), None):
-            log.warning(
-                "checkpoint %r has tensor '%s', its config says %d layers", str(folder), extra_name, self.num_layers
-            )
+        self.num_layers = len(self._layers)
         self._shell = copy.deepcopy(self.checkpoint.skeleton)
         self._relays = [_Relay(layer) for layer in self._layers]
         self._shell.set_submodule(self.prefix, nn.ModuleList(self._relays))
         fill(self._shell, self.shell_tensors()).to(self.device).requires_grad_(False)
+        self._vocabulary = len(self._shell.get_input_embeddings().weight)
         self._check_layerwise()
-
-    @property
-    def num_layers(self) -> int:
-        """Return the number of decoder layers."""
-        return len(self._layers)
-
-    @property
-    def max_length(self) -> int | None:
-        """Return the longest sequence for which the model was made; None where its config does not say so."""
-        return getattr(self._text, "max_position_embeddings", None)
 
     def sequence_length(self, length: int) -> int:
         """Return the tokens of a sequence: ``length``, or for 0 the papers' length, but no more than the model takes.
@@ -123,8 +110,9 @@ class LanguageModel:
                 "(fedspallm.segment-length, fedspallm.window)"
             )
 
+    @cached_property
     def tokenizer(self) -> Any:
-        """Return the checkpoint's own tokenizer."""
+        """The checkpoint's own tokenizer."""
         try:
             return import_transformers().AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
@@ -139,18 +127,12 @@ class LanguageModel:
         return self._encode_once(text) if len(text) <= _REMEMBERED else self._encode(text)
 
     def _encode(self, text: str) -> Tensor:
-        if self._tokenizer is None:
-            self._tokenizer = self.tokenizer()
-        ids = torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
+        ids = torch.tensor(self.tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
         if len(ids) and int(ids.max()) >= self._vocabulary:
             raise self.checkpoint.refused(
                 f"whose tokenizer gives the id {int(ids.max())}, and which embeds {self._vocabulary} ids"
             )
         return ids
-
-    @property
-    def _vocabulary(self) -> int:
-        return len(self._shell.get_input_embeddings().weight)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -214,11 +196,6 @@ class LanguageModel:
                 return self.device
         return torch.device("cpu")
 
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of one token's hidden state."""
-        return int(getattr(self._text, "hidden_size", 1)) * self.dtype.itemsize
-
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
@@ -226,11 +203,6 @@ class LanguageModel:
         joined = {name: tensor.to(self.device) for name, tensor in self.matrices[layer].joined(tensors).items()}
         module.load_state_dict(joined, assign=True)
         return module.to(self.device).requires_grad_(False)
-
-    @staticmethod
-    def number_of(module: nn.Module) -> int:
-        """Return which layer a module of :meth:`layer` is."""
-        return int(module.__dict__["number"])
 
     def whole(self, layers: LayerTensors) -> Any:
         """Return the transformers model with copies of the matrices of ``layers`` in place of its own, to be trained.
@@ -265,7 +237,7 @@ class LanguageModel:
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
         """Yield the layer's outputs for these hidden states, batch by batch, where the states lie."""
         for batch in torch.split(hidden, batch_size):
-            arguments, keywords = self._arguments(batch.shape[0], batch.shape[1])[self.number_of(module)]
+            arguments, keywords = self._arguments(batch.shape[0], batch.shape[1])[module.__dict__["number"]]
             output = module(batch.to(self.device), *arguments, **dict(keywords))
             yield (output[0] if isinstance(output, tuple) else output).to(hidden.device)
 
@@ -396,21 +368,14 @@ class Perplexity:
         return self.window * self.windows
 
 
-def perplexity(model: LanguageModel, layers: LayerTensors, windows: Tensor, batch_size: int) -> Perplexity:
-    """Return exp of the mean, over windows (windows, length), of each one's mean cross entropy over its next tokens.
-
-    One decoder layer is in memory at a time. Source: the evaluation of SparseGPT's released code, which weighs each
-    window's mean over ``length - 1`` targets by ``length``.
-    """
-    return perplexities(model, layers, {"": windows}, batch_size)[""]
-
-
 def perplexities(
     model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
 ) -> dict[str, Perplexity]:
-    """Return what :func:`perplexity` returns, for the windows of each of some ``texts``, by name.
+    """Return the perplexity of each text by name: exp of the mean, over windows, of each one's mean cross entropy.
 
-    Each layer is read once for as many texts as :data:`_HIDDEN` lets in.
+    ``texts`` are windows (windows, length) of token ids; each window counts its next tokens. One decoder layer is in
+    memory at a time, and is read once for as many texts as :data:`_HIDDEN` lets in. Source: the evaluation of
+    SparseGPT's released code, which weighs each window's mean over ``length - 1`` targets by ``length``.
     """
     results: dict[str, Perplexity] = {}
     group: dict[str, Tensor] = {}

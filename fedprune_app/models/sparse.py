@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.sparse import to_sparse_semi_structured
+from torch.utils.benchmark import Timer
 
 from fedprune_app.core import sparse_linear
 from fedprune_app.core.sparse_linear import DTYPES, PackedMatrix, pack
@@ -164,17 +166,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, nn.Module
 def _speed_on_gpu(weight: Tensor, packed: Tensor, tokens: int) -> Speed:
     """Return the median times of so many inputs through the two weights, in turns."""
     inputs = torch.ones(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    times: list[list[float]] = [[], []]
-    for _ in range(1 + _TURNS):  # the first one is to warm up
-        for matrix, milliseconds in zip((weight, packed), times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(_REPEATS):
-                F.linear(inputs, matrix)
-            end.record()
-            end.synchronize()
-            milliseconds.append(start.elapsed_time(end) / _REPEATS)
-    return Speed(*(statistics.median(milliseconds[1:]) for milliseconds in times))
+    return _in_turns(partial(F.linear, inputs, weight), partial(F.linear, inputs, packed), _REPEATS)
 
 
 def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
@@ -185,17 +177,22 @@ def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
     """
     count = max(1, min(num_bytes, _CACHES) // (weight.numel() * weight.element_size()))
     inputs = torch.ones(1, weight.shape[1], dtype=weight.dtype)
-    dense = [weight.clone() for _ in range(count)]
-    packed = [copy.deepcopy(matrix) for _ in range(count)]
-    products: tuple[Callable[[int], Tensor], ...] = (
-        lambda number: F.linear(inputs, dense[number]),
-        lambda number: sparse_linear.linear(inputs, packed[number]),
-    )
-    times: list[list[float]] = [[], []]
-    for _ in range(1 + _TURNS):  # the first one is to warm up
-        for product, milliseconds in zip(products, times, strict=True):
-            start = time.perf_counter()
-            for number in range(count):
-                product(number)
-            milliseconds.append(1000 * (time.perf_counter() - start) / count)
-    return Speed(*(statistics.median(milliseconds[1:]) for milliseconds in times))
+    dense = cycle([weight.clone() for _ in range(count)])
+    packed = cycle([copy.deepcopy(matrix) for _ in range(count)])
+
+    def dense_product() -> Tensor:
+        return F.linear(inputs, next(dense))
+
+    def packed_product() -> Tensor:
+        return sparse_linear.linear(inputs, next(packed))
+
+    return _in_turns(dense_product, packed_product, count)
+
+
+def _in_turns(dense: Callable[[], Tensor], packed: Callable[[], Tensor], repeats: int) -> Speed:
+    timers = [
+        Timer("product()", globals={"product": product}, num_threads=torch.get_num_threads())
+        for product in (dense, packed)
+    ]
+    seconds = [[timer.timeit(repeats).mean for timer in timers] for _ in range(_TURNS)]
+    return Speed(*(1000 * statistics.median(times) for times in zip(*seconds, strict=True)))

@@ -135,7 +135,7 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
     [
         ("in_training", {}, "must be Tensor, not tuple"),
         ("in_training", PRIVATE, "'tuple' object has no attribute"),
-        ("scripted", {}, "it is TorchScript, allowed: a network in Python"),
+        ("scripted", {}, "allowed: torch.nn.Module, no TorchScript"),
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
         ("attention", {"system": "fjord"}, "which cannot be used for training with fjord"),
     ],
