@@ -34,8 +34,6 @@ class MaskedMean:
     """
 
     def __init__(self, max_addends: int, max_weight: int = 1) -> None:
-        if max_addends < 1 or max_weight < 1:
-            raise ValueError(f"max_addends {max_addends} and max_weight {max_weight} must be at least 1")
         self.max_addends = max_addends
         self.max_weight = max_weight
         self.max_magnitude = _HEADROOM / (max_addends + 1)

@@ -78,8 +78,6 @@ Bools = NDArray[np.bool_]
 
 
 class _Entry(NamedTuple):
-    """An entry is the header's description of one tensor."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype

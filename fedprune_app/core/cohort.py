@@ -92,7 +92,6 @@ class _Member(Generic[Result]):
         self._stopped.acquire()
 
     def outcome(self) -> Result:
-        """Return what the member's work returned or raise what it raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error

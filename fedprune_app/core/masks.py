@@ -155,8 +155,6 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
     Source: Sub-FedAvg, sections 3.5 and 4. The paper prunes "w.r.t. the full dense network". The released code,
     followed here, prunes the *remaining* weights, so that repeated steps approach any target.
     """
-    if not 0.0 <= percent <= 100.0:
-        raise ValueError(f"percent is {percent}, allowed: 0 to 100")
     new_masks = {}
     for name, mask in masks.items():
         magnitude = weights[name].detach().abs()

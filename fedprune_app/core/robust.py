@@ -46,8 +46,6 @@ class BoundedMean:
     """A bounded mean is a :class:`MaskedMean` of payloads that :func:`clipped` brought within ``bound`` of ``base``."""
 
     def __init__(self, mean: MaskedMean, base: Mapping[str, Tensor], bound: float) -> None:
-        if not bound > 0:
-            raise ValueError(f"bound is {bound:g}, allowed: above 0")
         self.bound, self.base, self._mean = bound, base, mean
 
     def add(self, payload: Payload, weight: int = 1) -> None:
@@ -79,11 +77,6 @@ class TrimmedMean:
         self.trim = trim
         self.stayed: tuple[str, ...] = ()  # of the tensors that the last mean was asked for and clients sent, unmoved
         self._added: list[Payload] = []
-
-    @property
-    def num_added(self) -> int:
-        """Return how many payloads were added."""
-        return len(self._added)
 
     def add(self, payload: Payload, weight: int = 1) -> None:
         """Add one client's payload. ``ValueError`` for values that are not finite, or for another shape than before."""

@@ -78,13 +78,6 @@ class PackedMatrix:
         """Return the share of the entries that are kept."""
         return float(self.starts[-1]) / max(1, self.rows * self.columns)
 
-    def dense(self) -> Tensor:
-        """Return the matrix (rows, columns) with its zeros."""
-        bits = np.unpackbits(self.words.numpy().view(np.uint8), axis=1, count=self.columns, bitorder="little")
-        matrix = torch.zeros(self.rows, self.columns, dtype=self.values.dtype)
-        matrix[torch.from_numpy(bits).bool()] = self.values[: int(self.starts[-1])]
-        return matrix
-
 
 def pack(matrix: Tensor) -> PackedMatrix:
     """Return ``matrix`` (rows, columns) packed: its entries that are not 0 are kept.

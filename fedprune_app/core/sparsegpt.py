@@ -110,8 +110,8 @@ def sparsegpt(
 
     With a ``recorder`` the way through the columns of a block is recorded, and repeated for the other blocks.
 
-    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
-    and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
+    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for values that are not finite, and
+    when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
     (result,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
     return result
@@ -132,7 +132,7 @@ def sparsegpt_together(
     its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
-        _check(matrix, hessian, density, n_of_m, block_size)
+        _check(matrix, hessian, density, n_of_m)
     sizes = [len(matrix) for matrix in matrices]
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
@@ -265,21 +265,10 @@ def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[in
     return [kept_counts[columns] for columns in bounds]
 
 
-def _check(
-    weight: Tensor,
-    hessian: Tensor,
-    density: float | None,
-    n_of_m: NOfM | None,
-    block_size: int,
-) -> None:
-    num_columns = weight.shape[1]
-    if hessian.shape != (num_columns, num_columns):
-        raise ValueError(f"hessian has shape {tuple(hessian.shape)}, allowed: {(num_columns, num_columns)}")
+def _check(weight: Tensor, hessian: Tensor, density: float | None, n_of_m: NOfM | None) -> None:
     if not (bool(weight.isfinite().all()) and bool(hessian.isfinite().all())):
         raise ValueError("weight or hessian holds values that are NaN or infinite")
-    if n_of_m is None or density is not None:
+    if n_of_m is not None and density is None:
+        check_n_of_m(n_of_m, weight.shape[1])
+    else:
         keep_count(1, one_target(density, n_of_m))
-        return
-    check_n_of_m(n_of_m, num_columns)
-    if block_size % n_of_m[1]:
-        raise ValueError(f"block_size is {block_size}, allowed with {n_of_m[0]}:{n_of_m[1]}: a multiple of m")

@@ -44,7 +44,6 @@ def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:
 
 
 def _slices(name: str, layer: nn.Module) -> list[Slice]:
-    """Return a slice of every tensor of a layer that has a value per output channel."""
     tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     return [Slice(f"{name}.{attribute}", 0) for attribute, tensor in tensors if tensor.dim()]
 

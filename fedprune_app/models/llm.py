@@ -266,7 +266,6 @@ class LanguageModel:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits of sequences whose hidden states after the last layer are ``hidden``."""
         self._relays[-1].result = hidden.to(self.device)
         try:
             logits: Tensor = self._shell(ids.to(self.device), use_cache=False).logits
@@ -329,7 +328,6 @@ class LanguageModel:
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two arguments of decoder layers, of tensors, numbers and words alone, are the same."""
     if isinstance(first, Tensor):
         return isinstance(second, Tensor) and torch.equal(first, second)
     if isinstance(first, tuple) and isinstance(second, tuple):

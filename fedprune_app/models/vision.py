@@ -238,7 +238,6 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """Return a network of a plug-in if it maps two images to their logits."""
     for key, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise ValueError(f"model '{name}' has the parameter '{key}' of type {parameter.dtype}, allowed: float32")
