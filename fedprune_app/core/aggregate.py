@@ -84,8 +84,8 @@ class MaskedMean:
         largest = 0.0
         for name, tensor in payload.tensors.items():
             if name in self._sums and self._sums[name].shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)}, allowed: {tuple(self._sums[name].shape)} as before"
-                raise ValueError(f"tensor '{name}' has shape {shapes}")
+                shape = tuple(self._sums[name].shape)
+                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {shape} as before")
             low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
             magnitude = max(-low, high)
             if not magnitude <= self.max_magnitude:  # also refuses NaN

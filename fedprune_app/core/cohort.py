@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
+# So many clients are trained together at most, if the configuration does not say; more gain little.
 LARGEST_COHORT = 8
-"""So many clients are trained together at most, if the configuration does not say; more gain little."""
 
 
 def together(
@@ -79,8 +80,7 @@ class _Member(Generic[Result]):
     def __init__(self, work: Callable[[], Result]) -> None:
         self.is_done = False
         self._work = work
-        self._outcome: list[Result] = []
-        self._error: BaseException | None = None
+        self._outcome: Future[Result] = Future()
         self._may_go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
 
@@ -93,9 +93,7 @@ class _Member(Generic[Result]):
 
     def outcome(self) -> Result:
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._outcome[0]
+        return self._outcome.result()
 
     def train(self, request: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
@@ -108,9 +106,9 @@ class _Member(Generic[Result]):
     def _run(self) -> None:
         _member.set(self)
         try:
-            self._outcome.append(self._work())
+            self._outcome.set_result(self._work())
         except BaseException as error:
-            self._error = error
+            self._outcome.set_exception(error)
         self.is_done = True
         self._stopped.release()
 

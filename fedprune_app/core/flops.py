@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedprune_app.core.computation import module_mode
 
+# A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights.
 BACKWARD_PER_FORWARD = 2
-"""A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights."""
 
 
 def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:

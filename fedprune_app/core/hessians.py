@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+# This prefix before the name of the first matrix with the same inputs names their Hessian in a payload.
 HESSIAN = "hessian/"
-"""This prefix before the name of the first matrix with the same inputs names their Hessian in a payload."""
 _FRACTION = 2.0**40
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 

@@ -238,15 +238,19 @@ def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
     if not count:
         return torch.zeros_like(eligible)
     shape, scores, eligible = eligible.shape, scores.reshape(-1), eligible.reshape(-1)
-    if scores.device.type == "cpu":
-        candidates = scores.numpy()[np.flatnonzero(eligible.numpy())]  # both outrun torch's on a CPU
-        threshold = float(np.partition(candidates, -count)[-count])
-    else:
-        threshold = float(scores[eligible].topk(count, sorted=False).values.min())
+    candidates = scores[eligible]
+    threshold = kth_smallest(candidates, len(candidates) - count + 1)
     selection = eligible & (scores > threshold)
     ties = (eligible & (scores == threshold)).nonzero().squeeze(1)
     selection[ties[: count - int(selection.count_nonzero())]] = True
     return selection.view(shape)
+
+
+def kth_smallest(flat: Tensor, rank: int) -> Tensor:
+    """Return the ``rank``-th smallest value, counted from 1. NumPy's selection is many times as fast as PyTorch's."""
+    if flat.device.type == "cpu":
+        return torch.as_tensor(np.partition(flat.detach().numpy(), rank - 1)[rank - 1])
+    return flat.kthvalue(rank).values
 
 
 def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

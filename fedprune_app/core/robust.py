@@ -79,13 +79,10 @@ class TrimmedMean:
         self._added: list[Payload] = []
 
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload. ``ValueError`` for values that are not finite, or for another shape than before."""
+        """Add one client's payload. ``ValueError`` for values that are not finite."""
         for name, tensor in payload.tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"tensor '{name}' has values that are not finite")
-            reference = next((other.tensors[name] for other in self._added if name in other.tensors), tensor)
-            if reference.shape != tensor.shape:
-                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(reference.shape)}")
         self._added.append(payload)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:

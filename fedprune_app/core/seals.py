@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+# A sealed JSON object has this field besides its own fields.
 KEY = "content_sha256"
-"""A sealed JSON object has this field besides its own fields."""
 _START = b"fedprune seal "
 _MAX_LINE = 4096
 

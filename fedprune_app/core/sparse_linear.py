@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from fedprune_app.core import compiled
 
+# The instructions that the library can use, by the number that it has for them.
 LEVELS = ("portable", "AVX2", "AVX-512")
-"""The instructions that the library can use, by the number that it has for them."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WORD = 64  # entries of a row in one word of the mask
 _PADDING = 64  # values behind the last one, which the library reads and never uses
@@ -80,13 +80,7 @@ class PackedMatrix:
 
 
 def pack(matrix: Tensor) -> PackedMatrix:
-    """Return ``matrix`` (rows, columns) packed: its entries that are not 0 are kept.
-
-    Raises ``ValueError`` for another shape, or a dtype that is not in :data:`DTYPES`.
-    """
-    if matrix.dim() != 2 or matrix.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(f"a tensor of shape {tuple(matrix.shape)} and {matrix.dtype}, allowed: a matrix of {allowed}")
+    """Return ``matrix`` (rows, columns), of one of :data:`DTYPES`, packed: its entries that are not 0 are kept."""
     mask = matrix.detach().cpu() != 0
     rows, columns = matrix.shape
     count = -(-columns // _WORD)

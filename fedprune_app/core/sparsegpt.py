@@ -132,7 +132,12 @@ def sparsegpt_together(
     its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
-        _check(matrix, hessian, density, n_of_m)
+        if not (bool(matrix.isfinite().all()) and bool(hessian.isfinite().all())):
+            raise ValueError("weight or hessian holds values that are NaN or infinite")
+    if n_of_m is not None and density is None:
+        check_n_of_m(n_of_m, len(hessian))
+    else:
+        keep_count(1, one_target(density, n_of_m))
     sizes = [len(matrix) for matrix in matrices]
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
@@ -263,12 +268,3 @@ def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[in
     num_missing = (alive_counts[-1] - keep_count(rows * num_columns, density)).clamp(min=0)
     kept_counts = [0, *(alive_counts - missing_until(alive_counts, num_missing)).tolist()]
     return [kept_counts[columns] for columns in bounds]
-
-
-def _check(weight: Tensor, hessian: Tensor, density: float | None, n_of_m: NOfM | None) -> None:
-    if not (bool(weight.isfinite().all()) and bool(hessian.isfinite().all())):
-        raise ValueError("weight or hessian holds values that are NaN or infinite")
-    if n_of_m is not None and density is None:
-        check_n_of_m(n_of_m, weight.shape[1])
-    else:
-        keep_count(1, one_target(density, n_of_m))

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedprune_app.core.masks import Masks, keep_count, relative_threshold_masks
 from fedprune_app.core.scores import magnitude_mask, smallest
 
+# A ticket that is right of one percent fewer images is drawn with 1/e of the probability.
 TEMPERATURE = 0.01
-"""A ticket that is right of one percent fewer images is drawn with 1/e of the probability."""
 
 
 @dataclass(frozen=True)

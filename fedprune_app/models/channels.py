@@ -21,8 +21,7 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     """
     if not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
         raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
-    groups = _chain_groups(model) if isinstance(model, nn.Sequential) else _traced_groups(model, image_shape)
-    return tuple(groups)
+    return tuple(_chain_groups(model) if isinstance(model, nn.Sequential) else _traced_groups(model, image_shape))
 
 
 def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:

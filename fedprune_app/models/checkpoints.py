@@ -60,16 +60,15 @@ def resolve_checkpoint(name: str, download: bool) -> Path:
 def _hub_snapshot(name: str, download: bool) -> Path:
     import_transformers()  # transformers brings the hub's client
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
     try:
         snapshot = Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=not download))
-    except HFValidationError:
-        allowed = "'auto', a folder, a .gguf file, or a name on the Hugging Face hub"
-        raise ValueError(f"model is {name!r}, allowed: {allowed}") from None
     except Exception as error:  # the hub refuses with many kinds of error
-        reason = "no such folder, and not in the hub cache; download=true fetches it"
-        raise ValueError(f"model is {name!r}: {one_line(error) if download else reason}") from None
+        reason = f"cannot be downloaded: {one_line(error)}"
+        if not download:
+            reason = "no folder, and not in the hub cache (download=true fetches it)"
+        allowed = "'auto', a folder, a .gguf file, or a name on the Hugging Face hub"
+        raise ValueError(f"model is {name!r}, {reason}, allowed: {allowed}") from None
     return snapshot if weight_files(snapshot) else _convert_weights(name, snapshot, download)
 
 
@@ -84,11 +83,9 @@ def _convert_weights(name: str, snapshot: Path, download: bool) -> Path:
     pickles among them, are neither fetched nor opened.
     """
     folder = snapshot / "fedprune-safetensors"
-    if folder.is_dir():
-        return folder
     transformers = import_transformers()
     with locked(f"{folder}.lock", f"writes {str(folder)!r}"):
-        if folder.is_dir():  # another process made the folder while this one waited
+        if folder.is_dir():  # made before, or by another process while this one waited
             return folder
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -155,18 +152,14 @@ class TensorFiles:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the tensors ``names``, aligned as torch's own are."""
-        names_by_file: dict[Path, list[str]] = {}
-        names = list(names)
-        for name in names:
-            names_by_file.setdefault(self._file_of[name], []).append(name)
         tensors: dict[str, Tensor] = {}
-        for path, file_names in names_by_file.items():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    tensors |= {name: file.get_tensor(name).clone() for name in file_names}
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"checkpoint file {str(path)!r} cannot be read: {error}") from None
-        return {name: tensors[name] for name in names}
+        try:
+            for name in names:
+                with safe_open(self._file_of[name], framework="pt") as file:
+                    tensors[name] = file.get_tensor(name).clone()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"checkpoint {str(self.folder)!r} cannot be read: {error}") from None
+        return tensors
 
 
 def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> Any:

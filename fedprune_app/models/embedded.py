@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.llm import import_transformers
 
 NAME = "byte-llama"
+# A callback of this type gets (step, steps, loss) after every step.
 OnStep = Callable[[int, int, float], None]
-"""A callback of this type gets (step, steps, loss) after every step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
 
     def make(folder: Path) -> None:
         _save(_train_model(texts, recipe, on_step), folder)
-        (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
 
     return cached_model(embedded_folder(texts, recipe), "trains the embedded language model", make)
 
@@ -130,7 +128,8 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -
             group["lr"] = recipe.learning_rate * _warm_cosine(step, recipe.steps)
         starts = torch.randint(len(data) - recipe.length, (recipe.batch_size,), generator=draw).tolist()
         batch = torch.stack([data[s : s + recipe.length + 1] for s in starts]).long()
-        loss = _next_token_loss(model, batch)
+        logits = model(batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,11 +154,6 @@ def _initialise(model: torch.nn.Module, recipe: Recipe, draw: torch.Generator) -
             if "o_proj" in name or "down_proj" in name:
                 deviation /= (2 * recipe.num_layers) ** 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * deviation)
-
-
-def _next_token_loss(model: Any, batch: Tensor) -> Tensor:
-    logits = model(batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
 
 
 def _warm_cosine(step: int, steps: int) -> float:

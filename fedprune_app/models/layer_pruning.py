@@ -20,9 +20,8 @@ from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
 from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
 from fedprune_app.models.llm import LanguageModel
 
-_LEAST = 0.5  # share of a layer's weights that is in matrices
+# A function of this type makes statistics of so many inputs of a matrix, to which batches of inputs are added.
 Kind = Callable[[int, torch.device], Any]
-"""A function of this type makes statistics of so many inputs of a matrix, to which batches of inputs are added."""
 _KINDS: Mapping[str, Kind] = {"sparsegpt": Hessian, "wanda": InputNorms}
 
 
@@ -122,18 +121,12 @@ def input_matrices(
 def check_layers(model: LanguageModel) -> None:
     """Raise ``ValueError`` for a model one of whose decoder layers cannot be pruned.
 
-    One layer of each kind computes. It has to give the same matrices inputs that is known of, the same output each
-    time, and to consist of matrices for the most part.
+    One layer of each kind computes. It has to give the matrices inputs that are known of, and the same output each
+    time.
     """
     hidden = model.embed(torch.arange(4).view(2, 2), 2)
     for layer in {str(_shapes(model, layer)): layer for layer in reversed(range(model.num_layers))}.values():
         module, names = model.layer(layer, model.layer_tensors(layer)), model.prunable(layer)
-        shapes = model.layer_like(layer)
-        share = sum(shapes[name].numel() for name in names) / sum(shape.numel() for shape in shapes.values())
-        if share < _LEAST:
-            raise model.checkpoint.refused(
-                f"of which '{model.prefix}.{layer}' has {share:.0%} of its weights in matrices, allowed: {_LEAST:.0%}"
-            )
         outputs = [_observe(model, module, names, hidden, InputNorms, 2)[0] for _ in range(2)]
         if not torch.equal(*outputs):
             raise model.checkpoint.refused(f"whose '{model.prefix}.{layer}' computes another thing each time")
@@ -187,10 +180,10 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+# Functions that multiply by a matrix, and where among their arguments the inputs are, which it follows.
 _PRODUCTS: Mapping[Callable[..., Any], int] = {
     F.linear: 0, torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0, torch.mm: 0, Tensor.mm: 0, torch.addmm: 1,
 }  # fmt: skip
-"""Functions that multiply by a matrix, and where among their arguments the inputs are, which it follows."""
 
 
 def _place(matrix: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

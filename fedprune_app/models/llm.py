@@ -29,11 +29,10 @@ _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
 _SHARE = 4  # hidden states may fill one part in so many of a GPU's memory
 _HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
-_REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
+# A function of this type returns the tensors of decoder layer i, by name within the layer.
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
-"""A function of this type returns the tensors of decoder layer i, by name within the layer."""
+# With these arguments, and these by keyword, a decoder layer is called beside its hidden states.
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""With these arguments, and these by keyword, a decoder layer is called beside its hidden states."""
 
 
 class _Relay(nn.Module):
@@ -78,7 +77,8 @@ class LanguageModel:
         # the longest sequence for which the model was made; None where its config does not say so
         self.max_length: int | None = getattr(text, "max_position_embeddings", None)
         self.token_bytes = int(getattr(text, "hidden_size", 1)) * self.dtype.itemsize  # of one token's hidden state
-        self._encode_once = lru_cache(maxsize=32)(self._encode)
+        # remembers a few texts, since a process that simulates many clients measures all of them on the same ones
+        self.encode = lru_cache(maxsize=32)(self._encode)
         self._digests: dict[int, str] = {}
         self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
         self._call_cache: tuple[tuple[int, int], list[Arguments]] | None = None
@@ -118,15 +118,8 @@ class LanguageModel:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 
-    def encode(self, text: str) -> Tensor:
-        """Return a text's token ids (tokens,), with the tokens that the tokenizer puts around a text.
-
-        The caller must not write to the ids. The ids of a few texts are remembered: a process that simulates many
-        clients measures all of them on the same texts.
-        """
-        return self._encode_once(text) if len(text) <= _REMEMBERED else self._encode(text)
-
     def _encode(self, text: str) -> Tensor:
+        """Return a text's token ids (tokens,), with those around a text; the caller must not write to them."""
         ids = torch.tensor(self.tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
         if len(ids) and int(ids.max()) >= self._vocabulary:
             raise self.checkpoint.refused(
@@ -313,15 +306,15 @@ class LanguageModel:
             for relay in self._relays:
                 relay.num_extra = len(answer) - 1 if isinstance(answer, tuple) else None
             state = answer[0] if isinstance(answer, tuple) else answer
-            if state.shape != hidden.shape:
-                raise ValueError(f"returns states of shape {tuple(state.shape)} for {tuple(hidden.shape)}")
             calls, other_arguments = self._calls(ids), self._arguments(*ids.shape)
-            if any(states is not calls[0][0] for states, _ in calls):
-                raise ValueError("changes hidden states between them")
-            if not all(map(_are_equal, [arguments for _, arguments in calls], other_arguments)):
-                raise ValueError("calls them with what depends on the text, or with more than tensors and numbers")
-            if not torch.equal(self._logits(ids, state), self._logits(torch.zeros_like(ids), state)):
-                raise ValueError("reads more than the last one's output")
+            is_layerwise = (
+                state.shape == hidden.shape
+                and all(states is calls[0][0] for states, _ in calls)
+                and all(map(_are_equal, [arguments for _, arguments in calls], other_arguments))
+                and torch.equal(self._logits(ids, state), self._logits(torch.zeros_like(ids), state))
+            )
+            if not is_layerwise:
+                raise ValueError("calls them with more than their hidden states, or reads more than the last one's")
         except Exception as error:  # families refuse to be taken apart with many kinds of error
             reason = f"which cannot be run layer by layer: '{self.prefix}' is the list of its layers, and it"
             raise self.checkpoint.refused(f"{reason} {one_line(error)[:200]}") from None
@@ -359,11 +352,6 @@ class Perplexity:
     window: int
     windows: int
     windows_in_text: int | None = None  # how many windows the text has; its first `windows` ones were measured
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens in all windows."""
-        return self.window * self.windows
 
 
 def perplexities(

@@ -157,8 +157,8 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     return model
 
 
+# A function of a plug-in, which makes a network for images of a shape and a number of classes.
 Build = Callable[[ImageShape, int], nn.Module]
-"""A function of a plug-in, which makes a network for images of a shape and a number of classes."""
 
 
 def build_model(
@@ -217,24 +217,21 @@ def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes
     try:
         model = build(image_shape, num_classes)
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
-        inputs_text = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
-        raise ValueError(f"model '{name}' cannot be made for {inputs_text}: {type(error).__name__}: {error}") from error
-    is_network = isinstance(model, nn.Module)
-    if not is_network or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        raise ValueError(
+            f"model '{name}' cannot be made for images of {image_shape} and {num_classes} classes: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module, no TorchScript")
     return _unwrap(model).to("cpu")
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the network inside of ``torch.compile`` and ``nn.DataParallel``, parts of it alike.
-
-    Compiled code sees no new weights, and a client computes on one device.
-    """
+    """Return the network inside of ``torch.compile``, parts of it alike: compiled code sees no new weights."""
     model.__dict__.pop("_compiled_call_impl", None)
     for key, part in model.named_children():
         setattr(model, key, _unwrap(part))
-    network = model._modules.get("_orig_mod") or (model.module if isinstance(model, nn.DataParallel) else None)
-    return network or model
+    return model._modules.get("_orig_mod") or model
 
 
 def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
@@ -249,9 +246,9 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
     except Exception as error:  # a user's network raises what it likes
         raise ValueError(f"model '{name}' fails on images of {image_shape}: {type(error).__name__}: {error}") from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
-        shape_text = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"model '{name}' returns {shape_text} for two images, allowed: logits of shape {(2, num_classes)}"
+            f"model '{name}' returns {getattr(logits, 'shape', type(logits))} for two images, allowed: logits of shape "
+            f"{(2, num_classes)}"
         )
     return model.train()
 

@@ -84,7 +84,7 @@ def test_a_tensor_without_alive_weights_is_left_alone():
 
 @pytest.mark.parametrize("percent", [-1, 101])
 def test_a_percentage_outside_its_range_is_refused(percent):
-    with pytest.raises(ValueError, match="[Pp]ercentile"):
+    with pytest.raises(ValueError, match=r"[Pp]ercentile"):
         prune_percent({"w": torch.ones(2)}, {"w": torch.ones(2).bool()}, percent)
 
 

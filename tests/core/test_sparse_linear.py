@@ -109,12 +109,6 @@ def test_the_result_does_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)])
-def test_only_matrices_of_floats_are_packed(wrong):
-    with pytest.raises(ValueError, match="allowed: a matrix of float32, bfloat16, float16"):
-        pack(wrong)
-
-
 @compiled
 def test_inputs_that_need_gradients_are_refused():
     x = torch.zeros(1, 3, requires_grad=True)

@@ -70,7 +70,7 @@ def test_perplexity_is_the_papers(folder):
         total += nll * 16
     found = perplexity(model, model.layer_tensors, ids, batch_size=3)
     assert found.value == pytest.approx(math.exp(total / (4 * 16)), rel=1e-5)
-    assert (found.window, found.windows, found.tokens) == (16, 4, 64)
+    assert (found.window, found.windows) == (16, 4)
 
 
 def test_the_dense_model_is_measured_once_for_the_same_windows(tmp_path, monkeypatch):
@@ -284,7 +284,7 @@ def test_a_hub_name_is_found_in_the_cache_and_never_fetched_unasked(tmp_path, mo
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="not in the hub cache; download=true fetches it"):
+    with pytest.raises(ValueError, match=r"not in the hub cache \(download=true fetches it\)"):
         resolve_checkpoint("someone/tiny", download=False)
     repository = tmp_path / "models--someone--tiny"
     tiny_checkpoint(repository / "snapshots" / "abc", "llama")

@@ -38,12 +38,8 @@ def compiled_in_place(shape, classes):
     return network
 
 
-def in_parallel(shape, classes):
-    return nn.DataParallel(plain(shape, classes))
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize("build", [compiled, compiled_part, compiled_in_place, in_parallel])
+@pytest.mark.parametrize("build", [compiled, compiled_part, compiled_in_place])
 def test_a_network_is_trained_without_what_is_wrapped_around_it(build):
     network = architecture("mine", SHAPE, 10, build)
     assert list(network.state_dict()) == list(plain(SHAPE, 10).state_dict())
