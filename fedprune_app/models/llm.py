@@ -78,7 +78,7 @@ class LanguageModel:
         self.max_length: int | None = getattr(text, "max_position_embeddings", None)
         self.token_bytes = int(getattr(text, "hidden_size", 1)) * self.dtype.itemsize  # of one token's hidden state
         # remembers a few texts, since a process that simulates many clients measures all of them on the same ones
-        self.encode = lru_cache(maxsize=32)(self._encode)
+        self.encode = lru_cache(maxsize=8)(self._encode)
         self._digests: dict[int, str] = {}
         self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
         self._call_cache: tuple[tuple[int, int], list[Arguments]] | None = None

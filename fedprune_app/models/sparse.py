@@ -10,7 +10,6 @@ from itertools import cycle
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.benchmark import Timer
 
 from fedprune_app.core import sparse_linear
 from fedprune_app.core.sparse_linear import DTYPES, PackedMatrix, pack
@@ -118,6 +117,8 @@ def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
     Copies of them are used one after the other, together as large as the model's ``num_bytes``. So the weights come
     from the cache or the memory from which they come when the model computes.
     """
+    from torch.utils.benchmark import Timer  # whose import takes half a second
+
     count = max(1, min(num_bytes, _CACHES) // (weight.numel() * weight.element_size()))
     inputs = torch.ones(1, weight.shape[1], dtype=weight.dtype)
     dense = cycle([weight.clone() for _ in range(count)])
