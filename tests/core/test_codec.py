@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core import codec
+from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.codec import decode, encode
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
@@ -464,3 +465,14 @@ def test_every_single_bit_flip_of_a_coded_mask_is_refused_or_understood():
         flipped = bytearray(body)
         flipped[bit // 8] ^= 1 << bit % 8
         read_or_refuse(bytes(flipped))
+
+
+def test_a_mask_of_other_bytes_than_0_and_1_keeps_where_it_is_not_0():
+    """A file may hold such a mask; counting with its bytes would read and write beyond the values."""
+    kept = torch.tensor([2, 0, 255, 0, 1], dtype=torch.uint8).view(torch.bool)
+    payload = Payload({"w": torch.arange(1.0, 6.0)}, {"w": kept})
+    assert decode(encode(payload)).tensors["w"].tolist() == [1, 0, 3, 0, 5]
+    assert Payload.pruned(payload.tensors, payload.masks).tensors["w"].tolist() == [1, 0, 3, 0, 5]
+    mean = MaskedMean(1)
+    mean.add(payload)
+    assert mean.mixed()["w"].tolist() == [1, 0, 3, 0, 5]
