@@ -4,9 +4,9 @@ In a checkout, and in the bundle that Flower ships, the three packages stand bes
 site-packages the names ``strategies`` and ``clients`` would collide with anybody's. So a wheel holds them as
 ``fedprune_app.strategies`` and ``fedprune_app.clients``, and its modules import them under these names.
 
-The library in C is compiled here, with the compiler ``$CC``, else ``cc``. It uses nothing of Python's or PyTorch's, so
-one wheel serves every Python of a platform. Without a compiler the wheel is for any platform, and linear layers stay
-dense.
+The libraries in C are compiled here, with the compiler ``$CC``, else ``cc``. They use nothing of Python's or PyTorch's,
+so one wheel serves every Python of a platform. Without a compiler the wheel is for any platform, linear layers stay
+dense, and sums over clients take longer.
 """
 
 from __future__ import annotations

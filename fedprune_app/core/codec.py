@@ -37,9 +37,9 @@ Every message has one spelling: for a message that :func:`decode` accepts, :func
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import constriction
 import numpy as np
@@ -47,6 +47,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedprune_app.core import masked_tensors
 from fedprune_app.core.payload import Payload
 
 KEY = "fp1"
@@ -98,15 +99,34 @@ class _Entry(NamedTuple):
 
     @property
     def is_bitmap(self) -> bool:
-        return self._has_bits and 8 * abs(2 * self.kept - self.numel) <= self.numel  # |k/n - 1/2| <= 1/16
+        return self._has_bits and self._is_near_half
 
     @property
     def is_coded(self) -> bool:
-        return self._has_bits and not self.is_bitmap
+        return self._has_bits and not self._is_near_half
+
+    @property
+    def bitmap_bytes(self) -> int:
+        return -(-self.numel // 8) if self.is_bitmap else 0
 
     @property
     def _has_bits(self) -> bool:
         return self.kind == _MASKED and 0 < self.kept < self.numel
+
+    @property
+    def _is_near_half(self) -> bool:
+        return 8 * abs(2 * self.kept - self.numel) <= self.numel  # |k/n - 1/2| <= 1/16
+
+
+_KNOWN: WeakKeyDictionary[Payload, dict[str, Bytes]] = WeakKeyDictionary()
+
+
+def encode_once(payload: Payload) -> dict[str, Bytes]:
+    """Return what :func:`encode` returns, which returns the same again as long as the payload lives.
+
+    A payload that goes both to disk and over the wire is encoded once so. Its tensors must not be written to.
+    """
+    return _KNOWN.setdefault(payload, encode(payload))
 
 
 def encode(payload: Payload) -> dict[str, Bytes]:
@@ -127,6 +147,8 @@ def encode(payload: Payload) -> dict[str, Bytes]:
     >>> decode(message).tensors["w"].tolist()
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 7.0]
     """
+    if (message := _KNOWN.get(payload)) is not None:
+        return message
     if len(payload.tensors) > MAX_TENSORS:
         raise ValueError(f"a payload of {len(payload.tensors)} tensors, allowed: at most {MAX_TENSORS}")
     entries: list[_Entry] = []
@@ -137,11 +159,7 @@ def encode(payload: Payload) -> dict[str, Bytes]:
         flat_mask = np.empty(0, np.bool_) if mask is None else mask.cpu().numpy().reshape(-1)
         num_kept = tensor.numel() if mask is None else int(np.count_nonzero(flat_mask))
         entry = _Entry(name, tuple(tensor.shape), tensor.dtype, _DENSE if mask is None else _MASKED, num_kept)
-        if entry.dtype not in _DTYPES or tensor.dim() > MAX_DIMENSIONS or len(name.encode()) > MAX_NAME_BYTES:
-            raise ValueError(
-                f"tensor {name!r} has {tensor.dim()} dimensions and dtype {tensor.dtype}, allowed: a name of at most "
-                f"{MAX_NAME_BYTES} bytes, {MAX_DIMENSIONS} dimensions, and one of {', '.join(map(str, _DTYPES))}"
-            )
+        _check_writable(entry)
         entries.append(entry)
         masks.append(flat_mask)
         values.append(_kept_bits(tensor, entry, flat_mask))
@@ -174,18 +192,13 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     against the bytes present before memory is taken. Every mask is checked against its declared count after
     decoding.
     """
-    body = arrays.get(KEY)
-    if len(arrays) != 1 or not isinstance(body, np.ndarray) or body.dtype != np.uint8 or body.ndim != 1:
-        kinds = {name: f"{getattr(a, 'dtype', type(a))} {getattr(a, 'shape', '')}" for name, a in arrays.items()}
-        raise ValueError(f"a message has the arrays {reprlib.repr(kinds)}, allowed: exactly {KEY!r}, a row of uint8")
-    body = np.ascontiguousarray(body)
+    body = _message_body(arrays)
     reader = _Reader(body.data)
     entries = _read_header(reader, max_bytes)
     coded_entries = [entry for entry in entries if entry.is_coded]
     lender = next((entry for entry in entries if entry.value_bytes), None) if coded_entries else None
     num_lent = min(_LENT_BYTES, lender.value_bytes) if lender else 0
-    bitmap_bytes = {entry.name: -(-entry.numel // 8) for entry in entries if entry.is_bitmap}
-    num_declared = sum(bitmap_bytes.values()) + sum(entry.value_bytes for entry in entries)
+    num_declared = sum(e.bitmap_bytes + e.value_bytes for e in entries)
     num_ans = len(body) - reader.position - (num_declared - num_lent)  # the one section of undeclared length
     if num_ans < 0 or (num_ans > 0 and not coded_entries):
         raise ValueError(f"a message of {len(body)} bytes, its header declares {reader.position + num_declared}")
@@ -194,11 +207,9 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     for entry in entries:
         if entry.kind == _MASKED and entry.kept in (0, entry.numel):
             masks[entry.name] = np.full(entry.numel, entry.kept > 0)
-        elif entry.is_bitmap:
-            bits = np.unpackbits(np.frombuffer(reader.take(bitmap_bytes[entry.name]), np.uint8), bitorder="little")
-            if bits[entry.numel :].any():
-                raise ValueError(f"tensor {entry.name!r} has a bitmap with bits beyond its {entry.numel} elements")
-            masks[entry.name] = bits[: entry.numel].view(np.bool_)
+    for entry in entries:
+        if entry.is_bitmap:
+            masks[entry.name] = _unpack(entry, np.frombuffer(reader.take(entry.bitmap_bytes), np.uint8))
     lent_bytes = np.empty(0, np.uint8)
     if coded_entries:
         coded_masks, lent_bytes = _ans_decode(coded_entries, reader.take(num_ans), num_lent)
@@ -206,13 +217,10 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
 
     tensors = {}
     for entry in entries:
-        mask = masks.get(entry.name)
-        if mask is not None and (count := int(np.count_nonzero(mask))) != entry.kept:
-            raise ValueError(f"tensor {entry.name!r} declares {entry.kept} kept elements, its mask keeps {count}")
         piece = np.frombuffer(reader.take(entry.value_bytes - (num_lent if entry is lender else 0)), np.uint8)
         if entry is lender:
             piece = np.concatenate([lent_bytes, piece])
-        tensors[entry.name] = _decode_tensor(entry, piece, mask)
+        tensors[entry.name] = _decode_tensor(entry, piece, masks.get(entry.name))
     return Payload(
         tensors,
         {e.name: torch.from_numpy(masks[e.name]).reshape(e.shape) for e in entries if e.kind != _DENSE},
@@ -255,7 +263,7 @@ def _read_header(reader: _Reader, max_bytes: int) -> list[_Entry]:
     entries: list[_Entry] = []
     names: set[str] = set()
     decoded_bytes = 0
-    is_last = not reader.view
+    is_last = reader.is_at_end
     while not is_last:
         if len(entries) == MAX_TENSORS:
             raise ValueError(f"a message of more than {MAX_TENSORS} tensors")
@@ -269,7 +277,7 @@ def _read_header(reader: _Reader, max_bytes: int) -> list[_Entry]:
             raise ValueError(f"a message decodes to more than the allowed {max_bytes} bytes, at tensor {entry.name!r}")
         names.add(entry.name)
         entries.append(entry)
-    if _write_header(entries) != bytes(reader.view[: reader.position]):
+    if _write_header(entries) != reader.taken():
         raise ValueError("a message whose header is not in its one shortest form")
     return entries
 
@@ -297,6 +305,20 @@ def _read_entry(reader: _Reader, label: str) -> tuple[bool, _Entry]:
     return bool(lead & _LAST), _Entry(name, shape, dtype, kind, num_kept)
 
 
+def _check_writable(entry: _Entry) -> None:
+    if entry.dtype not in _DTYPES:
+        allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+        raise ValueError(f"tensor {entry.name!r} has dtype {entry.dtype}, allowed: {allowed}")
+    if len(entry.shape) > MAX_DIMENSIONS:
+        raise ValueError(f"tensor {entry.name!r} has {len(entry.shape)} dimensions, allowed: {MAX_DIMENSIONS}")
+    try:
+        num_name_bytes = len(entry.name.encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"tensor name {entry.name!r} cannot be written as UTF-8") from None
+    if num_name_bytes > MAX_NAME_BYTES:
+        raise ValueError(f"tensor name {entry.name!r} has {num_name_bytes} bytes, allowed: {MAX_NAME_BYTES}")
+
+
 def varint(value: int) -> bytes:
     """Return a number that is not negative as LEB128, as in protobuf: seven bits a byte, the lowest bits first.
 
@@ -315,14 +337,21 @@ class _Reader:
     """A reader hands out the bytes of a message from the front, never one past its end."""
 
     def __init__(self, view: memoryview) -> None:
-        self.view = view
+        self._view = view
         self.position = 0
 
+    @property
+    def is_at_end(self) -> bool:
+        return self.position == len(self._view)
+
     def take(self, count: int) -> memoryview:
-        if count > len(self.view) - self.position:
-            raise ValueError(f"a message of {len(self.view)} bytes ends too early")
+        if count > len(self._view) - self.position:
+            raise ValueError(f"a message of {len(self._view)} bytes ends too early")
         self.position += count
-        return self.view[self.position - count : self.position]
+        return self._view[self.position - count : self.position]
+
+    def taken(self) -> bytes:
+        return bytes(self._view[: self.position])
 
     def varint(self) -> int:
         value = 0
@@ -334,7 +363,37 @@ class _Reader:
         raise ValueError("a message holds a number above 2^63 - 1")
 
 
+def _message_body(arrays: Mapping[str, np.ndarray]) -> Bytes:
+    if list(arrays) != [KEY]:
+        raise ValueError(f"a message has the arrays {_brief(list(arrays))}, allowed: exactly {KEY!r}")
+    body = arrays[KEY]
+    if not isinstance(body, np.ndarray) or body.dtype != np.uint8 or body.ndim != 1:
+        kind = f"{body.dtype} with {body.ndim} dimensions" if isinstance(body, np.ndarray) else type(body).__name__
+        raise ValueError(f"array {KEY!r} of a message is {kind}, allowed: uint8 with 1 dimension")
+    return np.ascontiguousarray(body)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 # Masks
+
+
+def _unpack(entry: _Entry, bitmap: Bytes) -> Bools:
+    bits = np.unpackbits(bitmap, bitorder="little")
+    mask = bits[: entry.numel].view(np.bool_)
+    if bits[entry.numel :].any():
+        raise ValueError(f"tensor {entry.name!r} has a bitmap with bits beyond its {entry.numel} elements")
+    _check_count(entry, mask)
+    return mask
+
+
+def _check_count(entry: _Entry, mask: Bools) -> None:
+    count = int(np.count_nonzero(mask))
+    if count != entry.kept:
+        raise ValueError(f"tensor {entry.name!r} declares {entry.kept} kept elements, its mask keeps {count}")
 
 
 def _bernoulli(entry: _Entry) -> Any:
@@ -370,6 +429,7 @@ def _ans_decode(entries: Sequence[_Entry], words: memoryview, num_lent: int) -> 
         mask = np.empty(entry.numel, np.bool_)
         for start in range(0, mask.size, _CHUNK):
             mask[start : start + _CHUNK] = coder.decode(model, min(_CHUNK, mask.size - start))
+        _check_count(entry, mask)
         masks[entry.name] = mask
     base, seal = coder.get_compressed().tolist() if coder.num_words() == 2 else (0, 0)
     if seal != 1 or base >> 8 * num_lent:
@@ -387,7 +447,8 @@ def _kept_bits(tensor: Tensor, entry: _Entry, mask: Bools) -> Bytes:
         return np.empty(0, np.uint8)
     flat = np.ascontiguousarray(tensor.detach().cpu().reshape(-1).view(_BITS[entry.dtype.itemsize]).numpy())
     if entry.kept < entry.numel:
-        flat = flat[np.flatnonzero(mask)]  # five times as fast as flat[mask]
+        values = masked_tensors.gather(flat, mask, entry.kept)
+        flat = flat[np.flatnonzero(mask)] if values is None else values  # five times as fast as flat[mask]
     return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 
@@ -397,10 +458,12 @@ def _decode_tensor(entry: _Entry, piece: Bytes, mask: Bools | None) -> Tensor:
     if entry.dtype == torch.bool and (piece > 1).any():
         raise ValueError(f"tensor {entry.name!r} holds a boolean that is neither 0 nor 1")
     native = np.dtype(f"i{entry.dtype.itemsize}")
-    values = piece.view(native.newbyteorder("<"))
+    flat = None
     if mask is not None and entry.kept < entry.numel:
-        flat = np.zeros(entry.numel, native)
-        flat[np.flatnonzero(mask)] = values
-    else:
-        flat = np.array(values, dtype=native)  # the copy aligns them, which lie at any offset of the message
+        flat = masked_tensors.spread(piece, mask, native)
+        if flat is None:
+            flat = np.zeros(entry.numel, native)
+            flat[np.flatnonzero(mask)] = piece.view(native.newbyteorder("<"))
+    if flat is None:  # The copy aligns the values, which lie at any offset of the message.
+        flat = np.array(piece.view(native.newbyteorder("<")), dtype=native)
     return torch.from_numpy(flat).view(entry.dtype).reshape(entry.shape)

@@ -1,6 +1,6 @@
-"""The library in C is compiled where fedprune is installed, from the source in ``native``.
+"""The libraries in C are compiled where fedprune is installed, from the sources in ``native``.
 
-Without a compiler there is none, and linear layers stay dense.
+Without a compiler there are none, and each user of such a library has another way to the same result.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprune_app.core import masked_tensors
+
 _BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has no bfloat16: two bytes under a field of that name
 
 
@@ -52,7 +54,7 @@ class Payload:
     def pruned(cls, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Payload:
         """Return a payload of new tensors, zero wherever their mask is False."""
         pruned_tensors = {
-            name: torch.where(masks[name], tensor, tensor.new_zeros(())) if name in masks else tensor.clone()
+            name: _apply_mask(tensor, masks[name]) if name in masks else tensor.clone()
             for name, tensor in tensors.items()
         }
         return cls(pruned_tensors, {name: mask.clone() for name, mask in masks.items()})
@@ -111,6 +113,11 @@ class Payload:
             dict(zip(names, tensors[: len(names)], strict=True)),
             dict(zip(mask_names, tensors[len(names) :], strict=True)),
         )
+
+
+def _apply_mask(tensor: Tensor, mask: Tensor) -> Tensor:
+    result = masked_tensors.keep(tensor, mask)
+    return torch.where(mask, tensor, tensor.new_zeros(())) if result is None else result
 
 
 def _to_ndarray(tensor: Tensor) -> np.ndarray:

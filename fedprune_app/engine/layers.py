@@ -25,7 +25,8 @@ class LayerFiles:
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
         """Write a layer."""
-        replace_file(self._path(layer, version), seal(codec.pack(payload), self._metadata(layer, version)))
+        body = codec.encode_once(payload)[codec.KEY].data
+        replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)))
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
         """Read a layer of at most ``max_bytes`` decoded bytes.

@@ -1,5 +1,6 @@
 """The wire codec: round trip, size, one spelling per message, nothing but ValueError for hostile bytes."""
 
+import gc
 import math
 
 import constriction
@@ -10,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core import codec
-from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.codec import decode, encode
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
@@ -309,11 +309,11 @@ def test_the_coder_uses_exactly_the_probability_that_the_integers_say(numel, dat
     [
         (
             {"w": torch.zeros(2, dtype=torch.complex64)},
-            "tensor 'w' has 1 dimensions and dtype torch.complex64, allowed",
+            "tensor 'w' has dtype torch.complex64, allowed: torch.float32",
         ),
-        ({"w": torch.zeros([1] * 17)}, "tensor 'w' has 17 dimensions .*, allowed: .*16 dimensions"),
-        ({"w" * 1025: torch.zeros(1)}, "allowed: a name of at most 1024 bytes"),
-        ({"\ud800": torch.zeros(1)}, "surrogates not allowed"),
+        ({"w": torch.zeros([1] * 17)}, "tensor 'w' has 17 dimensions, allowed: 16"),
+        ({"w" * 1025: torch.zeros(1)}, "has 1025 bytes, allowed: 1024"),
+        ({"\ud800": torch.zeros(1)}, "cannot be written as UTF-8"),
         (
             {str(i): torch.zeros(0) for i in range(codec.MAX_TENSORS + 1)},
             "16385 tensors, allowed: at most 16384",
@@ -376,13 +376,13 @@ def test_a_malformed_message_is_refused_with_its_reason_in_one_line(body, expect
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
-        ({}, r"has the arrays \{\}, allowed: exactly 'fp1', a row of uint8"),
-        ({"fp2": np.zeros(3, np.uint8)}, r"has the arrays \{'fp2': 'uint8 \(3,\)'\}"),
+        ({}, r"has the arrays \[\], allowed: exactly 'fp1'"),
+        ({"fp2": np.zeros(3, np.uint8)}, r"has the arrays \['fp2'\]"),
         ({codec.KEY: np.zeros(3, np.uint8), "x": np.zeros(3, np.uint8)}, "allowed: exactly"),
-        ({codec.KEY: np.zeros(3, np.int8)}, r"'int8 \(3,\)'\}, allowed: exactly 'fp1', a row of uint8"),
-        ({codec.KEY: np.zeros((3, 1), np.uint8)}, r"'uint8 \(3, 1\)'"),
-        ({codec.KEY: np.zeros(3, object)}, r"'object \(3,\)'"),
-        ({codec.KEY: b"abc"}, "bytes.*, allowed"),
+        ({codec.KEY: np.zeros(3, np.int8)}, "is int8 with 1 dimensions, allowed: uint8 with 1 dimension"),
+        ({codec.KEY: np.zeros((3, 1), np.uint8)}, "is uint8 with 2 dimensions"),
+        ({codec.KEY: np.zeros(3, object)}, "is object with 1 dimensions"),
+        ({codec.KEY: b"abc"}, "is bytes, allowed"),
     ],
 )
 def test_other_arrays_than_one_of_bytes_are_refused(arrays, expected):
@@ -467,12 +467,14 @@ def test_every_single_bit_flip_of_a_coded_mask_is_refused_or_understood():
         read_or_refuse(bytes(flipped))
 
 
-def test_a_mask_of_other_bytes_than_0_and_1_keeps_where_it_is_not_0():
-    """A file may hold such a mask; counting with its bytes would read and write beyond the values."""
-    kept = torch.tensor([2, 0, 255, 0, 1], dtype=torch.uint8).view(torch.bool)
-    payload = Payload({"w": torch.arange(1.0, 6.0)}, {"w": kept})
-    assert decode(encode(payload)).tensors["w"].tolist() == [1, 0, 3, 0, 5]
-    assert Payload.pruned(payload.tensors, payload.masks).tensors["w"].tolist() == [1, 0, 3, 0, 5]
-    mean = MaskedMean(1)
-    mean.add(payload)
-    assert mean.mixed()["w"].tolist() == [1, 0, 3, 0, 5]
+def test_what_goes_to_disk_and_over_the_wire_is_encoded_once():
+    payload = Payload.pruned({"w": torch.arange(100.0)}, {"w": torch.arange(100) % 3 == 0})
+    first = codec.encode_once(payload)
+    assert codec.encode(payload) is first
+    same = Payload(dict(payload.tensors), dict(payload.masks))
+    assert codec.encode(same) is not first
+    assert codec.encode(same)[codec.KEY].tobytes() == first[codec.KEY].tobytes()
+    known = len(codec._KNOWN)
+    del payload
+    gc.collect()
+    assert len(codec._KNOWN) == known - 1

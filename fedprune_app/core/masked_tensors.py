@@ -1,0 +1,193 @@
+"""Passes over masked tensors in C: sums, means, kept values, and the entries that an expansion prunes.
+
+PyTorch needs many passes over memory for what these do in one. The work is done by ``native/masked_tensors.c``. A
+function here returns None, and has changed nothing, where the library was not compiled or does not know a dtype or a
+device. The caller then does the same with PyTorch, to the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedprune_app.core.compiled import library
+
+_NAME = "masked_tensors"
+_BINS = 2**16
+_Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_Level = ctypes.c_int32
+_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""The integers that have a dtype's memory, by item size."""
+_ARGUMENTS = {
+    "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Long, _Double, ctypes.c_int32, _Int],
+    "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Double, _Int],
+    "keep": [_Pointer, _Pointer, _Pointer, _Long, _Int],
+    "spread": [_Pointer, _Pointer, _Long, _Pointer, _Long, _Int],
+    "gather": [_Pointer, _Pointer, _Long, _Pointer, _Int],
+    "levels": [_Pointer, _Long, _Pointer, _Long],
+    "histogram": [_Pointer, _Pointer, _Long, _Level, _Long, _Pointer],
+    "cut": [_Pointer, _Pointer, _Long, _Level, ctypes.c_uint32, _Long, _Pointer],
+}
+
+
+def is_compiled() -> bool:
+    """Return whether the library is there."""
+    return library(_NAME) is not None
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros; on the CPU in memory of NumPy's, which the system hands out in large pages.
+
+    PyTorch's memory comes in pages of 4 KiB. To get so many pages takes longer than a pass over them.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, _NUMPY[dtype.itemsize])).view(dtype)
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor with any values, in memory as that of :func:`zeros`."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(shape, _NUMPY[dtype.itemsize])).view(dtype)
+
+
+def add(sums: Tensor, counts: Tensor, values: Sequence[Tensor], masks: Sequence[Tensor | None], *, scale: float,
+        weight: int) -> bool | None:  # fmt: skip
+    """Add ``round(scale · values)``, half to even, to ``sums`` where masks keep; add ``weight`` to ``counts`` there.
+
+    ``sums`` is int64. ``counts`` is int32 of the same shape, or anything if no tensor has a mask. A tensor without mask
+    is added everywhere and is not counted in ``counts``. All products must be below 2^51 in magnitude.
+    """
+    is_masked = any(mask is not None for mask in masks)
+    shape = sums.shape
+    if not _fits(sums, torch.int64, shape) or (is_masked and not _fits(counts, torch.int32, shape)):
+        return None
+    if not all(_fits(value, torch.float32, shape) for value in values):
+        return None
+    if not all(mask is None or _fits(mask, torch.bool, shape) for mask in masks):
+        return None
+    lists = _Pointer * len(values)
+    addresses = lists(*(value.data_ptr() for value in values))
+    mask_addresses = lists(*(None if mask is None else mask.data_ptr() for mask in masks))
+    held_address = counts.data_ptr() if is_masked else None
+    _call("add", addresses, mask_addresses, len(values), sums.data_ptr(), held_address, sums.numel(), scale, weight,
+          torch.get_num_threads())  # fmt: skip
+    return True
+
+
+def mean(out: Tensor, sums: Tensor, counts: Tensor, factor: float, default: Tensor | None = None) -> bool | None:
+    """Write ``sums / counts · factor`` to ``out`` (float32), and ``default`` (or 0) where ``counts`` is 0."""
+    shape = sums.shape
+    if not _fits(sums, torch.int64, shape) or not _fits(counts, torch.int32, shape):
+        return None
+    if not _fits(out, torch.float32, shape):
+        return None
+    if default is not None and not _fits(default, torch.float32, shape):
+        return None
+    default_address = None if default is None else default.data_ptr()
+    _call("mean", sums.data_ptr(), counts.data_ptr(), default_address, out.data_ptr(), sums.numel(), factor,
+          torch.get_num_threads())  # fmt: skip
+    return True
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor | None:
+    """Return a new tensor with ``values`` where ``mask`` is True, and 0 elsewhere."""
+    shape = values.shape
+    if not _fits(mask, torch.bool, shape) or not _fits(values, values.dtype, shape) or values.dtype.is_complex:
+        return None
+    result = empty(shape, values.dtype, values.device)
+    _call("keep", mask.data_ptr(), values.data_ptr(), result.data_ptr(), values.numel(), values.element_size())
+    return result
+
+
+def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """Return an array of ``mask``'s length with the ``kept`` values, given as bytes, where ``mask`` is True; else 0.
+
+    ``mask`` keeps exactly as many. ``dtype`` is an integer's of as many bytes as a value has.
+    """
+    if not _is_usable():
+        return None
+    result = np.empty(mask.size, dtype)
+    _call("spread", mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, result.ctypes.data, mask.size,
+          dtype.itemsize)  # fmt: skip
+    return result
+
+
+def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDArray[Any] | None:
+    """Return the ``num_kept`` values that ``mask`` keeps. ``values`` is flat and of integers."""
+    if not _is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
+        return None
+    result = np.empty(num_kept + 1, values.dtype)
+    _call("gather", mask.ctypes.data, values.ctypes.data, mask.size, result.ctypes.data, values.dtype.itemsize)
+    return result[:num_kept]
+
+
+def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
+    """Return the mask of what stays where ``target`` entries go; more go if nobody holds more than that.
+
+    First go the entries that nobody holds, all of them. Then those with the fewest ``holders`` (int32) go, of equal
+    numbers those with the smallest magnitude of ``order`` (float32), and of equal magnitudes those at the lowest index.
+    """
+    shape = holders.shape
+    if not _fits(holders, torch.int32, shape) or not _fits(order, torch.float32, shape) or not holders.numel():
+        return None
+    size = holders.numel()
+    levels = np.empty(int(holders.max()) + 1, np.int64)
+    _call("levels", holders.data_ptr(), size, levels.ctypes.data, len(levels) - 1)
+    num_missing = target - int(levels[0])
+    level, threshold, num_ties = 1, 0, 0  # all with fewer holders go, and of those with so many none
+    while num_missing > 0 and level < len(levels):
+        if levels[level] > num_missing:
+            arguments = (holders.data_ptr(), order.data_ptr(), size, level)
+            high, num_missing = _position(_histogram(*arguments, -1), num_missing)
+            low, num_ties = _position(_histogram(*arguments, high), num_missing)
+            threshold = high << 16 | low
+            break
+        num_missing -= int(levels[level])
+        level += 1
+    mask = empty(shape, torch.bool, holders.device)
+    _call("cut", holders.data_ptr(), order.data_ptr(), size, level, threshold, num_ties, mask.data_ptr())
+    return mask
+
+
+def _histogram(*arguments: int) -> NDArray[np.int64]:
+    histogram = np.empty(_BINS, np.int64)
+    _call("histogram", *arguments, histogram.ctypes.data)
+    return histogram
+
+
+def _position(histogram: NDArray[np.int64], rank: int) -> tuple[int, int]:
+    """Return the bin of the ``rank``-th smallest value, counted from 1, and the rank of that value within the bin."""
+    cumulative = histogram.cumsum()
+    position = int(np.searchsorted(cumulative, rank))
+    return position, rank - int(cumulative[position] - histogram[position])
+
+
+def _is_usable() -> bool:
+    return sys.byteorder == "little" and is_compiled()
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+    is_alike = tensor.dtype == dtype and tensor.shape == shape
+    return _is_usable() and is_plain and is_alike and tensor.data_ptr() % tensor.element_size() == 0
+
+
+def _call(name: str, *arguments: object) -> None:
+    _function(name)(*arguments)
+
+
+@cache
+def _function(name: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(library(_NAME), f"fedprune_{name}")
+    function.argtypes, function.restype = _ARGUMENTS[name], None  # type: ignore[attr-defined]
+    return function
