@@ -23,7 +23,6 @@ from fedprune_app.core.graphs import Recorder
 from fedprune_app.core.masks import prune_and_grow, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
-from fedprune_app.core.scores import n_of_m_mask
 from fedprune_app.core.sparsegpt import Hessian, sparsegpt
 from fedprune_app.learning import training
 from fedprune_app.learning.sgd import SGD
@@ -49,8 +48,6 @@ def correct(bench: Bench) -> None:
     for model in models:
         for deterministic in (True,) if bench.tiny else (True, False):
             bench.measure(f"{model}, deterministic={deterministic}, again", partial(again, bench, model, deterministic))
-    if bench.on_gpu:
-        bench.measure("2:4 matrices of tensor cores", partial(two_of_four, bench))
 
 
 class Trained:
@@ -186,24 +183,6 @@ def masks_and_means(bench: Bench) -> Mapping[str, Any]:
         found[device] = prune_and_grow({"w": w}, {"w": g}, {"w": m}, 0.3)["w"], mean.mixed()["w"]
     pairs = zip(found["cpu"], found[bench.device], strict=True)
     return dict(zip(("prune_and_grow_same", "mean_same_bits"), (equal([a], [b]) for a, b in pairs), strict=True))
-
-
-def two_of_four(bench: Bench) -> Mapping[str, Any]:
-    """Return the errors and the time of packed matrices, against dense ones."""
-    from torch.sparse import to_sparse_semi_structured
-
-    found: dict[str, float] = {}
-    for dtype in (torch.float16, torch.bfloat16):
-        weight = bench.randn(4096, 4096)
-        weight = (weight * n_of_m_mask(weight.abs(), (2, 4))).to(dtype)
-        packed, name = to_sparse_semi_structured(weight), str(dtype).removeprefix("torch.")
-        for tokens in (16, 4096):
-            x = bench.randn(tokens, 4096, dtype=dtype)
-            product = partial(F.linear, x)
-            found[f"error_{name}_{tokens}"] = error_of(product(packed), F.linear(x.double(), weight.double()))
-            times = [bench.seconds(partial(product, matrix), 0.1) for matrix in (packed, weight)]
-            found[f"of_dense_{name}_{tokens}"] = times[0] / times[1]
-    return found
 
 
 def tests(bench: Bench) -> None:

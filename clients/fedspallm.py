@@ -39,7 +39,7 @@ from fedprune_app.learning.device import recorder_of
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
-from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
+from fedprune_app.models.layer_pruning import Pruner, input_matrices, prune_layer, same_inputs
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
@@ -328,7 +328,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         if self.privacy is not None:
             payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
         else:
-            matrices = input_hessians(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
+            matrices = input_matrices(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
             payload = Payload(hessians.encoded(matrices))
         return LayerUpdate(payload, State({"hidden": hidden}, meta), {})
 
@@ -350,7 +350,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
         clip_norm = self.config.dp.clip_norm
         size = self.config.batch_size
-        moments = input_moments(self.model, module, self.observed_matrices, hidden, size, clip_norm)
+        moments = input_matrices(self.model, module, self.observed_matrices, hidden, size, clip_norm)
         model = [self.model.shell_digest(), *(self.model.layer_digest(number) for number in range(layer + 1))]
         received_digests = meta["received"]
         pruned_digests = [received_digests.get(str(number), "") for number in range(layer)]

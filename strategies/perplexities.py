@@ -77,7 +77,7 @@ def over_clients(
             "window": perplexity.window,
             "windows": perplexity.windows,
             "windows_in_text": perplexity.windows_in_text,
-            "tokens": perplexity.tokens,
+            "tokens": perplexity.window * perplexity.windows,
         }
     first = by_text[next(iter(dense))]
     if own_rows := [row for row in complete_rows if OWN_TEXT in row["perplexity"]]:

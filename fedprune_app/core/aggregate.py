@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import masked_tensors
-from fedprune_app.core.masks import keep_count
+from fedprune_app.core.masks import keep_count, kth_smallest
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.scores import NOfM, check_n_of_m, kth_smallest
+from fedprune_app.core.scores import NOfM, check_n_of_m
 
 FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
@@ -43,8 +43,6 @@ class MaskedMean:
     """
 
     def __init__(self, max_addends: int, max_weight: int = 1) -> None:
-        if max_addends < 1 or max_weight < 1:
-            raise ValueError(f"max_addends {max_addends} and max_weight {max_weight} must be at least 1")
         self.max_addends = max_addends
         self.max_weight = max_weight
         self.max_magnitude = _HEADROOM / (max_addends + 1)
@@ -127,8 +125,8 @@ class MaskedMean:
         largest = 0.0
         for name, tensor in payload.tensors.items():
             if name in self._sums and self._sums[name].shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)}, allowed: {tuple(self._sums[name].shape)} as before"
-                raise ValueError(f"tensor '{name}' has shape {shapes}")
+                shape = tuple(self._sums[name].shape)
+                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {shape} as before")
             low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
             magnitude = max(-low, high)
             if not magnitude <= self.max_magnitude:  # also refuses NaN

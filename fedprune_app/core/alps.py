@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fedprune_app.core.scores import NOfM, magnitude_mask
 
+# The penalty grows from the first to the last in so many steps, by the same factor each time. The paper lets the
+# factor depend on how many weights of the mask changed.
 _FIRST, _LAST, _STEPS = 0.01, 2.0, 40
-"""The penalty grows from the first to the last in so many steps, by the same factor each time. The paper lets the
-factor depend on how many weights of the mask changed."""
 _TINY = torch.finfo(torch.float32).tiny
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
+# A client may report no number of itself above this one: sums over clients, and their squares, then stay finite.
 LARGEST_SAID = 1e100
-"""A client may report no number of itself above this one: sums over clients, and their squares, then stay finite."""
 
 
 def bounded(value: object, what: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:

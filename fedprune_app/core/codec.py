@@ -79,8 +79,6 @@ Bools = NDArray[np.bool_]
 
 
 class _Entry(NamedTuple):
-    """An entry is the header's description of one tensor."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -98,11 +96,6 @@ class _Entry(NamedTuple):
     @property
     def value_bytes(self) -> int:
         return 0 if self.is_mask_alone else self.kept * self.dtype.itemsize
-
-    @property
-    def decoded_bytes(self) -> int:
-        numel = counted(self.shape)
-        return numel * self.dtype.itemsize + (numel if self.kind != _DENSE else 0)
 
     @property
     def is_bitmap(self) -> bool:
@@ -279,7 +272,7 @@ def _read_header(reader: _Reader, max_bytes: int) -> list[_Entry]:
             raise ValueError(f"tensor {entry.name!r} occurs twice in a message")
         if entry.kept > entry.numel:
             raise ValueError(f"tensor {entry.name!r} declares {entry.kept} kept of {entry.numel} elements")
-        decoded_bytes += entry.decoded_bytes
+        decoded_bytes += counted(entry.shape) * (entry.dtype.itemsize + entry.kind)  # a mask has a byte each
         if decoded_bytes > max_bytes:
             raise ValueError(f"a message decodes to more than the allowed {max_bytes} bytes, at tensor {entry.name!r}")
         names.add(entry.name)

@@ -2,29 +2,27 @@
 
 Each client of a cohort does its work in a thread of its own, as if it were alone. One thread works at a time, until it
 wants to train or is done. When no other is left to work, all that want to train are trained together, and go on. So
-no system has to know of cohorts. A client's result does not depend on who trains beside it, so it does not depend on
-how long anybody works either.
+no system has to know of cohorts. A client's result does not depend on who trains beside it.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-PATIENCE_SECONDS = 5.0
-_HARDLY_ANY_SECONDS = 1e-3
+# So many clients are trained together at most, if the configuration does not say; more gain little.
 LARGEST_COHORT = 8
-"""So many clients are trained together at most, if the configuration does not say; more gain little."""
-TrainTogether = Callable[[Sequence[Request]], list["Result | Exception"]]
 
 
-def together(request: Request, train_together: TrainTogether[Request, Result], waits: bool = True) -> Result:
+def together(
+    request: Request, train_together: Callable[[Sequence[Request]], list[Result | Exception]], waits: bool = True
+) -> Result:
     """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
 
     A client with which nobody can train has no reason to wait for the others: ``waits`` is then False. Raises the
@@ -37,14 +35,10 @@ def together(request: Request, train_together: TrainTogether[Request, Result], w
     return result
 
 
-def work_in_cohort(
-    works: Sequence[Callable[[], Result]], patience: float = PATIENCE_SECONDS
-) -> Iterator[tuple[int, Result]]:
+def work_in_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Result]]:
     """Do several clients' works as a cohort; yield the number of each and what it returned, once it is done.
 
-    The works handle their errors themselves: one that raises ends the cohort. A client that takes no CPU time for
-    ``patience`` seconds hangs or waits for something. It is no longer waited for: the others go on, and it does what is
-    left alone.
+    The works handle their errors themselves: one that raises ends the cohort.
     """
     if len(works) == 1:
         yield 0, works[0]()
@@ -52,18 +46,14 @@ def work_in_cohort(
     members = {number: _Member(work) for number, work in enumerate(works)}
     while members:
         for member in members.values():
-            member.go_on(patience)
+            member.go_on()
         for number in [number for number, member in members.items() if member.is_done]:
             yield number, members.pop(number).outcome()
-        participants = [member for member in members.values() if not member.is_on_its_own]
+        participants = list(members.values())
         if participants:
             results = participants[0].train_together([member.request for member in participants])
             for member, result in zip(participants, results, strict=True):
                 member.result = result
-        else:
-            for number, member in members.items():
-                yield number, member.outcome()
-            return
 
 
 def share_of(num_messages: int, num_workers: int, max_size: int) -> int:
@@ -88,69 +78,39 @@ class _Member(Generic[Result]):
     train_together: Callable[[Sequence[Any]], list[Any]]
 
     def __init__(self, work: Callable[[], Result]) -> None:
-        self.is_done = self.is_on_its_own = False
-        self._clock: int | None = None  # of its thread's CPU time
+        self.is_done = False
         self._work = work
-        self._outcome: list[Result] = []
-        self._error: BaseException | None = None
-        self._may_go, self._stopped, self._lock = threading.Semaphore(0), threading.Semaphore(0), threading.Lock()
+        self._outcome: Future[Result] = Future()
+        self._may_go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
 
-    def go_on(self, patience: float) -> None:
-        """Let the member work until it stops, or is on its own since it hangs."""
-        if self.is_on_its_own:
-            return
+    def go_on(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
         else:
             self._may_go.release()
-        seconds = self._cpu_seconds()
-        while not self._stopped.acquire(timeout=patience):
-            last_seconds, seconds = seconds, self._cpu_seconds()
-            if seconds - last_seconds < _HARDLY_ANY_SECONDS:
-                with self._lock:
-                    self.is_on_its_own = not self._stopped.acquire(blocking=False)
-                return
-
-    def _cpu_seconds(self) -> float:
-        """Return the CPU time of the member's thread so far; where no system call tells it, time goes on."""
-        if self._clock is None:
-            return time.monotonic()
-        try:
-            return time.clock_gettime(self._clock)
-        except OSError:  # the thread has just ended
-            return math.inf
+        self._stopped.acquire()
 
     def outcome(self) -> Result:
-        """Wait for the end of the member's work, and return what it returned or raise what it raised."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._outcome[0]
+        return self._outcome.result()
 
     def train(self, request: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
-        with self._lock:
-            if not self.is_on_its_own:
-                self.request, self.train_together = request, train_together
-                self._stopped.release()
-        if self.is_on_its_own:
-            return train_together([request])[0]
+        self.request, self.train_together = request, train_together
+        self._stopped.release()
         self._may_go.acquire()
         result, self.request, self.result = self.result, None, None
         return result
 
     def _run(self) -> None:
         _member.set(self)
-        if hasattr(time, "pthread_getcpuclockid"):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
-            self._outcome.append(self._work())
+            self._outcome.set_result(self._work())
         except BaseException as error:
-            self._error = error
-        with self._lock:
-            self.is_done = True
-            self._stopped.release()
+            self._outcome.set_exception(error)
+        self.is_done = True
+        self._stopped.release()
 
 
 _member: ContextVar[_Member[Any] | None] = ContextVar("_member", default=None)

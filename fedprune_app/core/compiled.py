@@ -22,11 +22,8 @@ def library(name: str) -> ctypes.CDLL | None:
     try:
         source = (FOLDER / f"{name}.c").read_bytes()
         handle = ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
-    except OSError:
-        return None
-    try:
         source_digest = handle.fedprune_source
-    except AttributeError:
+    except (OSError, AttributeError):  # or a library of somebody else
         return None
     source_digest.restype = ctypes.c_char_p
     return handle if source_digest().decode() == hashlib.sha256(source).hexdigest() else None

@@ -21,12 +21,10 @@ def cut_inputs(
     A group is ``size`` inputs side by side. ``hessian`` (in, in) has its diagonal raised by ``damping`` times the mean
     of the diagonal. In each step the groups of the least ``tr(W_G (H⁻¹_GG)⁻¹ W_Gᵀ)`` go, which is the error of their
     removal, and the other weights become those of the least squares ``min ‖(W - W₀) X‖²``. The result has the dtype of
-    ``weight``. Raises ``ValueError`` where no such number of groups can be left.
+    ``weight``. Raises ``ValueError`` for a Hessian that is not positive definite.
     """
     num_inputs = weight.shape[1]
     num_groups = num_inputs // size
-    if num_inputs % size or not 1 <= num_kept <= num_groups:
-        raise ValueError(f"{num_kept} of {num_inputs / size:g} groups of {size} inputs, allowed: 1 to {num_groups}")
     damped_hessian = hessian.double().clone()
     damped_hessian.diagonal().add_(damping * damped_hessian.diagonal().mean())
     factor, failure = torch.linalg.cholesky_ex(damped_hessian)

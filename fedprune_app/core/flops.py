@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedprune_app.core.computation import module_mode
 
+# A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights.
 BACKWARD_PER_FORWARD = 2
-"""A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights."""
 
 
 def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:
@@ -48,11 +48,8 @@ def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) ->
     ``masks`` are by parameter name (``conv1.weight``), True = kept. A layer without a mask is dense. Masks of other
     parameters do not matter.
     """
-    return sum(count * _density(masks.get(f"{name}.weight")) for name, count in layer_flops.items())
-
-
-def _density(mask: Tensor | None) -> float:
-    return 1.0 if mask is None else int(mask.count_nonzero()) / mask.numel()
+    densities = {name: int(mask.count_nonzero()) / max(1, mask.numel()) for name, mask in masks.items()}
+    return sum(count * densities.get(f"{name}.weight", 1.0) for name, count in layer_flops.items())
 
 
 def training_flops(

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
+# So many steps are done before one is recorded: the first ones load kernels and choose between algorithms.
 WARM_UP_STEPS = 3
-"""So many steps are done before one is recorded: the first ones load kernels and choose between algorithms."""
 
 
 class Recorder(Protocol):

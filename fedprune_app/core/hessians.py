@@ -12,26 +12,25 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+# This prefix before the name of the first matrix with the same inputs names their Hessian in a payload.
 HESSIAN = "hessian/"
-"""This prefix before the name of the first matrix with the same inputs names their Hessian in a payload."""
 _FRACTION = 2.0**40
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 
 
 def packed_upper(matrix: Tensor) -> Tensor:
     """Return the upper triangle of a matrix (n, n), row by row (n (n + 1) / 2,), on the CPU."""
-    matrix = matrix.cpu()
-    return torch.cat([row[number:] for number, row in enumerate(matrix)])
+    return matrix.cpu()[_upper_mask(len(matrix))]
 
 
 def unpacked(upper: Tensor, size: int) -> Tensor:
     """Return the symmetric matrix (size, size) whose :func:`packed_upper` this is."""
-    matrix = upper.new_zeros(size, size)
-    start = 0
-    for number in range(size):
-        matrix[number, number:] = upper[start : start + size - number]
-        start += size - number
+    matrix = upper.new_zeros(size, size).masked_scatter_(_upper_mask(size), upper)
     return matrix + matrix.triu(1).T
+
+
+def _upper_mask(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).triu()
 
 
 def encoded(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -80,11 +79,9 @@ def isometric(matrix: Tensor) -> Tensor:
 
     Entries off the diagonal are in the matrix twice, so they grow by √2.
     """
-    upper = packed_upper(matrix)
-    vector = upper * math.sqrt(2)
-    diagonal = _diagonal(len(matrix))
-    vector[diagonal] = upper[diagonal]
-    return vector
+    scaled = matrix * math.sqrt(2)
+    scaled.diagonal().copy_(matrix.diagonal())
+    return packed_upper(scaled)
 
 
 def from_isometric(vector: Tensor, size: int) -> Tensor:

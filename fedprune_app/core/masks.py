@@ -65,10 +65,8 @@ def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], densit
     """Return ``density`` for every weight (2 or more dimensions) and 1 for every 1-D tensor.
 
     1-D tensors stay dense because they cost next to nothing, and because a normalisation scale masked to 0 silences its
-    whole channel. ``density`` is in [0, 1], else ``ValueError``.
+    whole channel.
     """
-    if not 0.0 <= density <= 1.0:
-        raise ValueError(f"density is {density}, allowed: 0 to 1")
     return {name: density if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
 
 
@@ -132,10 +130,8 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
     for name, weight in weights.items():
         count = keep_count(weight.numel(), density)
         full_mask = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
-        if 0 < count < weight.numel():
-            masks[name] = _largest(weight.detach().abs(), full_mask, count)
-        else:
-            masks[name] = full_mask if count else ~full_mask
+        is_full = count == weight.numel()
+        masks[name] = full_mask if is_full else _largest(weight.detach().abs(), full_mask, count)
     return masks
 
 
@@ -159,8 +155,6 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
     Source: Sub-FedAvg, sections 3.5 and 4. The paper prunes "w.r.t. the full dense network". The released code,
     followed here, prunes the *remaining* weights, so that repeated steps approach any target.
     """
-    if not 0.0 <= percent <= 100.0:
-        raise ValueError(f"percent is {percent}, allowed: 0 to 100")
     new_masks = {}
     for name, mask in masks.items():
         magnitude = weights[name].detach().abs()
@@ -236,21 +230,27 @@ def prune_and_grow(
 
 
 def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """Return the mask of the ``count`` eligible coordinates of largest score; ``count`` is at least 1.
+    """Return the mask of the ``count`` eligible coordinates of largest score.
 
     Ties go to the lowest flat index. The function selects the smallest score that enters and then compares all scores
     with it, which is many times faster than a stable sort.
     """
+    if not count:
+        return torch.zeros_like(eligible)
     shape, scores, eligible = eligible.shape, scores.reshape(-1), eligible.reshape(-1)
-    if scores.device.type == "cpu":
-        candidates = scores.numpy()[np.flatnonzero(eligible.numpy())]  # both outrun torch's on a CPU
-        threshold = float(np.partition(candidates, -count)[-count])
-    else:
-        threshold = float(scores[eligible].topk(count, sorted=False).values.min())
+    candidates = scores[eligible]
+    threshold = kth_smallest(candidates, len(candidates) - count + 1)
     selection = eligible & (scores > threshold)
     ties = (eligible & (scores == threshold)).nonzero().squeeze(1)
     selection[ties[: count - int(selection.count_nonzero())]] = True
     return selection.view(shape)
+
+
+def kth_smallest(flat: Tensor, rank: int) -> Tensor:
+    """Return the ``rank``-th smallest value, counted from 1. NumPy's selection is many times as fast as PyTorch's."""
+    if flat.device.type == "cpu":
+        return torch.as_tensor(np.partition(flat.detach().numpy(), rank - 1)[rank - 1])
+    return flat.kthvalue(rank).values
 
 
 def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

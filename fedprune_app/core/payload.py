@@ -42,11 +42,11 @@ class Payload:
         for name, mask in self.masks.items():
             if name not in self.tensors:
                 raise ValueError(f"mask '{name}' has no tensor of that name")
-            if mask.dtype != torch.bool:
-                raise ValueError(f"mask '{name}' has dtype {mask.dtype}, allowed: torch.bool")
-            if mask.shape != self.tensors[name].shape:
-                shapes = f"{tuple(mask.shape)}, its tensor {tuple(self.tensors[name].shape)}"
-                raise ValueError(f"mask '{name}' has shape {shapes}")
+            if mask.dtype != torch.bool or mask.shape != self.tensors[name].shape:
+                allowed = f"torch.bool and {tuple(self.tensors[name].shape)}, as its tensor"
+                raise ValueError(
+                    f"mask '{name}' has dtype {mask.dtype} and shape {tuple(mask.shape)}, allowed: {allowed}"
+                )
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         object.__setattr__(self, "masks", MappingProxyType(dict(self.masks)))
 
@@ -107,8 +107,7 @@ class Payload:
         """
         names, mask_names = list(names), list(mask_names)
         if len(arrays) != len(names) + len(mask_names):
-            expected = f"{len(names)} tensors and {len(mask_names)} masks"
-            raise ValueError(f"{len(arrays)} arrays do not make {expected}")
+            raise ValueError(f"{len(arrays)} arrays do not make {len(names)} tensors and {len(mask_names)} masks")
         tensors = [_from_ndarray(array) for array in arrays]
         return cls(
             dict(zip(names, tensors[: len(names)], strict=True)),

@@ -46,8 +46,6 @@ class BoundedMean:
     """A bounded mean is a :class:`MaskedMean` of payloads that :func:`clipped` brought within ``bound`` of ``base``."""
 
     def __init__(self, mean: MaskedMean, base: Mapping[str, Tensor], bound: float) -> None:
-        if not bound > 0:
-            raise ValueError(f"bound is {bound:g}, allowed: above 0")
         self.bound, self.base, self._mean = bound, base, mean
 
     def add(self, payload: Payload, weight: int = 1) -> None:
@@ -80,19 +78,11 @@ class TrimmedMean:
         self.stayed: tuple[str, ...] = ()  # of the tensors that the last mean was asked for and clients sent, unmoved
         self._added: list[Payload] = []
 
-    @property
-    def num_added(self) -> int:
-        """Return how many payloads were added."""
-        return len(self._added)
-
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload. ``ValueError`` for values that are not finite, or for another shape than before."""
+        """Add one client's payload. ``ValueError`` for values that are not finite."""
         for name, tensor in payload.tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"tensor '{name}' has values that are not finite")
-            reference = next((other.tensors[name] for other in self._added if name in other.tensors), tensor)
-            if reference.shape != tensor.shape:
-                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(reference.shape)}")
         self._added.append(payload)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -16,10 +16,8 @@ def cosine_fraction(initial: float, round: int, num_rounds: int) -> float:
     >>> [round(cosine_fraction(0.5, number, num_rounds=4), 3) for number in range(4)]
     [0.5, 0.427, 0.25, 0.073]
     """
-    if not 0.0 <= initial <= 1.0:
-        raise ValueError(f"initial fraction is {initial}, allowed: 0 to 1")
-    if num_rounds < 1:
-        raise ValueError(f"num_rounds is {num_rounds}, allowed: at least 1")
-    if not 0 <= round < num_rounds:
-        raise ValueError(f"round is {round}, allowed: 0 to {num_rounds - 1}")
+    if not (0.0 <= initial <= 1.0 and 0 <= round < num_rounds):
+        raise ValueError(
+            f"initial fraction is {initial} and round is {round} of {num_rounds}, allowed: 0 to 1, and a round below"
+        )
     return initial / 2 * (1 + math.cos(math.pi * round / num_rounds))

@@ -15,7 +15,5 @@ def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Ten
     Blocks are equal, or differ by one where n does not divide d. Each coordinate belongs to each client with
     probability 1/n. Source: Definition 2; Szlendak et al., "Permutation compressors", 2021.
     """
-    if dimension < 1 or num_clients < 1:
-        raise ValueError(f"{dimension} coordinates of {num_clients} clients, allowed: at least 1 of each")
     clients = torch.randperm(num_clients, generator=rng)  # the first ones have the larger blocks
     return clients[torch.randperm(dimension, generator=rng) % num_clients]

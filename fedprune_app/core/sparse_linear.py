@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from fedprune_app.core import compiled
 
+# The instructions that the library can use, by the number that it has for them.
 LEVELS = ("portable", "AVX2", "AVX-512")
-"""The instructions that the library can use, by the number that it has for them."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WORD = 64  # entries of a row in one word of the mask
 _PADDING = 64  # values behind the last one, which the library reads and never uses
@@ -78,27 +78,9 @@ class PackedMatrix:
         """Return the share of the entries that are kept."""
         return float(self.starts[-1]) / max(1, self.rows * self.columns)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the matrix in memory."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.words, self.starts, self.values))
-
-    def dense(self) -> Tensor:
-        """Return the matrix (rows, columns) with its zeros."""
-        bits = np.unpackbits(self.words.numpy().view(np.uint8), axis=1, count=self.columns, bitorder="little")
-        matrix = torch.zeros(self.rows, self.columns, dtype=self.values.dtype)
-        matrix[torch.from_numpy(bits).bool()] = self.values[: int(self.starts[-1])]
-        return matrix
-
 
 def pack(matrix: Tensor) -> PackedMatrix:
-    """Return ``matrix`` (rows, columns) packed: its entries that are not 0 are kept.
-
-    Raises ``ValueError`` for another shape, or a dtype that is not in :data:`DTYPES`.
-    """
-    if matrix.dim() != 2 or matrix.dtype not in DTYPES:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(f"a tensor of shape {tuple(matrix.shape)} and {matrix.dtype}, allowed: a matrix of {allowed}")
+    """Return ``matrix`` (rows, columns), of one of :data:`DTYPES`, packed: its entries that are not 0 are kept."""
     mask = matrix.detach().cpu() != 0
     rows, columns = matrix.shape
     count = -(-columns // _WORD)

@@ -110,8 +110,8 @@ def sparsegpt(
 
     With a ``recorder`` the way through the columns of a block is recorded, and repeated for the other blocks.
 
-    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
-    and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
+    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for values that are not finite, and
+    when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
     (result,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
     return result
@@ -132,7 +132,12 @@ def sparsegpt_together(
     its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
-        _check(matrix, hessian, density, n_of_m, block_size, damping)
+        if not (bool(matrix.isfinite().all()) and bool(hessian.isfinite().all())):
+            raise ValueError("weight or hessian holds values that are NaN or infinite")
+    if n_of_m is not None and density is None:
+        check_n_of_m(n_of_m, len(hessian))
+    else:
+        keep_count(1, one_target(density, n_of_m))
     sizes = [len(matrix) for matrix in matrices]
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
@@ -263,28 +268,3 @@ def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[in
     num_missing = (alive_counts[-1] - keep_count(rows * num_columns, density)).clamp(min=0)
     kept_counts = [0, *(alive_counts - missing_until(alive_counts, num_missing)).tolist()]
     return [kept_counts[columns] for columns in bounds]
-
-
-def _check(
-    weight: Tensor,
-    hessian: Tensor,
-    density: float | None,
-    n_of_m: NOfM | None,
-    block_size: int,
-    damping: float,
-) -> None:
-    num_columns = weight.shape[1]
-    if hessian.shape != (num_columns, num_columns):
-        raise ValueError(f"hessian has shape {tuple(hessian.shape)}, allowed: {(num_columns, num_columns)}")
-    if not (bool(weight.isfinite().all()) and bool(hessian.isfinite().all())):
-        raise ValueError("weight or hessian holds values that are NaN or infinite")
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}, allowed: at least 1")
-    if not damping >= 0:
-        raise ValueError(f"damping is {damping}, allowed: at least 0")
-    if n_of_m is None or density is not None:
-        keep_count(1, one_target(density, n_of_m))
-        return
-    check_n_of_m(n_of_m, num_columns)
-    if block_size % n_of_m[1]:
-        raise ValueError(f"block_size is {block_size}, allowed with {n_of_m[0]}:{n_of_m[1]}: a multiple of m")

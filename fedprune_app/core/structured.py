@@ -156,11 +156,8 @@ def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.M
 
     Its parameters and buffers are new, smaller ones, and its layers hold the new sizes. Layers may be convolutions (not
     grouped ones), batch normalisations and linear layers. The result computes the same as the masked full
-    network, faster. Raises ``ValueError`` if a group would lose all its channels, or a layer is of another kind.
+    network, faster. Raises ``ValueError`` for a layer of another kind.
     """
-    for group in groups:
-        if not bool(kept[group.name].any()):
-            raise ValueError(f"channels of '{group.name}': none kept, allowed: at least 1 of {group.size}")
     names = {piece.tensor for group in groups for piece in group.slices}
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     small = gather({name: state[name].detach() for name in names if name in state}, groups, kept)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from fedprune_app.files import locked, replacing_folder, sha256_of
-
-log = logging.getLogger("flwr.fedprune")
 
 _DIGESTS = "sha256.json"  # the digests of the other files in the folder
 
@@ -30,10 +27,7 @@ def cached_model(folder: Path, action: str, make: Callable[[Path], None]) -> Pat
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(f"{folder}.lock", action):
-        has_folder = folder.exists()
-        if not (has_folder and is_whole(folder)):  # another process may have made it while this one waited
-            if has_folder:
-                log.warning("the cached model '%s' is damaged: it is made anew", folder)
+        if not is_whole(folder):  # another process may have made it while this one waited
             with replacing_folder(folder) as new_folder:
                 make(new_folder)
                 digests = {path.name: sha256_of(path) for path in sorted(new_folder.iterdir())}

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from fedprune_app.core.computation import module_mode
 from fedprune_app.core.structured import ChannelGroup, Slice
 
 ImageShape = tuple[int, int, int]
@@ -20,8 +21,7 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     """
     if not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
         raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
-    groups = _chain_groups(model) if isinstance(model, nn.Sequential) else _traced_groups(model, image_shape)
-    return tuple(groups)
+    return tuple(_chain_groups(model) if isinstance(model, nn.Sequential) else _traced_groups(model, image_shape))
 
 
 def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:
@@ -34,7 +34,7 @@ def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:
     for i, ((conv_name, conv), (norm_name, norm)) in enumerate(pairwise(layers)):
         if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)):
             continue
-        slices = [*_slices(conv_name, conv, 0), *_slices(norm_name, norm, 0)]
+        slices = [*_slices(conv_name, conv), *_slices(norm_name, norm)]
         follower_name, follower = layers[i + 2]
         inputs = follower.weight.shape[1]
         slices.append(Slice(f"{follower_name}.weight", 1, inputs // conv.out_channels))
@@ -42,10 +42,9 @@ def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:
     return groups
 
 
-def _slices(name: str, layer: nn.Module, dim: int) -> list[Slice]:
-    """Return a slice of every tensor of a layer that has a value per output channel (``dim`` 0)."""
+def _slices(name: str, layer: nn.Module) -> list[Slice]:
     tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-    return [Slice(f"{name}.{attribute}", dim) for attribute, tensor in tensors if tensor.dim() > dim]
+    return [Slice(f"{name}.{attribute}", 0) for attribute, tensor in tensors if tensor.dim()]
 
 
 def _traced_groups(model: nn.Module, image_shape: ImageShape) -> list[ChannelGroup]:
@@ -55,13 +54,9 @@ def _traced_groups(model: nn.Module, image_shape: ImageShape) -> list[ChannelGro
         raise ValueError(
             "channel dependencies of this model need the package torch-pruning: install the extra fedprune[structured]"
         ) from None
-    modes = {module: module.training for module in model.modules()}
-    try:
+    with module_mode(model, training=False):
         example = torch.zeros(1, *image_shape, dtype=next(model.parameters()).dtype)
         graph = torch_pruning.DependencyGraph().build_dependency(model, example)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     names = {module: name for name, module in model.named_modules()}
     groups: list[ChannelGroup] = []
     grouped: set[nn.Module] = set()
@@ -80,7 +75,7 @@ def _traced_groups(model: nn.Module, image_shape: ImageShape) -> list[ChannelGro
             if dependency.handler.__name__ == "prune_in_channels":
                 slices.append(Slice(f"{name}.weight", 1, len(indices) // size))
                 continue
-            slices += _slices(name, layer, 0)
+            slices += _slices(name, layer)
             if isinstance(layer, nn.BatchNorm2d):
                 scales.append(f"{name}.weight")
                 grouped.add(layer)

@@ -19,8 +19,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.models.checkpoints import skeleton
 from fedprune_app.models.llm import LanguageModel, decoder_layers
 
+# The matrices whose inputs are cut, by the Hessians of these inputs.
 CUT_BY = ("o_proj", "down_proj")
-"""The matrices whose inputs are cut, by the Hessians of these inputs."""
 _ATTENTION, _UNITS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _MULTIPLE = 8  # of feed-forward units that are left, as matrix products like it
 
@@ -48,10 +48,7 @@ class Cut:
         attention = self.groups / self.num_groups * sum(shapes[part].numel() for part in _ATTENTION)
         units = int((density * sum(map(torch.Size.numel, shapes.values())) - attention) / (3 * hidden))
         self.units = min(max(units // _MULTIPLE * _MULTIPLE, 1), self.num_units)
-        try:
-            layer = decoder_layers(skeleton(self.config(model.config), model.dtype))[1][0]
-        except ValueError:
-            raise _kind_error(model) from None
+        layer = decoder_layers(skeleton(self.config(model.config), model.dtype))[1][0]
         width = self.groups * self.queries * self.head_dim
         if layer.get_submodule(self.names["o_proj"].removesuffix(".weight")).weight.shape != (hidden, width):
             raise _kind_error(model)

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.llm import import_transformers
 
 NAME = "byte-llama"
+# A callback of this type gets (step, steps, loss) after every step.
 OnStep = Callable[[int, int, float], None]
-"""A callback of this type gets (step, steps, loss) after every step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
 
     def make(folder: Path) -> None:
         _save(_train_model(texts, recipe, on_step), folder)
-        (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
 
     return cached_model(embedded_folder(texts, recipe), "trains the embedded language model", make)
 
@@ -82,22 +80,17 @@ def byte_tokenizer() -> Any:
     """Return a transformers tokenizer whose tokens are bytes: the id is the byte."""
     transformers = import_transformers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    characters = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    byte_of = {characters[byte]: byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=byte_of, merges=[]))
     # pieces are short, because the tokenizer handles each piece as one word
     pieces = pre_tokenizers.Split("\n", behavior="merged_with_previous")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])
     tokenizer.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the printable character by which byte-level tokenizers write each byte, as GPT-2 has chosen them."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    other_bytes = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(other_bytes)}
-    return {characters[byte]: byte for byte in range(256)}
 
 
 def _untrained_model(recipe: Recipe, draw: torch.Generator) -> Any:
@@ -135,7 +128,8 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -
             group["lr"] = recipe.learning_rate * _warm_cosine(step, recipe.steps)
         starts = torch.randint(len(data) - recipe.length, (recipe.batch_size,), generator=draw).tolist()
         batch = torch.stack([data[s : s + recipe.length + 1] for s in starts]).long()
-        loss = _next_token_loss(model, batch)
+        logits = model(batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -160,11 +154,6 @@ def _initialise(model: torch.nn.Module, recipe: Recipe, draw: torch.Generator) -
             if "o_proj" in name or "down_proj" in name:
                 deviation /= (2 * recipe.num_layers) ** 0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * deviation)
-
-
-def _next_token_loss(model: Any, batch: Tensor) -> Tensor:
-    logits = model(batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
 
 
 def _warm_cosine(step: int, steps: int) -> float:

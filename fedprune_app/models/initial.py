@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +25,7 @@ def initial_model(
 
     ``ValueError`` for a network that does not fit the dataset.
     """
-    return copied(_initial_model(name, dataset, image_shape, num_classes, init, seed))
+    return copy.deepcopy(_initial_model(name, dataset, image_shape, num_classes, init, seed))
 
 
 @lru_cache(maxsize=2)  # a process that simulates many clients makes it once
@@ -69,39 +67,6 @@ def channels_of(
     """
     model = _initial_model(name, dataset, image_shape, num_classes, "default", 0)
     return channel_groups(copy.deepcopy(model), image_shape)
-
-
-def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a deep copy of a network, in a third of the time: most of what a module holds are empty containers.
-
-    Every message to a client asks for a copy. ``memo`` is that of :func:`copy.deepcopy`.
-    """
-    memo = {} if memo is None else memo
-    if id(module) in memo:
-        duplicate: nn.Module = memo[id(module)]
-        return duplicate
-    kind = type(module)
-    if _copies_itself(kind):
-        return copy.deepcopy(module, memo)
-    memo[id(module)] = twin = kind.__new__(kind)
-    for name, value in vars(module).items():
-        if name == "_modules":
-            twin.__dict__[name] = {key: None if part is None else copied(part, memo) for key, part in value.items()}
-        elif type(value) in _CONTAINERS and not value:
-            twin.__dict__[name] = memo.setdefault(id(value), type(value)())
-        else:
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-    return twin
-
-
-_CONTAINERS = (dict, OrderedDict, set, list)
-
-
-def _copies_itself(kind: type) -> bool:
-    """Return whether a user's class says how it is copied; torch's own methods only complete modules of old files."""
-    bases = (base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("torch", "builtins"))
-    names = {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__slots__"}
-    return any(names & vars(base).keys() for base in bases)
 
 
 def forget() -> None:

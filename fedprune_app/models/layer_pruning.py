@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +20,9 @@ from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
 from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
 from fedprune_app.models.llm import LanguageModel
 
-PRUNERS = ("sparsegpt", "wanda", "magnitude")
-_LEAST = 0.5  # share of a layer's weights that is in matrices
-
-
-class _Statistics(Protocol):
-    """Statistics of a matrix' inputs, which come in batches."""
-
-    def add(self, inputs: Tensor) -> None:
-        """Add the inputs (sequences, ..., in) of some sequences."""
-
-
-Found = TypeVar("Found", bound=_Statistics)
-Kind = Callable[[int, torch.device], Found]
-_KINDS: Mapping[str, Kind[Hessian | InputNorms]] = {"sparsegpt": Hessian, "wanda": InputNorms}
+# A function of this type makes statistics of so many inputs of a matrix, to which batches of inputs are added.
+Kind = Callable[[int, torch.device], Any]
+_KINDS: Mapping[str, Kind] = {"sparsegpt": Hessian, "wanda": InputNorms}
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,7 @@ class Pruner:
     block_size: int = 128
     recorder: Recorder | None = None
 
-    def __call__(self, weights: Sequence[Tensor], inputs: Hessian | InputNorms | None) -> list[tuple[Tensor, Tensor]]:
+    def __call__(self, weights: Sequence[Tensor], inputs: Any) -> list[tuple[Tensor, Tensor]]:
         """Return (pruned weight, mask) of each matrix; the matrices have the same inputs.
 
         An expert to which no token was sent has nothing to go by but the magnitude of its weights.
@@ -58,11 +46,9 @@ class Pruner:
         density = None if self.n_of_m else self.density
         is_seen = inputs is not None and bool(inputs.input_norms().any())
         if self.method == "sparsegpt" and is_seen:
-            assert isinstance(inputs, Hessian)
             options = density, self.n_of_m, self.block_size
             return sparsegpt_together(weights, inputs.matrix, *options, recorder=self.recorder)
         if self.method == "wanda" and is_seen:
-            assert inputs is not None
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
         else:
             masks = [magnitude_mask(weight, density, self.n_of_m) for weight in weights]
@@ -113,83 +99,57 @@ def prune_layer(
     return PrunedLayer(Payload(tensors, masks), outputs, relative_error)
 
 
-def input_hessians(
-    model: LanguageModel, module: nn.Module, names: Sequence[str], hidden: Tensor, batch_size: int
-) -> dict[str, Tensor]:
-    """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
-
-    Matrices that are given one tensor share a Hessian, under the name of the first of them. The module and the hidden
-    states (sequences, length, width) stay as they are.
-    """
-    return _input_matrices(model, module, names, hidden, batch_size, Hessian)
-
-
-def input_moments(
-    model: LanguageModel, module: nn.Module, names: Sequence[str], hidden: Tensor, batch_size: int, clip_norm: float
-) -> dict[str, Tensor]:
-    """Return :class:`ClippedMoments` (in, in) of the inputs, as :func:`input_hessians` returns Hessians."""
-    return _input_matrices(model, module, names, hidden, batch_size, partial(ClippedMoments, clip_norm=clip_norm))
-
-
-def _input_matrices(
+def input_matrices(
     model: LanguageModel,
     module: nn.Module,
     names: Sequence[str],
     hidden: Tensor,
     batch_size: int,
-    kind: Kind[Hessian | ClippedMoments],
+    clip_norm: float | None = None,
 ) -> dict[str, Tensor]:
-    statistics = _statistics_by_group(names, _observe(model, module, names, hidden, kind, batch_size)[1])
-    return {name: statistic.matrix for name, statistic in statistics.items()}
+    """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
+
+    With ``clip_norm`` they are :class:`ClippedMoments`. Matrices that are given one tensor share a Hessian, under the
+    name of the first of them. The module and the hidden states (sequences, length, width) stay as they are.
+    """
+    kind: Kind = Hessian if clip_norm is None else partial(ClippedMoments, clip_norm=clip_norm)
+    statistics = _observe(model, module, names, hidden, kind, batch_size)[1]
+    first_names = [group[0] for group in _group_by_inputs(names, statistics) if group[0] in statistics]
+    return {name: statistics[name].matrix for name in first_names}
 
 
 def check_layers(model: LanguageModel) -> None:
     """Raise ``ValueError`` for a model one of whose decoder layers cannot be pruned.
 
-    One layer of each kind computes. It has to give the same matrices inputs that is known of, the same output each
-    time, and to consist of matrices for the most part.
+    One layer of each kind computes. It has to give the matrices inputs that are known of, and the same output each
+    time.
     """
     hidden = model.embed(torch.arange(4).view(2, 2), 2)
     for layer in {str(_shapes(model, layer)): layer for layer in reversed(range(model.num_layers))}.values():
         module, names = model.layer(layer, model.layer_tensors(layer)), model.prunable(layer)
-        shapes = model.layer_like(layer)
-        share = sum(shapes[name].numel() for name in names) / sum(shape.numel() for shape in shapes.values())
-        if share < _LEAST:
-            raise model.checkpoint.refused(
-                f"of which '{model.prefix}.{layer}' has {share:.0%} of its weights in matrices, allowed: {_LEAST:.0%}"
-            )
         outputs = [_observe(model, module, names, hidden, InputNorms, 2)[0] for _ in range(2)]
         if not torch.equal(*outputs):
             raise model.checkpoint.refused(f"whose '{model.prefix}.{layer}' computes another thing each time")
 
 
-_same_inputs: WeakKeyDictionary[LanguageModel, list[list[str]]] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=1)
 def same_inputs(model: LanguageModel) -> list[list[str]]:
     """Return the matrices of a decoder layer in groups that have the same inputs, each in the order of the layer.
 
     The groups are found by a call of the first layer, once for each model. ``ValueError`` where not all layers are
     alike, and for experts, to whom only a part of the text is sent.
     """
-    if model not in _same_inputs:
-        hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
-        module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
-        has_experts = any(place.expert >= 0 for place in model.matrices[0].places.values())
-        if has_experts or any(_shapes(model, 0) != _shapes(model, layer) for layer in range(model.num_layers)):
-            reason = "whose layers differ, or have experts; allowed: fedspallm.merge 'mean', without dp.enabled"
-            raise model.checkpoint.refused(reason)
-        _same_inputs[model] = _group_by_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
-    return _same_inputs[model]
+    hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
+    module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
+    has_experts = any(place.expert >= 0 for place in model.matrices[0].places.values())
+    if has_experts or any(_shapes(model, 0) != _shapes(model, layer) for layer in range(model.num_layers)):
+        reason = "whose layers differ, or have experts; allowed: fedspallm.merge 'mean', without dp.enabled"
+        raise model.checkpoint.refused(reason)
+    return _group_by_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
 
 
 def _shapes(model: LanguageModel, layer: int) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.layer_like(layer).items()}
-
-
-def _statistics_by_group(names: Sequence[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
-    first_names = (group[0] for group in _group_by_inputs(names, statistics))
-    return {name: statistics[name] for name in first_names if name in statistics}
 
 
 def _group_by_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> list[list[str]]:
@@ -220,10 +180,10 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+# Functions that multiply by a matrix, and where among their arguments the inputs are, which it follows.
 _PRODUCTS: Mapping[Callable[..., Any], int] = {
     F.linear: 0, torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0, torch.mm: 0, Tensor.mm: 0, torch.addmm: 1,
 }  # fmt: skip
-"""Functions that multiply by a matrix, and where among their arguments the inputs are, which it follows."""
 
 
 def _place(matrix: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
@@ -235,19 +195,19 @@ def _observe(
     module: nn.Module,
     names: Sequence[str],
     hidden: Tensor,
-    kind: Kind[Found] | None,
+    kind: Kind | None,
     batch_size: int,
-) -> tuple[Tensor, dict[str, Found]]:
+) -> tuple[Tensor, dict[str, Any]]:
     """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.
 
     Matrices that are given one tensor share its statistics. An expert is sent some tokens of a batch, or none: the
     others count as zeros.
     """
-    statistics: dict[str, Found] = {}
+    statistics: dict[str, Any] = {}
     first_names: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
     tensors: list[Tensor] = []  # so that no id is used twice within a batch
     unseen_names = set(names)  # in the current batch
-    layer = model.number_of(module)
+    layer = module.__dict__["number"]
     places = model.matrices[layer].places
 
     def observe(name: str, inputs: Tensor) -> None:

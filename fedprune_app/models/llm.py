@@ -8,12 +8,11 @@ more between its layers is refused when it is opened.
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,14 @@ from fedprune_app.models.checkpoints import Checkpoint, fill, one_line
 from fedprune_app.models.checkpoints import import_transformers as import_transformers
 from fedprune_app.models.matrices import Matrices
 
-log = logging.getLogger("flwr.fedprune")
 _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
 _SHARE = 4  # hidden states may fill one part in so many of a GPU's memory
 _HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
-_REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
+# A function of this type returns the tensors of decoder layer i, by name within the layer.
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
-"""A function of this type returns the tensors of decoder layer i, by name within the layer."""
+# With these arguments, and these by keyword, a decoder layer is called beside its hidden states.
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
-"""With these arguments, and these by keyword, a decoder layer is called beside its hidden states."""
 
 
 class _Relay(nn.Module):
@@ -76,9 +73,12 @@ class LanguageModel:
         self.folder, self.device = folder, torch.device(device)
         self.checkpoint = Checkpoint(folder, dtype)
         self.config, self.dtype = self.checkpoint.config, self.checkpoint.dtype
-        self._text = self.config.get_text_config()
-        self._tokenizer: Any = None
-        self._encode_once = lru_cache(maxsize=32)(self._encode)
+        text = self.config.get_text_config()
+        # the longest sequence for which the model was made; None where its config does not say so
+        self.max_length: int | None = getattr(text, "max_position_embeddings", None)
+        self.token_bytes = int(getattr(text, "hidden_size", 1)) * self.dtype.itemsize  # of one token's hidden state
+        # remembers a few texts, since a process that simulates many clients measures all of them on the same ones
+        self.encode = lru_cache(maxsize=8)(self._encode)
         self._digests: dict[int, str] = {}
         self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
         self._call_cache: tuple[tuple[int, int], list[Arguments]] | None = None
@@ -87,26 +87,13 @@ class LanguageModel:
         except ValueError as error:
             raise self.checkpoint.refused(str(error)) from None
         self.matrices = [Matrices(layer) for layer in self._layers]
-        next_prefix = self.prefix + f".{self.num_layers}."
-        if extra_name := next((name for name in self.checkpoint.unexpected if name.startswith(next_prefix)), None):
-            log.warning(
-                "checkpoint %r has tensor '%s', its config says %d layers", str(folder), extra_name, self.num_layers
-            )
+        self.num_layers = len(self._layers)
         self._shell = copy.deepcopy(self.checkpoint.skeleton)
         self._relays = [_Relay(layer) for layer in self._layers]
         self._shell.set_submodule(self.prefix, nn.ModuleList(self._relays))
         fill(self._shell, self.shell_tensors()).to(self.device).requires_grad_(False)
+        self._vocabulary = len(self._shell.get_input_embeddings().weight)
         self._check_layerwise()
-
-    @property
-    def num_layers(self) -> int:
-        """Return the number of decoder layers."""
-        return len(self._layers)
-
-    @property
-    def max_length(self) -> int | None:
-        """Return the longest sequence for which the model was made; None where its config does not say so."""
-        return getattr(self._text, "max_position_embeddings", None)
 
     def sequence_length(self, length: int) -> int:
         """Return the tokens of a sequence: ``length``, or for 0 the papers' length, but no more than the model takes.
@@ -123,34 +110,22 @@ class LanguageModel:
                 "(fedspallm.segment-length, fedspallm.window)"
             )
 
+    @cached_property
     def tokenizer(self) -> Any:
-        """Return the checkpoint's own tokenizer."""
+        """The checkpoint's own tokenizer."""
         try:
             return import_transformers().AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 
-    def encode(self, text: str) -> Tensor:
-        """Return a text's token ids (tokens,), with the tokens that the tokenizer puts around a text.
-
-        The caller must not write to the ids. The ids of a few texts are remembered: a process that simulates many
-        clients measures all of them on the same texts.
-        """
-        return self._encode_once(text) if len(text) <= _REMEMBERED else self._encode(text)
-
     def _encode(self, text: str) -> Tensor:
-        if self._tokenizer is None:
-            self._tokenizer = self.tokenizer()
-        ids = torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
+        """Return a text's token ids (tokens,), with those around a text; the caller must not write to them."""
+        ids = torch.tensor(self.tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
         if len(ids) and int(ids.max()) >= self._vocabulary:
             raise self.checkpoint.refused(
                 f"whose tokenizer gives the id {int(ids.max())}, and which embeds {self._vocabulary} ids"
             )
         return ids
-
-    @property
-    def _vocabulary(self) -> int:
-        return len(self._shell.get_input_embeddings().weight)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
@@ -214,11 +189,6 @@ class LanguageModel:
                 return self.device
         return torch.device("cpu")
 
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of one token's hidden state."""
-        return int(getattr(self._text, "hidden_size", 1)) * self.dtype.itemsize
-
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
@@ -226,11 +196,6 @@ class LanguageModel:
         joined = {name: tensor.to(self.device) for name, tensor in self.matrices[layer].joined(tensors).items()}
         module.load_state_dict(joined, assign=True)
         return module.to(self.device).requires_grad_(False)
-
-    @staticmethod
-    def number_of(module: nn.Module) -> int:
-        """Return which layer a module of :meth:`layer` is."""
-        return int(module.__dict__["number"])
 
     def whole(self, layers: LayerTensors) -> Any:
         """Return the transformers model with copies of the matrices of ``layers`` in place of its own, to be trained.
@@ -265,7 +230,7 @@ class LanguageModel:
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
         """Yield the layer's outputs for these hidden states, batch by batch, where the states lie."""
         for batch in torch.split(hidden, batch_size):
-            arguments, keywords = self._arguments(batch.shape[0], batch.shape[1])[self.number_of(module)]
+            arguments, keywords = self._arguments(batch.shape[0], batch.shape[1])[module.__dict__["number"]]
             output = module(batch.to(self.device), *arguments, **dict(keywords))
             yield (output[0] if isinstance(output, tuple) else output).to(hidden.device)
 
@@ -294,7 +259,6 @@ class LanguageModel:
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits of sequences whose hidden states after the last layer are ``hidden``."""
         self._relays[-1].result = hidden.to(self.device)
         try:
             logits: Tensor = self._shell(ids.to(self.device), use_cache=False).logits
@@ -342,22 +306,21 @@ class LanguageModel:
             for relay in self._relays:
                 relay.num_extra = len(answer) - 1 if isinstance(answer, tuple) else None
             state = answer[0] if isinstance(answer, tuple) else answer
-            if state.shape != hidden.shape:
-                raise ValueError(f"returns states of shape {tuple(state.shape)} for {tuple(hidden.shape)}")
             calls, other_arguments = self._calls(ids), self._arguments(*ids.shape)
-            if any(states is not calls[0][0] for states, _ in calls):
-                raise ValueError("changes hidden states between them")
-            if not all(map(_are_equal, [arguments for _, arguments in calls], other_arguments)):
-                raise ValueError("calls them with what depends on the text, or with more than tensors and numbers")
-            if not torch.equal(self._logits(ids, state), self._logits(torch.zeros_like(ids), state)):
-                raise ValueError("reads more than the last one's output")
+            is_layerwise = (
+                state.shape == hidden.shape
+                and all(states is calls[0][0] for states, _ in calls)
+                and all(map(_are_equal, [arguments for _, arguments in calls], other_arguments))
+                and torch.equal(self._logits(ids, state), self._logits(torch.zeros_like(ids), state))
+            )
+            if not is_layerwise:
+                raise ValueError("calls them with more than their hidden states, or reads more than the last one's")
         except Exception as error:  # families refuse to be taken apart with many kinds of error
             reason = f"which cannot be run layer by layer: '{self.prefix}' is the list of its layers, and it"
             raise self.checkpoint.refused(f"{reason} {one_line(error)[:200]}") from None
 
 
 def _are_equal(first: Any, second: Any) -> bool:
-    """Return whether two arguments of decoder layers, of tensors, numbers and words alone, are the same."""
     if isinstance(first, Tensor):
         return isinstance(second, Tensor) and torch.equal(first, second)
     if isinstance(first, tuple) and isinstance(second, tuple):
@@ -390,27 +353,15 @@ class Perplexity:
     windows: int
     windows_in_text: int | None = None  # how many windows the text has; its first `windows` ones were measured
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens in all windows."""
-        return self.window * self.windows
-
-
-def perplexity(model: LanguageModel, layers: LayerTensors, windows: Tensor, batch_size: int) -> Perplexity:
-    """Return exp of the mean, over windows (windows, length), of each one's mean cross entropy over its next tokens.
-
-    One decoder layer is in memory at a time. Source: the evaluation of SparseGPT's released code, which weighs each
-    window's mean over ``length - 1`` targets by ``length``.
-    """
-    return perplexities(model, layers, {"": windows}, batch_size)[""]
-
 
 def perplexities(
     model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
 ) -> dict[str, Perplexity]:
-    """Return what :func:`perplexity` returns, for the windows of each of some ``texts``, by name.
+    """Return the perplexity of each text by name: exp of the mean, over windows, of each one's mean cross entropy.
 
-    Each layer is read once for as many texts as :data:`_HIDDEN` lets in.
+    ``texts`` are windows (windows, length) of token ids; each window counts its next tokens. One decoder layer is in
+    memory at a time, and is read once for as many texts as :data:`_HIDDEN` lets in. Source: the evaluation of
+    SparseGPT's released code, which weighs each window's mean over ``length - 1`` targets by ``length``.
     """
     results: dict[str, Perplexity] = {}
     group: dict[str, Tensor] = {}

@@ -30,6 +30,7 @@ MODELS: dict[str, str] = {
     "vgg11-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
 }
 
+# The network that ``model = "auto"`` means, by dataset: the papers' network where they name one.
 AUTO = {
     "digits": "cnn-small",
     "mnist": "cnn5",
@@ -45,11 +46,9 @@ AUTO = {
     "table": "mlp-small",
     "huggingface": "lenet5",
 }
-"""The network that ``model = "auto"`` means, by dataset: the papers' network where they name one."""
 
-
+# By network of a plug-in: the function that makes it, given an image's shape (C, H, W) and the number of classes.
 BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Any]] = {}
-"""By network of a plug-in: the function that makes it, given an image's shape (C, H, W) and the number of classes."""
 
 
 def chosen_name(name: str, dataset: str) -> str:

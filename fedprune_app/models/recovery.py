@@ -18,9 +18,6 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.models.llm import LanguageModel
 
-_CLIP = 1.0  # the largest norm of a gradient
-_BETAS = (0.9, 0.95)
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -59,7 +56,7 @@ def recovered(
     }
     matrices = {name: network.get_parameter(name).requires_grad_(True) for name in masks_by_name}
     masks = {name: mask.to(model.device) for name, mask in masks_by_name.items()}
-    optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=_BETAS, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     with global_draws_of(draw):  # for dropout, which some families have
         for step, batch in zip(range(schedule.steps), _batches(segments, schedule.batch_size, draw), strict=False):
@@ -73,7 +70,7 @@ def recovered(
             for name, parameter in matrices.items():
                 assert parameter.grad is not None
                 parameter.grad.mul_(masks[name])  # a weight without gradients stays at zero
-            nn.utils.clip_grad_norm_(matrices.values(), _CLIP)
+            nn.utils.clip_grad_norm_(matrices.values(), 1.0)
             optimizer.step()
             losses.append(loss.detach())
     mean = float(torch.stack(losses).mean())

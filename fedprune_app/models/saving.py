@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from fedprune_app.models.cutting import Cut, narrowed
 from fedprune_app.models.llm import LanguageModel, decoder_layers
 from fedprune_app.models.sparse import Chooser
 
+# A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer.
 PrunedLayers = Callable[[int], Payload]
-"""A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer."""
 _PARTS = "packed.json"
 _COPIED = (  # files of the checkpoint's folder whose names begin so: tokenizer and generation settings
     "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
@@ -87,7 +87,8 @@ def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
     try:
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
         if not sparse:
-            return _dense_model(config, _parts(folder))
+            tensors = {name: tensor for part in _parts(folder) for name, tensor in part.tensors.items()}
+            return fill(skeleton(config, _dtype(tensors)), tensors)
         size = sum(path.stat().st_size for path in folder.glob("part-*.fp"))
         return _sparse_model(config, _parts(folder), Chooser(size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -105,11 +106,6 @@ def _parts(folder: Path) -> Iterator[Payload]:
         if hashlib.sha256(data).hexdigest() != index["sha256"][name]:
             raise ValueError(f"{name} is damaged: its content is not what was written")
         yield codec.unpack(data, int(max_bytes))
-
-
-def _dense_model(config: Any, parts: Iterable[Payload]) -> Any:
-    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    return fill(skeleton(config, _dtype(tensors)), tensors)
 
 
 def _sparse_model(config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:

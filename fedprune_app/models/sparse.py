@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.sparse import to_sparse_semi_structured
 
 from fedprune_app.core import sparse_linear
 from fedprune_app.core.sparse_linear import DTYPES, PackedMatrix, pack
 
 _MOST_KEPT = 0.9  # denser matrices are never smaller by enough to be faster
 _TURNS = 5
-_REPEATS = 20  # calls in one turn on a GPU
-_PROMPT = 256  # inputs of a prompt
-_TILE = 64  # what sizes of 2:4 matrices must be multiples of, in every library that PyTorch uses for them
 _CACHES = 1 << 29  # bytes, more than the caches of processors hold
 _GAIN = 0.95  # share of the dense layer's time that a packed layer may take, given that times differ from turn to turn
 
@@ -86,10 +81,8 @@ class Chooser:
         self._num_bytes = num_bytes
         self._speeds: dict[tuple[object, ...], Speed] = {}
 
-    def layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
+    def layer(self, weight: Tensor, bias: Tensor | None) -> SparseLinear | None:
         """Return a sparse layer of these, or None where the dense one is at least as fast."""
-        if is_for_tensor_cores(weight):
-            return self._tensor_core_layer(weight, bias)
         if not sparse_linear.instructions() or weight.dtype not in DTYPES or weight.device.type != "cpu":
             return None
         density = float(torch.count_nonzero(weight)) / max(1, weight.numel())
@@ -101,80 +94,21 @@ class Chooser:
             self._speeds[key] = speed_of(weight, matrix, self._num_bytes)
         return SparseLinear(matrix, bias) if self._speeds[key].is_packed_faster else None
 
-    def _tensor_core_layer(self, weight: Tensor, bias: Tensor | None) -> nn.Module | None:
-        """Return a linear layer whose weight has the kept halves alone, which a GPU's tensor cores read as they are.
-
-        The layer must be faster for one input and for many, else the result is None.
-        """
-        packed_weight = to_sparse_semi_structured(weight.contiguous())
-        for tokens in (1, _PROMPT):
-            key = (tuple(weight.shape), weight.dtype, tokens)
-            if key not in self._speeds:
-                self._speeds[key] = _speed_on_gpu(weight, packed_weight, tokens)
-            if not self._speeds[key].is_packed_faster:
-                return None
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-        layer.weight = nn.Parameter(packed_weight, requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return layer
-
-
-def is_for_tensor_cores(weight: Tensor) -> bool:
-    """Return whether a GPU's tensor cores skip the zeros of ``weight``: 2:4 in 16 bits, from compute capability 8."""
-    on_gpu = weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 0)
-    is_of_size = weight.dtype in (torch.float16, torch.bfloat16) and not any(size % _TILE for size in weight.shape)
-    return on_gpu and is_of_size and is_two_of_four(weight)
-
-
-def is_two_of_four(weight: Tensor) -> bool:
-    """Return whether of every 4 neighbours in a row of ``weight`` (rows, columns) at most 2 are not zero.
-
-    >>> is_two_of_four(torch.tensor([[0.0, 1.0, 2.0, 0.0]])), is_two_of_four(torch.ones(1, 4))
-    (True, False)
-    """
-    rows, columns = weight.shape
-    return columns % 4 == 0 and bool(((weight != 0).reshape(rows, -1, 4).sum(2) <= 2).all())
-
 
 def sparsify(model: nn.Module) -> list[str]:
     """Replace the linear layers of ``model`` that are faster with their zeros left out; return the layers' names.
 
     Each kind of layer is measured here, for one input. A layer stays dense where the dense one is as fast: with few
-    zeros, small, or without the library. The model is for inference from then on, on the device where it is, and is
-    changed in place. On a GPU only matrices that keep two of every four neighbours, in 16 bits, may become sparse.
+    zeros, small, on a GPU, or without the library. The model is for inference from then on, and is changed in place.
     """
-    layers = list(_linear_layers(model))
-    chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for _, module, _ in layers))
+    layers = {name: module for name, module in model.named_modules() if name and type(module) is nn.Linear}
+    chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for module in layers.values()))
     names = []
-    for name, module, parent in layers:
+    for name, module in layers.items():
         if sparse_layer := chooser.layer(module.weight.detach(), module.bias):
-            setattr(parent, name.rpartition(".")[2], sparse_layer)
+            model.set_submodule(name, sparse_layer)
             names.append(name)
     return names
-
-
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
-    """Yield each linear layer with its name and the module that holds the layer, but for the model itself."""
-    for name, module in model.named_modules():
-        if name and type(module) is nn.Linear:
-            yield name, module, model.get_submodule(name.rpartition(".")[0])
-
-
-def _speed_on_gpu(weight: Tensor, packed: Tensor, tokens: int) -> Speed:
-    """Return the median times of so many inputs through the two weights, in turns."""
-    inputs = torch.ones(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    times: list[list[float]] = [[], []]
-    for _ in range(1 + _TURNS):  # the first one is to warm up
-        for matrix, milliseconds in zip((weight, packed), times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(_REPEATS):
-                F.linear(inputs, matrix)
-            end.record()
-            end.synchronize()
-            milliseconds.append(start.elapsed_time(end) / _REPEATS)
-    return Speed(*(statistics.median(milliseconds[1:]) for milliseconds in times))
 
 
 def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
@@ -183,19 +117,22 @@ def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
     Copies of them are used one after the other, together as large as the model's ``num_bytes``. So the weights come
     from the cache or the memory from which they come when the model computes.
     """
+    from torch.utils.benchmark import Timer  # whose import takes half a second
+
     count = max(1, min(num_bytes, _CACHES) // (weight.numel() * weight.element_size()))
     inputs = torch.ones(1, weight.shape[1], dtype=weight.dtype)
-    dense = [weight.clone() for _ in range(count)]
-    packed = [copy.deepcopy(matrix) for _ in range(count)]
-    products: tuple[Callable[[int], Tensor], ...] = (
-        lambda number: F.linear(inputs, dense[number]),
-        lambda number: sparse_linear.linear(inputs, packed[number]),
-    )
-    times: list[list[float]] = [[], []]
-    for _ in range(1 + _TURNS):  # the first one is to warm up
-        for product, milliseconds in zip(products, times, strict=True):
-            start = time.perf_counter()
-            for number in range(count):
-                product(number)
-            milliseconds.append(1000 * (time.perf_counter() - start) / count)
-    return Speed(*(statistics.median(milliseconds[1:]) for milliseconds in times))
+    dense = cycle([weight.clone() for _ in range(count)])
+    packed = cycle([copy.deepcopy(matrix) for _ in range(count)])
+
+    def dense_product() -> Tensor:
+        return F.linear(inputs, next(dense))
+
+    def packed_product() -> Tensor:
+        return sparse_linear.linear(inputs, next(packed))
+
+    timers = [
+        Timer("product()", globals={"product": product}, num_threads=torch.get_num_threads())
+        for product in (dense_product, packed_product)
+    ]
+    seconds = [[timer.timeit(count).mean for timer in timers] for _ in range(_TURNS)]
+    return Speed(*(1000 * statistics.median(times) for times in zip(*seconds, strict=True)))

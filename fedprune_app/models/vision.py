@@ -157,8 +157,8 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     return model
 
 
+# A function of a plug-in, which makes a network for images of a shape and a number of classes.
 Build = Callable[[ImageShape, int], nn.Module]
-"""A function of a plug-in, which makes a network for images of a shape and a number of classes."""
 
 
 def build_model(
@@ -216,50 +216,39 @@ def architecture(
 def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
     try:
         model = build(image_shape, num_classes)
-        if isinstance(model, nn.Module):
-            if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
-                raise ValueError("it is TorchScript, allowed: a network in Python")
-            model = _unwrap(model).to("cpu")
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
-        inputs_text = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
-        raise ValueError(f"model '{name}' cannot be made for {inputs_text}: {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module")
-    return model
+        raise ValueError(
+            f"model '{name}' cannot be made for images of {image_shape} and {num_classes} classes: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+        raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module, no TorchScript")
+    return _unwrap(model).to("cpu")
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the network inside of ``torch.compile`` and ``nn.DataParallel``, parts of it alike.
-
-    Compiled code sees no new weights, and a client computes on one device.
-    """
+    """Return the network inside of ``torch.compile``, parts of it alike: compiled code sees no new weights."""
     model.__dict__.pop("_compiled_call_impl", None)
     for key, part in model.named_children():
         setattr(model, key, _unwrap(part))
-    network = model._modules.get("_orig_mod") or (model.module if isinstance(model, nn.DataParallel) else None)
-    return network or model
+    return model._modules.get("_orig_mod") or model
 
 
 def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """Return a network of a plug-in if it maps two images to their logits."""
     for key, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"model '{name}' has the lazy parameter '{key}', allowed: layers that know their sizes")
         if parameter.dtype != torch.float32:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise ValueError(f"model '{name}' has the parameter '{key}' of type {kind}, allowed: float32")
+            raise ValueError(f"model '{name}' has the parameter '{key}' of type {parameter.dtype}, allowed: float32")
     if not prunable_names(model):
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
     try:
         with torch.no_grad():
             logits = model.eval()(torch.zeros(2, *image_shape))
     except Exception as error:  # a user's network raises what it likes
-        shape = "x".join(map(str, image_shape))
-        raise ValueError(f"model '{name}' fails on images of {shape}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"model '{name}' fails on images of {image_shape}: {type(error).__name__}: {error}") from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
-        shape_text = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(
-            f"model '{name}' returns {shape_text} for two images, allowed: logits of shape {(2, num_classes)}"
+            f"model '{name}' returns {getattr(logits, 'shape', type(logits))} for two images, allowed: logits of shape "
+            f"{(2, num_classes)}"
         )
     return model.train()
 
@@ -352,13 +341,9 @@ def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, 
 
     With ``include_buffers`` the running statistics follow.
     """
-    tensors = dict(model.named_parameters())
-    names = [*tensors]
-    if include_buffers:
-        tensors |= dict(model.named_buffers())  # type: ignore[arg-type]
-        names += buffer_names(model)
+    tensors = named_tensors(model) if include_buffers else dict(model.named_parameters())
     layout = torch.contiguous_format
-    return {name: tensors[name].detach().to("cpu", copy=True, memory_format=layout) for name in names}
+    return {name: tensor.detach().to("cpu", copy=True, memory_format=layout) for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -372,7 +357,8 @@ def load_state_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if name not in own_tensors:
             raise ValueError(f"tensor '{name}' is not in the model, allowed: {', '.join(own_tensors)}")
         if tensor.shape != own_tensors[name].shape:
-            shapes = f"{tuple(tensor.shape)}, allowed: {tuple(own_tensors[name].shape)}"
-            raise ValueError(f"tensor '{name}' has shape {shapes}")
+            raise ValueError(
+                f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(own_tensors[name].shape)}"
+            )
     for name, tensor in tensors.items():
         own_tensors[name].copy_(tensor)

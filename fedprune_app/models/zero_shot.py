@@ -40,10 +40,10 @@ def read_task(name: str, path: Path) -> dict[str, Any]:
     """
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"task '{name}': {str(path)!r} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"task '{name}': {str(path)!r} is no YAML of data alone: {one_line(error)}") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"task '{name}': {str(path)!r} cannot be read as YAML of data alone: {one_line(error)}"
+        ) from None
     if not isinstance(task, dict) or "dataset_path" not in task:
         raise ValueError(
             f"task '{name}': {str(path)!r} has no 'dataset_path', allowed: a task of lm-evaluation-harness"
@@ -93,7 +93,7 @@ def accuracies(
         except ImportError as error:
             raise _missing_error(error.name) from None
         network = model.whole(layers).eval()
-        tokenizer = model.tokenizer()
+        tokenizer = model.tokenizer
         prefix_token = next(
             (token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None), None
         )

@@ -5,6 +5,7 @@ Both are made as the run makes them, in a temporary folder, and asked nothing bu
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,6 @@ from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models import vision
-from fedprune_app.models.initial import copied
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.preflight.placement import Placement
@@ -123,7 +123,7 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
         check_model(client.model, name)
         private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)
     try:
-        model, schema = copied(client.model), client.message_schema()
+        model, schema = copy.deepcopy(client.model), client.message_schema()
         arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
         vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
         options: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}

@@ -179,7 +179,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                     "window": p.window,
                     "windows": p.windows,
                     "windows_in_text": p.windows_in_text,
-                    "tokens": p.tokens,
+                    "tokens": p.window * p.windows,
                 }
                 for name, p in dense_perplexities.items()
             }

@@ -76,10 +76,3 @@ def test_many_at_a_time_end_with_the_number_asked_for_and_the_same_bits_twice():
     assert int(kept.sum()) == 101
     assert torch.equal(first, again)
     assert not first[:, ~kept].any()
-
-
-@pytest.mark.parametrize(("size", "num_kept"), [(3, 1), (2, 0), (2, 5)])
-def test_a_number_of_groups_that_cannot_be_is_named(size, num_kept):
-    weight, hessian, _ = problem()
-    with pytest.raises(ValueError, match=rf"{num_kept} of .* groups of {size} inputs, allowed: 1 to"):
-        cut_inputs(weight, hessian, size, num_kept)

@@ -192,11 +192,3 @@ def test_a_network_without_batch_norm_is_refused_on_one_line(name):
     model = build_model(name, (3, 32, 32), 10, rng=generator(0, "init"))
     with pytest.raises(ValueError, match="no BatchNorm to rank channels by, allowed: one whose name ends in -bn"):
         channel_groups(model, (3, 32, 32))
-
-
-def test_no_layer_loses_all_its_channels():
-    model = seeded("cnn5-bn")
-    groups = channel_groups(model, SHAPES["cnn5-bn"])
-    kept = full_channels(groups) | {"bn1": torch.zeros(10, dtype=torch.bool)}
-    with pytest.raises(ValueError, match="channels of 'bn1': none kept, allowed: at least 1 of 10"):
-        shrink(model, groups, kept)

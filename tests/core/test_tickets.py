@@ -40,8 +40,6 @@ def test_the_printed_rule_is_a_threshold_relative_to_the_largest_weight():
     expected = relative_threshold_masks(weights(), 0.4)
     for name, mask in ticket_masks(weights(), 0.6, "relative-threshold").items():
         assert torch.equal(mask, expected[name])
-    with pytest.raises(ValueError, match="rule is 'random', allowed: quantile, relative-threshold"):
-        ticket_masks(weights(), 0.5, "random")
 
 
 @given(

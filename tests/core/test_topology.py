@@ -120,18 +120,9 @@ def test_the_exponential_graph_goes_round_in_the_order_of_the_clients():
     assert draw("exponential", [10, 30, 20, 40])[30] == (10, 40)  # one before, and two before: round the end
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"topology": "star"}, "topology is 'star', allowed: random, random-in, ring, full, exponential"),
-        ({"limit": -1}, "limit of neighbours is -1, allowed: 0 or more"),
-        ({"clients": [1, 2, 1]}, "allowed: each once"),
-        ({"active": [1, 5]}, r"active clients \[5\] are not among the 2 clients"),
-    ],
-)
-def test_what_cannot_be_a_topology_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        draw(**{"topology": "random", "clients": [1, 2]} | arguments)
+def test_what_cannot_be_a_topology_is_refused():
+    with pytest.raises(ValueError, match="topology is 'star', allowed: random, random-in, ring, full, exponential"):
+        draw("star", [1, 2])
 
 
 def test_links_count_both_directions_and_name_senders_that_receive_nothing():

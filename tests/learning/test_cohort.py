@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -222,47 +221,6 @@ def test_an_error_is_the_outcome_of_the_client_that_raised_it():
     found = in_cohort([lambda: 1, fails, lambda: 3])
     assert (found[0], str(found[1]), found[2]) == (1, "'lost'", 3)
     assert isinstance(in_cohort([fails])[0], KeyError)
-
-
-def test_a_client_that_hangs_is_not_waited_for_and_goes_on_alone():
-    may_go, log = threading.Event(), []
-
-    def train_together(asked):
-        log.append([*asked])
-        if asked == ["quick"]:
-            may_go.set()
-        return asked
-
-    def slow():
-        assert may_go.wait(60)
-        return cohort.together("slow", train_together)
-
-    def quick():
-        return cohort.together("quick", train_together)
-
-    assert dict(cohort.work_in_cohort([slow, quick], patience=0.1)) == {0: "slow", 1: "quick"}
-    assert log == [["quick"], ["slow"]]
-
-
-@pytest.mark.full
-def test_a_client_that_works_is_waited_for_however_long_it_takes():
-    log = []
-
-    def train_together(asked):
-        log.append([*asked])
-        return asked
-
-    def slow():
-        until = time.thread_time() + 2.5
-        while time.thread_time() < until:
-            pass
-        return cohort.together("slow", train_together)
-
-    def quick():
-        return cohort.together("quick", train_together)
-
-    assert dict(cohort.work_in_cohort([slow, quick], patience=1.0)) == {0: "slow", 1: "quick"}
-    assert log == [["slow", "quick"]]
 
 
 def test_no_thread_is_left_behind():

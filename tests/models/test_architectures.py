@@ -26,8 +26,8 @@ REFUSED = {
     "Rwkv": "was given no input that is known",
     "RecurrentGemma": "was given no input that is known",
     "Llama4Text": "'feed_forward.experts.down_proj.0' in layer 0 was given no input that is known",
-    "Gemma3nText": "it calls them with what depends on the text, or with more than tensors and numbers",
-    "Zamba2": "it calls them with what depends on the text, or with more than tensors and numbers",
+    "Gemma3nText": "it calls them with more than their hidden states, or reads more than the last one's",
+    "Zamba2": "it calls them with more than their hidden states, or reads more than the last one's",
 }
 WALKED = [kind for kind in CONFIGS if kind not in REFUSED]
 QUICKLY_REFUSED = ("Mamba", "Llama4Text", "Gemma3nText")

@@ -71,11 +71,11 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path, cache):
     whole = write_gguf(path, model).read_bytes()
     for size in (0, 3, 20, 2000, len(whole) // 2, len(whole) - 100):
         path.write_bytes(whole[:size])
-        assert refusal(path).startswith(f"model '{path}' is no whole GGUF file, but cut off or damaged ("), size
+        assert refusal(path).startswith(f"model '{path}' cannot be read ("), size
     write_gguf(path, model, has_tokenizer=False)
-    assert refusal(path) == f"model '{path}' has no tokenizer, allowed: a GGUF file with one"
+    assert refusal(path).endswith("of a language model that transformers knows, with its tokenizer")
     write_gguf(path, model, architecture="bert")
-    assert refusal(path).startswith(f"model '{path}' is of bert, which is not read: ")
+    assert "bert" in refusal(path)
     assert [each for each in cache.iterdir() if each.suffix != ".lock"] == []
 
 

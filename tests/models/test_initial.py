@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedprune_app.models.initial import copied, initial_model, layer_flops, shared_names, trains_on_one
+from fedprune_app.models.initial import initial_model, layer_flops, shared_names, trains_on_one
 from fedprune_app.models.vision import buffer_names, parameter_names
 
 PHOTOS = ("cifar10", (3, 32, 32), 10)
@@ -52,40 +52,3 @@ def test_flops_by_layer_are_those_of_convolutions_and_linear_layers():
         "conv3": 2 * 8**2 * 64 * 9 * 32,
         "fc1": 2 * 1024 * 10,
     }
-
-
-@pytest.mark.parametrize("name", ["cnn-gn", "lenet5-bn", "resnet18-gn"])
-def test_a_copy_computes_the_same_and_shares_nothing(name):
-    model = initial_model(name, *PHOTOS, init="default", seed=0)
-    new = copied(model)
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(new.eval()(images), model.eval()(images))
-    assert repr(new) == repr(model)
-    assert {id(part) for part in model.modules()}.isdisjoint(id(part) for part in new.modules())
-    for tensor in (*new.parameters(), *new.buffers()):
-        tensor.data.fill_(1)
-    assert not any(bool((parameter == 1).all()) for name, parameter in model.named_parameters() if "conv" in name)
-
-
-class Own(nn.Linear):
-    """A layer that says how it is copied."""
-
-    def __deepcopy__(self, memo):
-        return Own(self.in_features, self.out_features + 1)
-
-
-def test_a_copy_keeps_what_is_one_thing_in_two_places():
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Own(3, 4))
-    model.append(model[0])
-    model.tied = nn.ParameterList([model[0].weight])
-    model.notes = model.same_notes = []
-    model.scale = torch.ones(3)
-    model[0].register_forward_hook(lambda *_: None)
-    new = copied(model)
-    assert new[3] is new[0] is not model[0]
-    assert new.tied[0] is new[0].weight is not model[0].weight
-    assert new.notes is new.same_notes is not model.notes
-    assert new.scale is not model.scale
-    assert torch.equal(new.scale, model.scale)
-    assert len(new[0]._forward_hooks) == 1
-    assert new[2].out_features == 5

@@ -15,9 +15,9 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt
 from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
-from fedprune_app.models.llm import LanguageModel, dense_perplexities, import_transformers, perplexities, perplexity
+from fedprune_app.models.llm import LanguageModel, dense_perplexities, import_transformers, perplexities
 from fedprune_app.models.saving import load_packed, write_packed
-from tests.models.tiny_llm import FAMILIES, tiny_checkpoint, tiny_model, tokens
+from tests.models.tiny_llm import FAMILIES, perplexity, tiny_checkpoint, tiny_model, tokens
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -70,7 +70,7 @@ def test_perplexity_is_the_papers(folder):
         total += nll * 16
     found = perplexity(model, model.layer_tensors, ids, batch_size=3)
     assert found.value == pytest.approx(math.exp(total / (4 * 16)), rel=1e-5)
-    assert (found.window, found.windows, found.tokens) == (16, 4, 64)
+    assert (found.window, found.windows) == (16, 4)
 
 
 def test_the_dense_model_is_measured_once_for_the_same_windows(tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_more_tokens_than_the_model_was_made_for_are_refused(tmp_path):
 def test_sequences_are_as_long_as_the_papers_where_the_model_takes_that(tmp_path):
     model = LanguageModel(tiny_checkpoint(tmp_path, "llama"))
     assert (model.sequence_length(0), model.sequence_length(32)) == (64, 32)
-    model.config.max_position_embeddings = 4096
+    model.max_length = 4096
     assert model.sequence_length(0) == 2048
 
 
@@ -213,7 +213,7 @@ def test_a_config_of_other_widths_is_refused_in_one_line(tmp_path, key, name):
     folder = tiny_checkpoint(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: config[key] + 4}))
-    with pytest.raises(ValueError, match=f"has tensor '{name}.*' of shape .*, its config says") as refused:
+    with pytest.raises(ValueError, match=f"tensor '{name}.*' is missing, or has another shape") as refused:
         walk(LanguageModel(folder), tokens(1, 4))
     assert "\n" not in str(refused.value)
 
@@ -264,7 +264,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no safetensors"):
         LanguageModel(folder)
-    with pytest.raises(ValueError, match="dtype is 'int8'"):
+    with pytest.raises(ValueError, match=r"of dtype torch\.int8, allowed: float32"):
         LanguageModel(tiny_checkpoint(tmp_path / "b", "llama"), "int8")
 
 
@@ -275,7 +275,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks tensor 'model\.norm\.weight'"):
+    with pytest.raises(ValueError, match=r"its tensor 'model\.norm\.weight' is missing"):
         LanguageModel(folder)
     assert "model.norm.weight" not in TensorFiles(folder).like
 
@@ -284,7 +284,7 @@ def test_a_hub_name_is_found_in_the_cache_and_never_fetched_unasked(tmp_path, mo
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="not in the hub cache; download=true fetches it"):
+    with pytest.raises(ValueError, match=r"not in the hub cache \(download=true fetches it\)"):
         resolve_checkpoint("someone/tiny", download=False)
     repository = tmp_path / "models--someone--tiny"
     tiny_checkpoint(repository / "snapshots" / "abc", "llama")

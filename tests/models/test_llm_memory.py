@@ -11,8 +11,8 @@ import torch
 
 from fedprune_app.models import llm
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
-from fedprune_app.models.llm import LanguageModel, perplexity
-from tests.models.tiny_llm import tiny_checkpoint, tokens
+from fedprune_app.models.llm import LanguageModel
+from tests.models.tiny_llm import perplexity, tiny_checkpoint, tokens
 
 SEQUENCES, LENGTH, WIDTH = 32768, 64, 16
 SIZE = SEQUENCES * LENGTH * WIDTH * 4  # 128 MiB, against which little else counts

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.scores import n_of_m_mask
 from fedprune_app.core.sparse_linear import instructions, pack
 from fedprune_app.exports.packed import pack_model
 from fedprune_app.models import sparse
@@ -18,8 +17,6 @@ from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sparse import (
     SparseLinear,
     Speed,
-    is_for_tensor_cores,
-    is_two_of_four,
     sparsify,
     speed_of,
 )
@@ -139,39 +136,3 @@ def test_a_damaged_packed_model_is_refused(tmp_path):
     for is_sparse in (False, True):
         with pytest.raises(ValueError, match=r"part-00001\.fp is damaged"):
             load_packed(tmp_path / "packed", sparse=is_sparse)
-
-
-def two_of_four(rows, columns, dtype=torch.float16):
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    return (weight * n_of_m_mask(weight.abs(), (2, 4))).to(dtype)
-
-
-def test_two_of_four_is_told_from_other_zeros():
-    weight = two_of_four(64, 128)
-    assert is_two_of_four(weight)
-    assert is_two_of_four(weight * (torch.arange(128) % 8 != 0))  # fewer are fine
-    assert not is_two_of_four(two_of_four(64, 126 + 2).roll(1, dims=1))
-    assert not is_two_of_four(weight[:, :126])
-    assert not is_for_tensor_cores(weight)  # it is on the CPU
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_tensor_cores_compute_the_same_from_two_of_four(monkeypatch, dtype):
-    monkeypatch.setattr(sparse, "_speed_on_gpu", lambda *_: Speed(2.0, 1.0))
-    network = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 64, bias=False)).to("cuda", dtype)
-    network[0].weight.data = two_of_four(128, 256, dtype).cuda()
-    small = copy.deepcopy(network)
-    assert sparsify(small) == ["0"]  # the last layer has no zeros
-    for count in (1, 5, 300):
-        inputs = torch.randn(count, 256, device="cuda", dtype=dtype)
-        torch.testing.assert_close(small(inputs), network(inputs), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_layer_of_two_of_four_is_measured_on_the_gpu():
-    network = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Identity()).to("cuda", torch.float16)
-    network[0].weight.data = two_of_four(4096, 4096).cuda()
-    assert sparsify(network) in (["0"], [])

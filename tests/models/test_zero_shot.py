@@ -71,7 +71,7 @@ def test_the_accuracy_is_that_of_the_likeliest_choice(task, tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dataset_path: !function code.py", "is no YAML of data alone"),
+        ("dataset_path: !function code.py", "cannot be read as YAML of data alone"),
         ("- a list", "has no 'dataset_path'"),
         (TASK.replace("capitals.jsonl", "none.jsonl"), "tasks capitals cannot be run"),
         (TASK.replace("metric: acc", "metric: acc_norm"), "tells acc_norm,none, allowed: a task with the metric acc"),

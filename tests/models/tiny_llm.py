@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedprune_app.models.embedded import byte_tokenizer
-from fedprune_app.models.llm import import_transformers
+from fedprune_app.models.llm import import_transformers, perplexities
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral", "phi")
 _NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -89,3 +89,8 @@ def text_folder(folder: Path, num_documents: int = 4, size: int = 400) -> Path:
     (folder / "test" / "first.txt").write_text(words(40))
     (folder / "test" / "second.txt").write_text(words(60))
     return folder
+
+
+def perplexity(model, layers, windows, batch_size):
+    """That of one text."""
+    return perplexities(model, layers, {"": windows}, batch_size)[""]

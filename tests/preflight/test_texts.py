@@ -30,10 +30,13 @@ def spoil(texts, **content):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (["model=nosuch"], "model is 'nosuch': no such folder, and not in the hub cache; download=true fetches it"),
+        (
+            ["model=nosuch"],
+            "model is 'nosuch', no folder, and not in the hub cache (download=true fetches it), allow",
+        ),
         (["model=empty"], "empty' cannot be read: "),
         (["fedspallm.evaluation-texts=a=nosuch.txt"], "nosuch.txt', allowed: a file"),
-        (["fedspallm.evaluation-tasks=a=nosuch.yaml"], "nosuch.yaml' cannot be read: No such file"),
+        (["fedspallm.evaluation-tasks=a=nosuch.yaml"], "nosuch.yaml' cannot be read as YAML of data alone: "),
         (["fedspallm.segments=10000"], "client 0 of 2 finds "),
         (["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
         (["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "fedspallm.pattern is '3:5'"),

@@ -12,9 +12,9 @@ from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app.config import parse_config
 from fedprune_app.models.cutting import Cut
-from fedprune_app.models.llm import LanguageModel, import_transformers, perplexity
+from fedprune_app.models.llm import LanguageModel, import_transformers
 from fedprune_app.models.saving import load_packed
-from tests.models.tiny_llm import text_folder, tiny_byte_model, tokens
+from tests.models.tiny_llm import perplexity, text_folder, tiny_byte_model, tokens
 from tests.refusing import refuses
 
 CUT = {"fedspallm_merge": "hessians", "fedspallm_pattern": "cut", "density": 0.5}

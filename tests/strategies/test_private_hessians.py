@@ -14,7 +14,7 @@ from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.models.layer_pruning import input_moments
+from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps, epsilon
@@ -145,7 +145,7 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     for partition in range(CLIENTS):
         segments = segments_of(config, partition, CLIENTS, tmp_path)
         hidden = client.model.embed(segments, config.batch_size)
-        expected = input_moments(client.model, module, client.observed_matrices, hidden, config.batch_size, 0.5)
+        expected = input_matrices(client.model, module, client.observed_matrices, hidden, config.batch_size, 0.5)
         sent = uploads(result)[partition, 1]
         assert sent.tensors.keys() == {hessians.HESSIAN + name for name in expected}
         assert len(expected) == RELEASES
@@ -197,7 +197,7 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
         name, mean = next(iter(payload.tensors.items()))
         module = client.model.layer(0, client.model.layer_tensors(0))
         hidden = client.model.embed(client.segments()[0], config.batch_size)
-        total = input_moments(
+        total = input_matrices(
             client.model, module, client.observed_matrices, hidden, config.batch_size, config.dp.clip_norm
         )
         upper = hessians.packed_upper(total[name.removeprefix(hessians.HESSIAN)])
@@ -279,7 +279,7 @@ def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_
     def vector(found):
         return torch.cat([hessians.isometric(matrix.double()) for matrix in found.values()])
 
-    alone = [input_moments(model, module, model.prunable(0), hidden[i : i + 1], size, 0.5) for i in range(canaries)]
+    alone = [input_matrices(model, module, model.prunable(0), hidden[i : i + 1], size, 0.5) for i in range(canaries)]
     known = torch.stack([vector(each) for each in alone])
     monkeypatch.setattr(client, "hidden_states_before", lambda *_: hidden * is_in[:, None, None])
     if noise is None:
