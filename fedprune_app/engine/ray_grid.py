@@ -105,16 +105,13 @@ class RayGrid(SimulatedGrid):
         self._collect(0 if self._replies else seconds)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        pending_ids = set(self.push_messages(messages))
+        message_ids = list(self.push_messages(messages))
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         replies: list[Message] = []
-        while True:
-            replies += self.pull_messages(sorted(pending_ids, key=int))
-            pending_ids -= {reply.metadata.reply_to_message_id for reply in replies}
-            seconds_left = deadline - time.monotonic()
-            if not pending_ids or seconds_left <= 0:
-                return replies
-            self.wait_for_reply(min(1.0, seconds_left))
+        while len(replies) < len(message_ids) and time.monotonic() < deadline:
+            self.wait_for_reply(1.0)
+            replies += self.pull_messages(message_ids)
+        return replies
 
     def _start(self) -> None:
         """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
@@ -136,16 +133,14 @@ class RayGrid(SimulatedGrid):
         self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(requests)] = cohort
 
     def _collect(self, seconds: float) -> None:
-        if not self._at_work:
-            time.sleep(seconds)
-            return
-        ready, _ = ray.wait(list(self._at_work), timeout=seconds)
-        while ready:
+        # all that has come; if nothing has, the first that comes within so many seconds
+        while self._at_work:
+            ready, _ = ray.wait(list(self._at_work), timeout=seconds)
+            if not ready:
+                return
             for stream in ready:
                 self._take(stream)
-            if not self._at_work:
-                return
-            ready, _ = ray.wait(list(self._at_work), timeout=0)
+            seconds = 0
 
     def _take(self, replies: Any) -> None:
         """Take in the next reply of a cohort, or its end."""
@@ -160,12 +155,7 @@ class RayGrid(SimulatedGrid):
             del self._at_work[replies]
             self._idle.append(self._new_worker())
             if len(cohort.pending) > 1:
-                self._suspects |= {
-                    message_id: message
-                    for message_id, message in cohort.pending.items()
-                    if message_id not in self._forgotten
-                }
-                self._forgotten -= cohort.pending.keys()
+                self._suspects |= cohort.pending
                 return
             for message_id, message in cohort.pending.items():
                 reason = Error(RAISED, f"{type(error).__name__}: {error}")

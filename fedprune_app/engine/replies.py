@@ -161,7 +161,7 @@ def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -
 
 def _list_replies(grid: HttpGrid, message_ids: list[str]) -> Any:
     """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
-    _watch(flower_private.http_client(grid))
+    _watch(grid._runtime_client._client)
     with _filter_responses(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
         return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
@@ -253,7 +253,7 @@ def _filter_responses(stream_filter: Callable[[Stream], Stream]) -> Iterator[Non
 
 
 def _watch(client: httpx.Client) -> None:
-    """Let responses to this client pass the filter; to call this once is enough."""
+    """Let responses to this client pass the filter from now on."""
     hooks = client.event_hooks
     if _attach not in hooks["response"]:
         client.event_hooks = {**hooks, "response": [*hooks["response"], _attach]}
