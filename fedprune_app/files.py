@@ -215,7 +215,6 @@ def _random_name(size: int = 8) -> str:
 
 
 def _new_file(folder: int, mode: int) -> tuple[str, int]:
-    """Make a new locked file in an open folder, and return its name and descriptor."""
     while True:
         name = _random_name()
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)

@@ -171,8 +171,13 @@ def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadlin
     The message's time to live keeps a client from starting work that nobody waits for. The message outlives the
     deadline a little: the server decides which client is late, not the SuperLink.
     """
-    ttl = deadline_seconds + _TTL_MARGIN_SECONDS
-    return Message(content, dst_node_id=node_id, message_type=kind, group_id=str(round), ttl=ttl)
+    return Message(
+        content,
+        dst_node_id=node_id,
+        message_type=kind,
+        group_id=str(round),
+        ttl=deadline_seconds + _TTL_MARGIN_SECONDS,
+    )
 
 
 def require(num_good: int, minimum: int, exchange_name: str, failures: Iterable[str]) -> None:

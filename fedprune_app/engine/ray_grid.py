@@ -12,21 +12,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import ray
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedprune_app.core.cohort import share_of
-from fedprune_app.engine.simulated_grid import RAISED, SimulatedGrid, answers
-
-
-def named(reference: str) -> Any:
-    """Return what ``module:name`` names, of a module on Python's path."""
-    module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)
+from fedprune_app.engine.flower_private import set_answered_id
+from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_reply
 
 
 @ray.remote
@@ -34,7 +29,7 @@ class SimulatedClients:
     """These are the clients that a process answers for, whichever they are."""
 
     def __init__(self, client_app: str, beside_server: bool) -> None:
-        self._app: ClientApp = named(client_app)
+        self._app: ClientApp = resolve_name(client_app)
         self._beside_server = beside_server
 
     def answer(self, requests: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
@@ -100,7 +95,6 @@ class RayGrid(SimulatedGrid):
                 self._forgotten.add(message_id)
 
     def wait_for_reply(self, seconds: float) -> None:
-        """Wait until there is a reply to pull, but no longer than this."""
         self._start()
         self._collect(0 if self._replies else seconds)
 
@@ -118,8 +112,7 @@ class RayGrid(SimulatedGrid):
         while self._idle and self._suspects:
             self._give(self._suspects, 1)
         if self._idle and self._pending:
-            workers = len(self._idle) + len(self._at_work)
-            size = share_of(len(self._pending), workers, self._largest_cohort)
+            size = share_of(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
             while self._idle and self._pending:
                 self._give(self._pending, size)
 
@@ -158,8 +151,7 @@ class RayGrid(SimulatedGrid):
                 self._suspects |= cohort.pending
                 return
             for message_id, message in cohort.pending.items():
-                reason = Error(RAISED, f"{type(error).__name__}: {error}")
-                self._arrive(message_id, Message(reason, reply_to=message))
+                self._arrive(message_id, error_reply(error, message))
             return
         cohort.start_time = time.monotonic()
         if answer is None:
@@ -172,7 +164,8 @@ class RayGrid(SimulatedGrid):
         if message_id in self._forgotten:
             self._forgotten.discard(message_id)
             return
-        self._replies[message_id] = self._addressed_reply(message_id, reply)
+        set_answered_id(reply, message_id)
+        self._replies[message_id] = reply
 
 
 def _room_for(resources: Mapping[str, float]) -> int:

@@ -19,7 +19,6 @@ from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
     Run,
     TaskIdentity,
-    set_answered_id,
     set_message_id,
 )
 from fedprune_app.engine.simulated import answering_in_simulation
@@ -83,11 +82,9 @@ class SimulatedGrid(Grid):
     def _context(self, message: Message) -> Context:
         return self._contexts[message.metadata.dst_node_id]
 
-    @staticmethod
-    def _addressed_reply(message_id: str, reply: Message) -> Message:
-        """Return the reply as one to this message, whichever message the reply itself names."""
-        set_answered_id(reply, message_id)
-        return reply
+
+def error_reply(error: Exception, message: Message) -> Message:
+    return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
 def answers(
@@ -104,7 +101,7 @@ def answers(
             with answering_in_simulation(beside_server):
                 return app(message, context)
         except Exception as error:
-            return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
+            return error_reply(error, message)
 
     works = [lambda request=request: answer(*request) for request in requests]
     yield from work_in_cohort(works)

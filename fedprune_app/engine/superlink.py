@@ -83,7 +83,6 @@ class SecretAuthn(ControlAuthnPlugin):
 
 
 def main() -> None:
-    """Run the SuperLink until it is ended."""
     flower_private.replace("load_control_authn_plugin", SecretAuthn)
     flower_private.flower_superlink()
 

@@ -36,12 +36,7 @@ class EncodedArrays(ArrayRecord):
 
     __qualname__ = ArrayRecord.__qualname__  # Flower writes the name into its messages, and accepts no other
 
-    def know(self, name: str, num_bytes: int) -> None:
-        """Take ``num_bytes`` as the size of this record under ``name``, because the record was measured before."""
-        self.__dict__.setdefault("_item_bytes", {})[name] = num_bytes
-
     def item_bytes(self, name: str) -> int:
-        """Return the size of this record under ``name`` in a message."""
         sizes: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
         if name not in sizes:
             sizes[name] = item_bytes(name, self)

@@ -35,7 +35,6 @@ class Budgets:
         self.spent: dict[int, int] = {}
 
     def bears(self, client: int, round: int) -> bool:
-        """Whether the client can still take part in the round."""
         return self.spent.get(client, round) >= round
 
     def epsilon_of(self, client: int) -> float | None:

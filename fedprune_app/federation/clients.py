@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -54,7 +54,6 @@ class ClientInfo:
         return {}
 
     def description(self) -> dict[str, Any]:
-        """Describe the data that the client holds, for run.json."""
         return {}
 
     def common(self) -> tuple[tuple[str, Hashable], ...]:
@@ -101,16 +100,16 @@ class ImageClientInfo(ClientInfo):
         if math.prod(sizes) > _MOST_VALUES or math.prod(sizes) * num_classes > _MOST_OUTPUTS:
             allowed = f"at most {_MOST_VALUES} values, {_MOST_OUTPUTS} times the classes"
             raise ValueError(f"field 'image-shape' is {sizes!r} with {num_classes} classes, allowed: {allowed}")
-        counts = {}
-        for part in ("train", "validation", "test"):
-            values = fields.get(f"labels-{part}", [])
-            is_list = isinstance(values, list) and len(values) in (0, num_classes)
-            if not (is_list and all(type(n) is int and 0 <= n < 2**53 for n in values)):
-                raise ValueError(f"field 'labels-{part}' is {reprlib.repr(values)}, allowed: counts per class")
-            counts[part] = list(values)
-        classes = _names(fields, "classes", num_classes, "class")
-        features = _names(fields, "features", math.prod(sizes), "number of an example")
-        mean, std = (_channel_values(fields, name, sizes[0]) for name in ("normalisation-mean", "normalisation-std"))
+        counts = {
+            part: _values(fields, f"labels-{part}", num_classes, _is_count, "a count per class")
+            for part in ("train", "validation", "test")
+        }
+        classes = _values(fields, "classes", num_classes, _is_text, "a name per class")
+        features = _values(fields, "features", math.prod(sizes), _is_text, "a name per number of an example")
+        mean, std = (
+            tuple(map(float, _values(fields, name, sizes[0], _is_number, f"{sizes[0]} numbers, one per channel")))
+            for name in ("normalisation-mean", "normalisation-std")
+        )
         if len(mean) != len(std) or (std and min(std) <= 0):
             raise ValueError(
                 f"field 'normalisation-std' is {reprlib.repr(list(std))}, allowed: a number above 0 for each mean"
@@ -119,8 +118,8 @@ class ImageClientInfo(ClientInfo):
             "image_shape": (sizes[0], sizes[1], sizes[2]),
             "num_classes": num_classes,
             "label_counts": counts,
-            "classes": classes,
-            "features": features,
+            "classes": tuple(classes),
+            "features": tuple(features),
             "features_digest": str(fields.get("features-digest", ""))[:64],
             "data_dir": str(fields.get("data-dir", ""))[:1024],
             "data_sha256": str(fields.get("data-sha256", ""))[:64],
@@ -163,9 +162,7 @@ class TextClientInfo(ClientInfo):
             ("layer-digests", digests, _MOST_LAYERS),
             ("documents", documents, _MOST_DOCUMENTS),
         ):
-            if not (isinstance(values, list) and len(values) <= limit) or not all(
-                isinstance(v, str) and len(v) <= 256 for v in values
-            ):
+            if not (isinstance(values, list) and len(values) <= limit and all(map(_is_text, values))):
                 raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {limit} texts")
         return {
             "shell_digest": str(fields.get("shell-digest"))[:256],
@@ -181,13 +178,24 @@ Roster = dict[int, ClientInfo]
 """The clients of a run by their numbers, ascending: Flower's node ids are random and unordered."""
 
 
-def _names(fields: wire.Fields, name: str, count: int, unit: str) -> tuple[str, ...]:
-    """Read a list of ``count`` names, or none. Raises ``ValueError`` naming the field."""
+def _values(fields: wire.Fields, name: str, count: int, is_valid: Callable[[object], bool], allowed: str) -> list[Any]:
+    """Read a list of ``count`` valid values, or of none. Raises ``ValueError`` naming the field and what is allowed."""
     values = fields.get(name, [])
-    is_list = isinstance(values, list) and len(values) in (0, count)
-    if not (is_list and all(isinstance(value, str) and len(value) <= 256 for value in values)):
-        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: a name per {unit}")
-    return tuple(values)
+    if not (isinstance(values, list) and len(values) in (0, count) and all(map(is_valid, values))):
+        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: {allowed}")
+    return values
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= 256
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST_SAID  # NaN is not
 
 
 def _in_words(value: Hashable, other: Hashable) -> str:
@@ -195,11 +203,3 @@ def _in_words(value: Hashable, other: Hashable) -> str:
     if isinstance(value, tuple) and isinstance(other, tuple):
         return str(sorted(value, key=other.__contains__))[:_SHOWN]
     return str(value)[:_SHOWN]
-
-
-def _channel_values(fields: wire.Fields, name: str, channels: int) -> tuple[float, ...]:
-    values = fields.get(name, [])
-    is_list = isinstance(values, list) and len(values) in (0, channels)
-    if not (is_list and all(type(v) in (int, float) and abs(v) <= LARGEST_SAID for v in values)):  # NaN is not
-        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: {channels} numbers, one per channel")
-    return tuple(map(float, values))

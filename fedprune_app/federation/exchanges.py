@@ -68,14 +68,14 @@ class Exchanges:
             strategy.state_rounds[client] = round.number
             return row
 
-        stream = self._checked_messages(outgoing, "send")
-        answers = self._answers(round, stream, MessageType.TRAIN, reply_bytes)
+        answers = self._answers(round, self._checked_messages(outgoing, "send"), MessageType.TRAIN, reply_bytes)
         collect(name, answers, round.log, self._charging_reader(round, read))
 
     def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
         """Ask clients something else within a round; ``read`` takes in their answers. It is part of the round's log."""
-        answers = self._answers(round, outgoing, MessageType.EVALUATE)
-        collect(name, answers, round.log, self._charging_reader(round, read))
+        collect(
+            name, self._answers(round, outgoing, MessageType.EVALUATE), round.log, self._charging_reader(round, read)
+        )
 
     def ask_for(
         self,

@@ -15,7 +15,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import POLL_SECONDS, Answer, TooFewReplies, exchange, message_to
+from fedprune_app.engine.exchange import POLL_SECONDS, TooFewReplies, exchange, message_to
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
@@ -92,7 +92,6 @@ def register_clients(
 
 
 def log_left_out(reasons: Iterable[str]) -> None:
-    """Log why each of these clients takes no part in the run."""
     for reason in reasons:
         log.warning("a client is left out of the run: %s", reason)
 
@@ -105,7 +104,6 @@ def _introductions(
     kind: type[ClientInfo],
     numbers: Mapping[int, int],
 ) -> dict[int, ClientInfo | str]:
-    """Return by node what it says of itself, or why it says nothing usable."""
 
     def messages() -> Iterator[tuple[int, Message]]:
         for node in node_ids:
@@ -114,25 +112,20 @@ def _introductions(
 
     answers: dict[int, ClientInfo | str] = {}
     for answer in exchange(grid, messages(), seconds):
+        node = answer.client
         try:
-            answers[answer.client] = _read_info(answer, kind, numbers)
+            if answer.content is None:
+                raise ValueError(f"node {node}: {answer.error}{' (startup-seconds)' * answer.late}")
+            info = kind.read(node, wire.fields_of(answer.content))
+            if info.own_data and info.id != numbers[node]:
+                raise ValueError(f"node {node} says that it is {info.id}, allowed: its {numbers[node]}")
+            answers[node] = info
         except ValueError as error:
-            answers[answer.client] = wire.one_line(str(error))
+            answers[node] = wire.one_line(str(error))
     return answers
 
 
-def _read_info(answer: Answer, kind: type[ClientInfo], numbers: Mapping[int, int]) -> ClientInfo:
-    """Read a node's answer. In this exchange the answer's ``client`` is the node's id."""
-    if answer.content is None:
-        raise ValueError(f"node {answer.client}: {answer.error}{' (startup-seconds)' * answer.late}")
-    info = kind.read(answer.client, wire.fields_of(answer.content))
-    if info.own_data and info.id != numbers[info.node_id]:
-        raise ValueError(f"node {info.node_id} says that it is {info.id}, allowed: its {numbers[info.node_id]}")
-    return info
-
-
 def _select_clients(infos: Iterable[ClientInfo], ids: Collection[int] | None) -> tuple[Roster, list[str]]:
-    """Return the clients that can take part, and the reasons why the others cannot."""
     errors = []
     candidates = []
     for info in sorted(infos, key=lambda info: (info.id, info.node_id)):

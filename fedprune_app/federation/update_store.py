@@ -91,8 +91,7 @@ class UpdateStore:
             VersionedStore(folder).drop_after(round)
 
     def _store(self, client: int) -> VersionedStore:
-        owner_name = owner(f"update of client {client}", self.run_key)
-        return VersionedStore(self.folder / f"{client:05d}", owner=owner_name)
+        return VersionedStore(self.folder / f"{client:05d}", owner=owner(f"update of client {client}", self.run_key))
 
 
 def _decoded_size(update: Payload) -> int:

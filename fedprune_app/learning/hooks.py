@@ -19,7 +19,6 @@ Objective = Callable[[Network, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy of a batch."""
     return F.cross_entropy(network(images), labels)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from fedprune_app.learning.training import Training
 class Alone:
     """One client's network computes as it is, or a part of it does. Private gradients are made here too.
 
-    ``loss_sums`` (1,) is the sum of the examples' losses so far.
+    ``loss_sums`` (1,) is the sum of the examples' losses so far. What it needs until its end is entered on ``stack``.
     """
 
-    def __init__(self, training: Training, flat: Flat) -> None:
+    def __init__(self, training: Training, flat: Flat, stack: ExitStack) -> None:
         self._training = training
         self._flat = flat
         layout = flat.layout
@@ -37,18 +36,10 @@ class Alone:
             named_kept={} if flat.kept is None else layout.views(flat.kept),
         )
         self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        if (private := self._training.private) is not None:
-            model, whole = self._training.model, self._whole
-            shape = self._training.images.shape[1:]
-            context = private.attached(model, whole.named_gradients, whole.trained(), shape)
-            self._private_step = self._stack.enter_context(context)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        if (private := training.private) is not None:
+            whole, shape = self._whole, training.images.shape[1:]
+            context = private.attached(training.model, whole.named_gradients, whole.trained(), shape)
+            self._private_step = stack.enter_context(context)
 
     @contextmanager
     def step(self, batches: Sequence[Tensor]) -> Iterator[Changes]:
@@ -124,12 +115,6 @@ class Grouped:
         self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
         self._frozen = _frozen_values(trainings, flat.layout)
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._networks.clear()
 
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
         """Give, as a context, what a step on the examples at these positions changes, with the gradients."""

@@ -52,8 +52,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             **facts,
         }
     )
-    prunable = frozenset(prunable_names(model))
-    return SYSTEMS[config.system].strategy(context, shared, prunable)
+    return SYSTEMS[config.system].strategy(context, shared, frozenset(prunable_names(model)))
 
 
 def other_data(difference: str) -> ConfigError:
@@ -155,10 +154,17 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     if tasks and "dense_accuracy" not in recorder.info:  # before anything is pruned: a task may be refused
         dense = task_accuracies(lambda layer: {})
         recorder.annotate(dense_accuracy={name: result.value for name, result in dense.items()})
-    texts = list(recorder.info["dense_perplexity"])
-    noise = partial(segment_noise, config)
-    inputs = partial(observed_inputs, config, model)
-    return FedSpaLLM(context, model, measure, answer_tasks, write, texts, inputs, noise, cut)
+    return FedSpaLLM(
+        context,
+        model,
+        measure,
+        answer_tasks,
+        write,
+        list(recorder.info["dense_perplexity"]),
+        partial(observed_inputs, config, model),
+        partial(segment_noise, config),
+        cut,
+    )
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}
