@@ -8,6 +8,7 @@ A server that does read updates may remember them decoded, in memory and within 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,19 +22,19 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, VersionedStore, owner
 
 _MOST_DECODED_BYTES = 8 * 2**30
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class UpdateStore:
     """Updates by client; decoded ones stay in memory up to ``decoded_bytes``.
 
-    The default is a quarter of the machine's memory, and 8 GiB at most.
+    The default is a quarter of the machine's or the container's memory, and 8 GiB at most.
     """
 
     def __init__(self, folder: Path, run_key: str = "", decoded_bytes: int | None = None) -> None:
         self.folder = folder
         self.run_key = run_key
-        a_quarter = psutil.virtual_memory().total // 4
-        self.decoded_bytes = min(a_quarter, _MOST_DECODED_BYTES) if decoded_bytes is None else decoded_bytes
+        self.decoded_bytes = _quarter_of_memory() if decoded_bytes is None else decoded_bytes
         self._decoded: dict[tuple[int, int], Payload] = {}
         self._bytes_decoded = 0
 
@@ -92,6 +93,13 @@ class UpdateStore:
 
     def _store(self, client: int) -> VersionedStore:
         return VersionedStore(self.folder / f"{client:05d}", owner=owner(f"update of client {client}", self.run_key))
+
+
+def _quarter_of_memory() -> int:
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        total = min(total, int(_CONTAINER_LIMIT.read_text()))
+    return min(total // 4, _MOST_DECODED_BYTES)
 
 
 def _decoded_size(update: Payload) -> int:

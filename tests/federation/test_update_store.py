@@ -10,6 +10,7 @@ from flwr.app import Array, ArrayRecord
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from fedprune_app.federation import update_store
 from fedprune_app.federation.update_store import UpdateStore
 
 ROOM = 10**6
@@ -161,3 +162,12 @@ def test_decoded_updates_are_remembered_within_the_bound(tmp_path):
     store.remember(0, 2, decoded)
     store.remember(2, 1, decoded)
     assert [store.remembered(*key) is decoded for key in ((0, 1), (0, 2), (1, 1), (2, 1))] == [False, True, True, False]
+
+
+def test_in_a_container_a_quarter_of_its_memory_is_for_decoded_updates(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(update_store, "_CONTAINER_LIMIT", limit)
+    without = UpdateStore(tmp_path).decoded_bytes
+    for written, expected in (("max\n", without), (f"{2**28}\n", 2**26)):
+        limit.write_text(written)
+        assert UpdateStore(tmp_path).decoded_bytes == expected
