@@ -112,11 +112,10 @@ def exchange(
             last_arrival = now
         elif pending:
             shortest, longest = POLL_SECONDS
-            pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
-            next_deadline = min(entry.deadline for entry in pending.values())
-            # A grid that can wait returns as soon as a reply is there.
-            wait = getattr(grid, "wait_for_reply", time.sleep)
-            wait(min(pause, max(0.0, next_deadline - now)))
+            wait = getattr(
+                grid, "wait_for_reply", time.sleep
+            )  # a grid that can wait returns as soon as a reply is there
+            wait(min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest))
 
 
 def _extend_deadlines(

@@ -31,6 +31,7 @@ _FIRST, _LAST = "1.39", "1.42"  # as in pyproject.toml
 
 _OBJECTS = "flwr.supercore.inflatable.inflatable_object"
 _FETCHING = "flwr.supercore.inflatable.inflatable_utils"
+# the module of each private name
 PLACES = {
     "ACCESS_TOKEN_KEY": "flwr.common.constant",
     "ACCESS_TOKEN_STORE_KEY": "flwr.cli.constant",
@@ -64,7 +65,6 @@ PLACES = {
     "pull_objects": _FETCHING,
     "recorddict_to_proto": "flwr.common.serde",
 }
-"""The module of each private name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr.fedprune")
 
+# what a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them
 FRAMING_BYTES = 8 * 2**20
-"""What a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them."""
 _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
 _HEAD_BYTES = 2**20  # of a reply without its objects, a list of replies, an object that only names others

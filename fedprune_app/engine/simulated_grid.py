@@ -24,16 +24,14 @@ from fedprune_app.engine.flower_private import (
 from fedprune_app.engine.simulated import answering_in_simulation
 
 RUN_ID = 1
+# the code of an error that a client raised, the one that Flower has for it
 RAISED = 2
-"""The code of an error that a client raised, the one that Flower has for it."""
 
 
 class SimulatedGrid(Grid):
     """The grid has ``num_clients`` nodes with partition ids 0, 1, ...; node ids are arbitrary, as Flower's are."""
 
     def __init__(self, num_clients: int, run_config: Mapping[str, Any]) -> None:
-        if num_clients < 1:
-            raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
         self.num_nodes = num_clients  # that there will ever be
         self._run_config = dict(run_config)
         self._contexts = {}

@@ -127,10 +127,8 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
     )
 
 
-def _components(app: Path) -> dict[str, str]:
-    flower: dict[str, Any] = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]
-    components: dict[str, str] = flower["app"]["components"]
-    return components
+def _components(app: Path) -> Any:
+    return tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
 
 
 def main() -> None:

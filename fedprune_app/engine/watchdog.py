@@ -17,8 +17,8 @@ import psutil
 
 from fedprune_app.files import replace_file
 
+# a launcher says in this variable of the environment how many clients its simulation has
 CLIENTS_VARIABLE = "FEDPRUNE_CLIENTS"
-"""A launcher says in this variable of the environment how many clients its simulation has."""
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"
 _CHECK_SECONDS = 0.5
 _SAME_START = 2.0  # seconds; no number is used again so soon

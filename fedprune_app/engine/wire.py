@@ -21,8 +21,8 @@ from fedprune_app.engine.printable import printable
 
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"
+# the largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear
 LARGEST = 2.0**23
-"""The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
 _PEER_UPDATE = "peer/"
 _STYPE = "fedprune.codec"
 _LINE = 500

@@ -174,8 +174,8 @@ class TextClientInfo(ClientInfo):
         return {"segments": self.num_examples, "documents": list(self.documents)}
 
 
+# the clients of a run by their numbers, ascending: Flower's node ids are random and unordered
 Roster = dict[int, ClientInfo]
-"""The clients of a run by their numbers, ascending: Flower's node ids are random and unordered."""
 
 
 def _values(fields: wire.Fields, name: str, count: int, is_valid: Callable[[object], bool], allowed: str) -> list[Any]:

@@ -27,8 +27,8 @@ from fedprune_app.results.rows import from_training, number_in, round_columns, r
 if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy
 
+# columns by client, ascending
 Rows = Mapping[int, dict[str, Any]]
-"""Columns by client, ascending."""
 
 
 class Exchanges:

@@ -150,13 +150,6 @@ def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
             )
 
 
-def write_masks(masks: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    """Write the masks of the trained weights into ``kept``, by name, as 1 or 0; weights without a mask stay."""
-    for name, mask in masks.items():
-        if name in kept:
-            kept[name].copy_(mask)
-
-
 def check_names(kind: str, names: Collection[str], model: nn.Module) -> None:
     parameters = dict(model.named_parameters())
     if unknown_names := [name for name in names if name not in parameters]:

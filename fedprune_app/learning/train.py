@@ -15,7 +15,7 @@ from fedprune_app.core.computation import module_mode
 from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
-from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
+from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD, sgd_step
@@ -207,8 +207,13 @@ class _Learner:
         training = self.training
         self._flat = stack.enter_context(FlatParameters(training.model, flat, number))
         if flat.kept is not None:
-            write_masks(training.kept, flat.layout.views(flat.kept, number))
-        _prune(training.model, training.masks)
+            kept = flat.layout.views(flat.kept, number)
+            for name in kept.keys() & training.kept.keys():
+                kept[name].copy_(training.kept[name])
+        parameters = dict(training.model.named_parameters())
+        for name, mask in training.masks.items():
+            weight = parameters[name].data
+            weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind
 
     def call(self, hook: Callable[..., object] | None, *arguments: object) -> None:
         """Call a hook, if there is one. After an error no hook is called again."""
@@ -225,10 +230,3 @@ class _Learner:
         self._flat.bind_gradients()
         if epoch == training.sgd.epochs - 1:
             self.result = training.result(float(loss_sums[number]))
-
-
-def _prune(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for name, mask in masks.items():
-        weight = parameters[name].data
-        weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind

@@ -38,11 +38,9 @@ class Augmenter(Protocol):
         """Make the images (B, ...) of these choices."""
 
 
+# clients whose steps' forward passes and networks are at most so large are trained faster together than one by one.
+# These bounds are by benchmarks/cohort_step.py, on a CPU
 MOST_FLOPS, MOST_PARAMETERS = 100_000_000, 250_000
-"""Clients whose steps' forward passes and networks are at most so large are trained faster together than one by one.
-
-These bounds are by benchmarks/cohort_step.py, on a CPU.
-"""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,14 @@ class Grouped:
 
     def put(self, batches: Sequence[Tensor]) -> None:
         """Put the examples at these positions where the next step of so many clients takes them."""
-        self._weigh([len(batch) for batch in batches])
+        sizes = [len(batch) for batch in batches]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            weights = torch.zeros(len(sizes), self._images.shape[1])
+            for row, size in zip(weights, sizes, strict=True):
+                row[:size] = 1 / size
+            self._weights[: len(sizes)] = weights.to(self._weights.device)
+            self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
         for number, batch in enumerate(batches):
             self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
 
@@ -140,16 +147,6 @@ class Grouped:
         torch._foreach_copy_(gradients, new_gradients)
         self.loss_sums[:clients] += losses.sum(1) * self._counts[:clients]
         return changes
-
-    def _weigh(self, sizes: list[int]) -> None:
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
-        weights = torch.zeros(len(sizes), self._images.shape[1])
-        for row, size in zip(weights, sizes, strict=True):
-            row[:size] = 1 / size
-        self._weights[: len(sizes)] = weights.to(self._weights.device)
-        self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
 
     def _network(self, clients: int) -> tuple[dict[str, Tensor], list[Tensor], Changes]:
         """Return the first clients' weights and gradients for the grouped form, and what a step changes."""

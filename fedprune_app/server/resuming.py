@@ -27,8 +27,8 @@ from fedprune_app.results.reader import check_models, check_records, load_run, m
 
 log = logging.getLogger("flwr.fedprune")
 _NOTES = 20
+# the reason why a client's state is lost, by client and round
 LostStates = Mapping[int, Mapping[int, str]]
-"""The reason why a client's state is lost, by client and round."""
 
 
 @dataclass(frozen=True)

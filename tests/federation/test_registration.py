@@ -177,11 +177,6 @@ def test_a_client_writes_nowhere_on_a_key_that_is_none(key):
         register_clients(grid, 30, key)
 
 
-def test_a_federation_without_clients_is_refused():
-    with pytest.raises(ValueError, match="num-supernodes is 0"):
-        InProcessGrid(client_app.app, 0, DEFAULTS)
-
-
 # --- a window of messages ---------------------------------------------------------------------------------------------
 
 
