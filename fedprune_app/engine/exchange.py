@@ -112,9 +112,8 @@ def exchange(
             last_arrival = now
         elif pending:
             shortest, longest = POLL_SECONDS
-            wait = getattr(
-                grid, "wait_for_reply", time.sleep
-            )  # a grid that can wait returns as soon as a reply is there
+            # a grid that can wait returns as soon as a reply is there
+            wait = getattr(grid, "wait_for_reply", time.sleep)
             wait(min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest))
 
 
