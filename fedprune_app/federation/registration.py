@@ -40,8 +40,7 @@ def register_clients(
     operators may have mended. A node with data of its own gets its number from the order of the node ids. ``numbers``
     (node id to number) gives the numbers of a run that is resumed; other nodes are then not asked. ``ids`` are the
     clients of such a run, and any other client is left out. The run is about what most clients say
-    (:meth:`ClientInfo.common`); among equals the client of lowest number decides. A client is left out if it fails,
-    says something else, or claims another's number.
+    (:meth:`ClientInfo.common`). A client is left out if it fails, says something else, or claims another's number.
 
     Raises :class:`TooFewReplies` with the first reason where fewer than ``min_clients`` come or can take part. Where
     none of the first ``min_clients`` can start, the run itself is most likely wrong, so that is raised at once. Raises
