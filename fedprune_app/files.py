@@ -302,8 +302,10 @@ def _require_own(path: Path, folder: os.stat_result) -> None:
     is_own = folder.st_uid in (os.geteuid(), 0)
     is_shared = folder.st_mode & _OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX
     if is_shared or not is_own:
-        allowed = "a folder that is yours and that nobody else may write to"
-        raise SharedFolderError(f"{str(path)!r} is a secret that other users could replace there, allowed: {allowed}")
+        raise SharedFolderError(
+            f"{str(path)!r} is a secret that other users could replace there, "
+            "allowed: a folder that is yours and that nobody else may write to"
+        )
 
 
 def _sync(descriptor: int) -> None:

@@ -184,8 +184,7 @@ def _go_on(
     if choice.losses:
         changes["losses"] = [*earlier_info.get("losses", []), *choice.losses]
     recorder.annotate(**changes)
-    records = state.meta.get("records") if state else None
-    recorder.resume(choice.point.round, marks_of(records, "its checkpoint"))
+    recorder.resume(choice.point.round, marks_of(state.meta.get("records") if state else None, "its checkpoint"))
     log.info("resuming after round %d", choice.point.round)
     for line in (*notes, *choice.losses):
         log.warning("%s", line)

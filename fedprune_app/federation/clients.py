@@ -98,8 +98,10 @@ class ImageClientInfo(ClientInfo):
             raise ValueError(f"field 'image-shape' is {reprlib.repr(shape)}, allowed: three sizes")
         num_classes = int(wire.number(fields, "num-classes", 2, 10**6))
         if math.prod(sizes) > _MOST_VALUES or math.prod(sizes) * num_classes > _MOST_OUTPUTS:
-            allowed = f"at most {_MOST_VALUES} values, {_MOST_OUTPUTS} times the classes"
-            raise ValueError(f"field 'image-shape' is {sizes!r} with {num_classes} classes, allowed: {allowed}")
+            raise ValueError(
+                f"field 'image-shape' is {sizes!r} with {num_classes} classes, "
+                f"allowed: at most {_MOST_VALUES} values, {_MOST_OUTPUTS} times the classes"
+            )
         counts = {
             part: _values(fields, f"labels-{part}", num_classes, _is_count, "a count per class")
             for part in ("train", "validation", "test")
