@@ -28,17 +28,22 @@ app = ClientApp()
 AnyNode = Node[Any]
 
 
-def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
-    """Make the client that answers a message: of the system's class, or of the class ``kind`` if given."""
+def make_client(context: Context, message: Message) -> AnyNode:
+    """Make the client that answers a message, of the system's class."""
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
     fields = wire.fields_of(message.content)
     client_id, num_clients = number_of(context.node_config, fields, config.dataset)
     run_key = str(fields.get("run-key"))
-    folder = client_state_folder(config, context.run_id, run_key)
-    capacity = check_capacity(context.node_config.get("capacity"))
-    kind = kind or SYSTEMS[config.system].client
-    return kind(config, Place(client_id, num_clients, folder, capacity, run_key, policy))
+    place = Place(
+        client_id,
+        num_clients,
+        client_state_folder(config, context.run_id, run_key),
+        check_capacity(context.node_config.get("capacity")),
+        run_key,
+        policy,
+    )
+    return SYSTEMS[config.system].client(config, place)
 
 
 def _task(message: Message, client: AnyNode) -> Task:
@@ -70,23 +75,22 @@ def _discreet(context: Context) -> Iterator[None]:
 
 
 @app.query()
-def query(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
+def query(message: Message, context: Context) -> Message:
     """Answer the server's first message, which asks who is there.
 
     Before a run is resumed, this also answers which versions of the client's state are lost.
     """
     with _discreet(context):
-        client, fields = make_client(context, message, kind), wire.fields_of(message.content)
+        client, fields = make_client(context, message), wire.fields_of(message.content)
         versions = fields.get("states")
         answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
     return _reply(message, client, "introduction", answer)
 
 
 @app.train()
-def train(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
-    """Answer a training message with one local update."""
+def train(message: Message, context: Context) -> Message:
     with _discreet(context):
-        client = make_client(context, message, kind)
+        client = make_client(context, message)
         arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
     payload, fields = reply_from_numpy(arrays, metrics)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
@@ -94,9 +98,8 @@ def train(message: Message, context: Context, kind: type[AnyNode] | None = None)
 
 
 @app.evaluate()
-def evaluate(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
-    """Answer an evaluation message with accuracies on the client's own data."""
+def evaluate(message: Message, context: Context) -> Message:
     with _discreet(context):
-        client = make_client(context, message, kind)
+        client = make_client(context, message)
         _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
     return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})

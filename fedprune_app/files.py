@@ -7,7 +7,6 @@ what a killed writer left there, and removes that.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -31,8 +30,6 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SYNCED_AT_ONCE = 16
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
-_RENAME_EXCHANGE = 2  # Linux's flag of renameat2
-_NO_EXCHANGE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # from file systems and systems that cannot exchange names
 _user_log = logging.getLogger("fedprune")  # its warnings reach the terminal, unlike Flower's
 _QUIETLY_SECONDS = 1.0
 
@@ -48,17 +45,18 @@ def as_path(name: str, value: object) -> Path:
 
 
 @contextmanager
-def locked(path: Path | str, activity: str) -> Iterator[None]:
+def locked(path: Path | str, activity: str, patience_seconds: float = -1) -> Iterator[None]:
     """Hold a lock file until the block ends; ``activity`` says what the processes that want it do, one at a time.
 
-    A process that has to wait says so.
+    A process that has to wait says so. If it still waits after ``patience_seconds`` (-1: never), ``filelock.Timeout``
+    is raised.
     """
     lock = FileLock(path)
     try:
         lock.acquire(timeout=_QUIETLY_SECONDS)
     except Timeout:
         say_waiting(activity)
-        lock.acquire()
+        lock.acquire(timeout=patience_seconds)
     try:
         yield
     finally:
@@ -150,9 +148,8 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Make a new folder to fill, which takes the place of ``path``, and of all in ``path``, when the block ends.
 
-    If the block raises an error, the new folder is removed and ``path`` stays. A kill at any time leaves the old folder
-    or the new one at ``path``. A file system that cannot exchange two names (some network file systems) is an
-    exception: a kill between two renames leaves the old folder beside ``path``, under a name that ends in ``.old``.
+    If the block raises an error, the new folder is removed and ``path`` stays. A kill loses neither the old folder nor
+    the new one: between two renames it leaves the old folder beside ``path``, under a name that ends in ``.old``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _naming(path), _open_descriptor(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
@@ -161,34 +158,13 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             for name in (*names, "."):
                 with _open_descriptor(Path(inner) / name, 0) as descriptor:
                     _sync(descriptor)
-        _change_places(folder, new.name, path.name)
+        old = f".{path.name}.{secrets.token_hex(8)}.old"  # no sweep removes it
+        with suppress(FileNotFoundError):
+            os.rename(path.name, old, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(new.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        with suppress(FileNotFoundError):
+            os.rename(old, new.name, src_dir_fd=folder, dst_dir_fd=folder)  # what has this name is removed
         _sync(folder)
-
-
-def _change_places(folder: int, new: str, name: str) -> None:
-    """Let the folder ``new`` and what may be at ``name``, in an open folder, change places."""
-    try:
-        _exchange(folder, new, name)
-    except FileNotFoundError:
-        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-    except OSError as error:
-        if error.errno not in _NO_EXCHANGE:
-            raise
-        old = f".{name}.{secrets.token_hex(8)}.old"  # no sweep removes it
-        with suppress(FileNotFoundError):
-            os.rename(name, old, src_dir_fd=folder, dst_dir_fd=folder)
-        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
-        with suppress(FileNotFoundError):
-            os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
-
-
-def _exchange(folder: int, first: str, second: str) -> None:
-    """Let two names in an open folder change places in one step; Python has no function for this."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    failed = renameat2 is None or renameat2(folder, os.fsencode(first), folder, os.fsencode(second), _RENAME_EXCHANGE)
-    if failed:
-        number = errno.ENOSYS if renameat2 is None else ctypes.get_errno()
-        raise OSError(number, os.strerror(number), second)
 
 
 @contextmanager
@@ -234,23 +210,11 @@ def appending(path: Path) -> BinaryIO:
 # --- temporary names --------------------------------------------------------------------------------------------------
 
 
-def is_temporary(name: str) -> bool:
-    """Return whether a file of this name is one that a writer has not put in its place yet."""
-    return _TEMPORARY.fullmatch(name) is not None
-
-
-def without_temporary(path: Path) -> str:
-    """Return a path in words, which are the same in every run: a temporary name is drawn."""
-    return _TEMPORARY.sub("(temporary)", str(path))
-
-
 def _random_name(size: int = 8) -> str:
-    """Draw a temporary name from ``size`` random bytes."""
     return f".fedprune-{secrets.token_hex(size)}.tmp"
 
 
 def _new_file(folder: int, mode: int) -> tuple[str, int]:
-    """Make a new locked file in an open folder, and return its name and descriptor."""
     while True:
         name = _random_name()
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
@@ -335,11 +299,13 @@ def _open_descriptor(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
 
 def _require_own(path: Path, folder: os.stat_result) -> None:
     """Raise :class:`SharedFolderError` where somebody else may put another file, or a link, in a secret's place."""
-    allowed = "allowed: a folder that is yours and that nobody else may write to"
-    if folder.st_uid not in (os.geteuid(), 0):
-        raise SharedFolderError(f"{str(path)!r} is a secret and its folder belongs to another user, {allowed}")
-    if folder.st_mode & _OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX:
-        raise SharedFolderError(f"{str(path)!r} is a secret and other users may write to its folder, {allowed}")
+    is_own = folder.st_uid in (os.geteuid(), 0)
+    is_shared = folder.st_mode & _OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX
+    if is_shared or not is_own:
+        raise SharedFolderError(
+            f"{str(path)!r} is a secret that other users could replace there, "
+            "allowed: a folder that is yours and that nobody else may write to"
+        )
 
 
 def _sync(descriptor: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -36,6 +35,7 @@ from fedprune_app.server.resuming import Choice
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
+_at_work: WeakSet[Recorder] = WeakSet()  # a process may run many federations
 
 
 @app.main()
@@ -79,7 +79,6 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
         recorder.start(values, config.seed, facts | code)
     _at_work.add(recorder)
-    _close_before_exit()
     try:
         run_key, earlier_info = str(recorder.info["run_key"]), saved_run.info if saved_run else {}
         checkpoints = checkpoint_store(folder, run_key)
@@ -114,23 +113,6 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         _close(recorder, "failed", lines[-1])
         raise
-
-
-_at_work: WeakSet[Recorder] = WeakSet()
-
-
-@cache  # once in a process, which may run many federations
-def _close_before_exit() -> None:
-    """Let Flower close the runs of this process before it ends on a signal, or when a SuperLink gives up a run.
-
-    That may leave no time for anything else.
-    """
-
-    def close() -> None:
-        for recorder in list(_at_work):
-            _close(recorder, "interrupted", "interrupted")
-
-    add_exit_handler(close, run_before_force_exit=True)
 
 
 def _num_simulated(grid: Grid) -> int | None:
@@ -178,8 +160,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mappin
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     if config.dp.enabled:
-        protected = "training" if config.dp.accuracies == "open" else "all"
-        recorder.annotate(protected_examples=protected)
+        recorder.annotate(protected_examples="training" if config.dp.accuracies == "open" else "all")
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
 
@@ -203,8 +184,7 @@ def _go_on(
     if choice.losses:
         changes["losses"] = [*earlier_info.get("losses", []), *choice.losses]
     recorder.annotate(**changes)
-    records = state.meta.get("records") if state else None
-    recorder.resume(choice.point.round, marks_of(records))
+    recorder.resume(choice.point.round, marks_of(state.meta.get("records") if state else None))
     log.info("resuming after round %d", choice.point.round)
     for line in (*notes, *choice.losses):
         log.warning("%s", line)
@@ -221,3 +201,12 @@ def _close(recorder: Recorder, status: Status, error: str) -> None:
         recorder.finish(status, error=error)
     except OSError as full:
         log.error("run.json does not say how the run ended: %s", full)
+
+
+def _close_all() -> None:
+    for recorder in list(_at_work):
+        _close(recorder, "interrupted", "interrupted")
+
+
+# Flower does so before it ends the process on a signal, which may leave no time for anything else
+add_exit_handler(_close_all, run_before_force_exit=True)

@@ -43,12 +43,10 @@ class Relay(FederatedStrategy):
     def update_of(self, client: int) -> wire.EncodedArrays:
         """Return the last model that this client published before this round. ``ValueError`` where it is lost."""
         try:
-            update = self.updates.get(client, self.update_rounds[client])
+            return self.updates.get(client, self.update_rounds[client])
         except ValueError as error:
             self.context.lose(client, f"its update is lost: {error}")
             raise
-        update.know(wire.peer_update_name(client), self.update_bytes[client])
-        return update
 
     def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, wire.EncodedArrays]:
         """Return the updates of those clients that have one, all in memory; note and leave out a damaged one."""

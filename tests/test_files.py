@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import errno
 import itertools
 import os
 import re
@@ -66,7 +65,7 @@ def test_a_private_key_goes_through_no_link_of_another_user(place, mode):
         subprocess.run(command, check=True, user=NOBODY, group=NOBODY)
     if mode == 0o777:
         with pytest.raises(
-            SharedFolderError, match=r"node\.key' is a secret and other users may write to its folder, allowed"
+            SharedFolderError, match=r"node\.key' is a secret that other users could replace there, allowed"
         ):
             make_node_key(place / "node.key")
     else:
@@ -78,7 +77,7 @@ def test_a_private_key_goes_through_no_link_of_another_user(place, mode):
 @needs_root
 def test_a_secret_is_not_written_to_the_folder_of_another_user(place):
     os.chown(place, NOBODY, NOBODY)
-    with pytest.raises(SharedFolderError, match=r"superlink\.key' is a secret and its folder belongs to another user"):
+    with pytest.raises(SharedFolderError, match=r"superlink\.key' is a secret that other users could replace there"):
         make_certificates(place, ["localhost"])
     assert left_in(place) == set()
     replace_file(place / "notes", b"no secret")
@@ -176,15 +175,6 @@ def killed_at_each_change(place: Path) -> Iterator[Path]:
             return
 
 
-def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_one(place):
-    found = []
-    for root in killed_at_each_change(place):
-        assert left_in(root) == {"model", "other"}
-        found.append((root / "model" / "weights").read_text())
-    assert set(found) == {"first", "second"}
-    assert found == sorted(found)
-
-
 def test_a_folder_takes_the_place_of_a_link_and_of_a_file(place):
     (place / "elsewhere").mkdir()
     (place / "link").symlink_to("elsewhere")
@@ -196,11 +186,7 @@ def test_a_folder_takes_the_place_of_a_link_and_of_a_file(place):
     assert left_in(place / "elsewhere") == set()
 
 
-def test_a_kill_loses_no_folder_on_a_file_system_that_cannot_exchange_names(place, monkeypatch):
-    def refuse(folder: int, one: str, other: str) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument", other)
-
-    monkeypatch.setattr(files, "_exchange", refuse)
+def test_a_kill_at_any_change_loses_no_folder(place):
     found = []
     for root in killed_at_each_change(place):
         models = sorted(left_in(root) - {"other"}, reverse=True)

@@ -168,15 +168,18 @@ def with_method(name, method):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        (
-            "Server.end(self, round): self.model = {'x': 1}",
-            "Server.end() leaves self.model with a value of type int",
-        ),
-        ("Server.end(self, round): self.model = 3", "Server.end() leaves self.model of type int"),
+        ("Server.end(self, round): self.model = {'x': 1}", "Server.end() leaves self.model as {'x': 1}, allowed: a d"),
+        ("Server.end(self, round): self.model = 3", "Server.end() leaves self.model as 3, allowed: a dict of tensors"),
         ("Client.personal_model(self, task, state): return {}", "Client.personal_model() lacks tensor 'conv1.bias'"),
-        ("Server.send(self, round): yield Outgoing(99)", "Server.send() yields a message to client 99, allowed: those"),
-        ("Server.send(self, round): yield from [Outgoing(0)] * 2", "Server.send() yields two messages to client 0"),
-        ("Server.send(self, round): yield Outgoing(0, self.model)", "with a payload of type dict, allowed: Payload"),
+        ("Server.send(self, round): yield Outgoing(99)", "yields a message to client 99 with a payload"),
+        (
+            "Server.send(self, round): yield from [Outgoing(0)] * 2",
+            "to client 0 with a payload of type Payload, al",
+        ),
+        (
+            "Server.send(self, round): yield Outgoing(0, self.model)",
+            "with a payload of type dict, allowed: one",
+        ),
         ("Server.send(self, round): yield Outgoing(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
         ("Server.send(self, round): yield Outgoing(0, fields={'x': None})", "field 'x' of a message is None, allowed"),
         ("Client.report(self, task, update): return {'loss': None}", "field 'loss' of a message is None, allowed: a n"),

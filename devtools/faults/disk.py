@@ -19,6 +19,16 @@ from fedprune_app import files
 _unlink = os.unlink  # the watched one lets the dead remove nothing
 
 
+def is_temporary(name: str) -> bool:
+    """Return whether a file of this name is one that a writer has not put in its place yet."""
+    return files._TEMPORARY.fullmatch(name) is not None
+
+
+def without_temporary(path: Path) -> str:
+    """Return a path in words, which are the same in every run: a temporary name is drawn."""
+    return files._TEMPORARY.sub("(temporary)", str(path))
+
+
 class Died(BaseException):
     """The simulated process is dead: no code of it may go on, nor write anything."""
 
@@ -107,8 +117,6 @@ class Disk:
             for name in ("replace", "rename", "unlink", "fsync"):
                 real = getattr(os, name)
                 stack.enter_context(mock.patch.object(os, name, self._wrapped(name, real)))
-            exchange = self._wrapped("exchange", files._exchange)
-            stack.enter_context(mock.patch.object(files, "_exchange", exchange))
             stack.enter_context(mock.patch.object(os, "open", self._opening(os.open)))
             # one thread at a time, so that the same change has the same number every time
             stack.enter_context(mock.patch.object(files, "ThreadPoolExecutor", _OneByOne))
@@ -140,7 +148,7 @@ class Disk:
                 raise Died
             number, self.count = self.count, self.count + 1
             self.folders.add(path.parent)
-            self.story.tell(Kind.DISK, f"{name} {files.without_temporary(path.relative_to(self.root))}")
+            self.story.tell(Kind.DISK, f"{name} {without_temporary(path.relative_to(self.root))}")
             before = self.snapshot() if self.records else None
             if number == self.stops_at and not self.after:
                 self._stop()
@@ -171,8 +179,8 @@ class Disk:
         return opened
 
     def _note(self, name: str, path: Path, arguments: Sequence[Any], more: Mapping[str, Any]) -> None:
-        if name in ("fsync", "exchange") or files.is_temporary(path.name):
-            return  # two folders change places in one step, which is synced at once
+        if name == "fsync" or is_temporary(path.name):
+            return
         self._undo.append(_Undo(path, path.read_bytes() if path.is_file() else None))
         if name in ("replace", "rename"):
             source = _named(arguments[0], more.get("src_dir_fd"))
@@ -235,8 +243,6 @@ def _path_of(name: str, arguments: Sequence[Any], more: Mapping[str, Any]) -> Pa
         return None if str(found).endswith("(deleted)") else found
     if name == "unlink":
         return _named(arguments[0], more.get("dir_fd"))
-    if name == "exchange":
-        return _named(arguments[2], arguments[0])
     return _named(arguments[1], more.get("dst_dir_fd"))
 
 

@@ -15,7 +15,7 @@ from flwr.app import Error, Message, MessageType
 from devtools.faults.story import Kind, Story
 from fedprune_app import testing
 from fedprune_app.core import rng
-from fedprune_app.engine.flower_private import set_answered_id, set_source
+from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.inprocess import InProcessGrid
 
 _SHARE = 0.1  # of the messages go wrong
@@ -102,7 +102,7 @@ def faulty_grid(
             elif fault is Fault.ANOTHER:
                 set_answered_id(reply, "1")  # of the first query, long answered
             elif fault is Fault.OTHER_NODE:
-                set_source(reply, next(iter(set(self._contexts) - {reply.metadata.src_node_id})))
+                reply.metadata.__dict__["_src_node_id"] = next(iter(set(self._contexts) - {reply.metadata.src_node_id}))
             yield reply
             if fault is Fault.TWICE:
                 yield reply

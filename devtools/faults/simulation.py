@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from devtools.faults.arithmetic import Remembered
-from devtools.faults.disk import Died, Disk, Snapshot, tell_stop
+from devtools.faults.disk import Died, Disk, Snapshot, is_temporary, tell_stop, without_temporary
 from devtools.faults.messages import failing_grid, faulty_grid
 from devtools.faults.schedule import Cause, Later, Schedule, Stop
 from devtools.faults.story import Kind, Story
 from devtools.faults.texts import tiny_texts
-from fedprune_app import files, plugins, testing
+from fedprune_app import plugins, testing
 from fedprune_app.config import Scalar
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.registry import SYSTEMS
@@ -328,7 +328,7 @@ class _Attempt:
         how, change = _DAMAGES[int(kind)]
         content = path.read_bytes()
         path.write_bytes(change(content, int(place * len(content))))
-        self._story.tell(Kind.DAMAGED, f"{files.without_temporary(path.relative_to(self._folder))} is damaged: {how}")
+        self._story.tell(Kind.DAMAGED, f"{without_temporary(path.relative_to(self._folder))} is damaged: {how}")
         self._has_lost_files = True
 
     def _difference(self) -> str:
@@ -353,7 +353,7 @@ class _Attempt:
                 return f"a ledger is never below what was released: {key} is {found.rounds[-1][key]}, not {value}"
         # what a dead writer left goes when somebody writes in the same folder afterwards
         left = [path.name for folder in self._written if folder.is_dir() for path in folder.iterdir()]
-        left = [name for name in left if files.is_temporary(name)]
+        left = [name for name in left if is_temporary(name)]
         return f"nothing is left over: {left[0]} is" if left else ""
 
 

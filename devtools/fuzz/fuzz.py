@@ -306,9 +306,7 @@ def introduction(data: bytes) -> None:
             info = kind.read(7, fields)
             hash(info.common())
             for other in others:
-                info.contradicts(kind.read(8, other))
-                if kind is TextClientInfo or info.own_data == ("own-data" in other):
-                    info.unlike(kind.read(8, other))
+                info.difference(kind.read(8, other))
             assert len(json.dumps(info.description(), allow_nan=False)) < max(10_000, 2 * len(data))
 
 

@@ -23,7 +23,6 @@ log = logging.getLogger("flwr.fedprune")
 IN_FLIGHT_BYTES = 2**30
 POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _PUSH_BATCH = 16
-_PUSH_TRIES = 3
 _PUSH_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it took
@@ -113,11 +112,9 @@ def exchange(
             last_arrival = now
         elif pending:
             shortest, longest = POLL_SECONDS
-            pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
-            next_deadline = min(entry.deadline for entry in pending.values())
-            # A grid that can wait returns as soon as a reply is there.
+            # a grid that can wait returns as soon as a reply is there
             wait = getattr(grid, "wait_for_reply", time.sleep)
-            wait(min(pause, max(0.0, next_deadline - now)))
+            wait(min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest))
 
 
 def _extend_deadlines(
@@ -132,11 +129,9 @@ def _extend_deadlines(
     if not hasattr(grid, "begun"):
         return pending
     begin_times: Mapping[str, float] = grid.begun()
-    queue_moves = not begin_times.keys().isdisjoint(pending)
-    default_times = dict.fromkeys(pending, now) if queue_moves else {}
-    start_times = {**default_times, **begin_times}
+    others_begin = -math.inf if begin_times.keys().isdisjoint(pending) else now
     return {
-        message_id: replace(entry, deadline=max(entry.deadline, start_times.get(message_id, -math.inf) + seconds))
+        message_id: replace(entry, deadline=max(entry.deadline, begin_times.get(message_id, others_begin) + seconds))
         for message_id, entry in pending.items()
     }
 
@@ -145,16 +140,14 @@ def _push(grid: Grid, messages: Sequence[Message]) -> set[str]:
     """Push messages and return the ids of those that were accepted.
 
     A SuperLink that was started anew in between knows nothing of an upload that had begun. So the messages are pushed
-    again: it takes each for the one that it knows already, if it knows it.
+    once more: it takes each for the one that it knows already, if it knows it.
     """
-    for tries_left in reversed(range(_PUSH_TRIES)):
-        try:
-            return {str(message_id) for message_id in grid.push_messages(messages) if message_id}
-        except ObjectPushError as error:
-            if not tries_left:
-                raise
-            log.warning("%s The messages are sent again.", error)
-    raise AssertionError("the last try returns or raises")
+    try:
+        message_ids = grid.push_messages(messages)
+    except ObjectPushError as error:
+        log.warning("%s The messages are sent again.", error)
+        message_ids = grid.push_messages(messages)
+    return {str(message_id) for message_id in message_ids if message_id}
 
 
 def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[int, Message, int]]:
@@ -176,21 +169,20 @@ def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadlin
     The message's time to live keeps a client from starting work that nobody waits for. The message outlives the
     deadline a little: the server decides which client is late, not the SuperLink.
     """
-    ttl = deadline_seconds + _TTL_MARGIN_SECONDS
-    return Message(content, dst_node_id=node_id, message_type=kind, group_id=str(round), ttl=ttl)
+    return Message(
+        content,
+        dst_node_id=node_id,
+        message_type=kind,
+        group_id=str(round),
+        ttl=deadline_seconds + _TTL_MARGIN_SECONDS,
+    )
 
 
 def require(num_good: int, minimum: int, exchange_name: str, failures: Iterable[str]) -> None:
-    """Raise :class:`TooFewReplies` unless at least ``minimum`` replies were good.
-
-    The error quotes the first failure, and two others at most that have another reason.
-    """
+    """Raise :class:`TooFewReplies`, which quotes the first failure, unless at least ``minimum`` replies were good."""
     if num_good < minimum:
-        by_reason: dict[str, str] = {}
-        for line in failures:
-            by_reason.setdefault(line.partition(": ")[2], line)
-        reasons = "; another: ".join([*by_reason.values()][:3])
-        failure_text = f"first failure: {reasons}" if reasons else "no reply failed: fewer clients were asked"
+        first = next(iter(failures), "")
+        failure_text = f"first failure: {first}" if first else "no reply failed: fewer clients were asked"
         raise TooFewReplies(
             f"{exchange_name} had {num_good} good replies, min-replies asks for {minimum}; {failure_text}"
         )

@@ -20,47 +20,18 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test compares them
+if TYPE_CHECKING:  # of the names in PLACES those that annotations use or classes derive from; the others are Any
     from flwr.app import Message
-    from flwr.app.message.arraychunk import ArrayChunk as ArrayChunk
-    from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY as ACCESS_TOKEN_STORE_KEY
-    from flwr.cli.constant import AUTHN_TYPE_STORE_KEY as AUTHN_TYPE_STORE_KEY
-    from flwr.cli.constant import REFRESH_TOKEN_STORE_KEY as REFRESH_TOKEN_STORE_KEY
-    from flwr.common.constant import ACCESS_TOKEN_KEY as ACCESS_TOKEN_KEY
-    from flwr.common.constant import NOOP_ACCOUNT_NAME as NOOP_ACCOUNT_NAME
-    from flwr.common.constant import NOOP_FLWR_AID as NOOP_FLWR_AID
-    from flwr.common.constant import SUPERLINK_NODE_ID as SUPERLINK_NODE_ID
-    from flwr.common.constant import AuthnType as AuthnType
-    from flwr.common.serde import recorddict_to_proto as recorddict_to_proto
-    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest as ConfirmMessageReceivedRequest
-    from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
-    from flwr.simulation.run_simulation import _run_simulation as _run_simulation
     from flwr.supercore.auth.typing import AccountInfo as AccountInfo
-    from flwr.supercore.constant import NOOP_FEDERATION_ID as NOOP_FEDERATION_ID
-    from flwr.supercore.exit import add_exit_handler as add_exit_handler
-    from flwr.supercore.inflatable.inflatable_object import get_object_body as get_object_body
-    from flwr.supercore.inflatable.inflatable_object import (
-        get_object_head_values_from_object_content as get_object_head_values_from_object_content,
-    )
-    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree as iterate_object_tree
-    from flwr.supercore.inflatable.inflatable_protobuf_utils import (
-        make_pull_object_fn_protobuf as make_pull_object_fn_protobuf,
-    )
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError as ObjectPullError
-    from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents as inflate_object_from_contents
-    from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
     from flwr.supercore.run import Run as Run
-    from flwr.supercore.task_identity import TaskIdentity as TaskIdentity
-    from flwr.supercore.telemetry import EventType as EventType
     from flwr.superlink.auth_plugin import ControlAuthnPlugin as ControlAuthnPlugin
-    from flwr.superlink.cli.flower_superlink import flower_superlink as flower_superlink
     from flwr.superlink.grid import HttpGrid as HttpGrid
 
 _FIRST, _LAST = "1.39", "1.42"  # as in pyproject.toml
 
 _OBJECTS = "flwr.supercore.inflatable.inflatable_object"
 _FETCHING = "flwr.supercore.inflatable.inflatable_utils"
+# the module of each private name
 PLACES = {
     "ACCESS_TOKEN_KEY": "flwr.common.constant",
     "ACCESS_TOKEN_STORE_KEY": "flwr.cli.constant",
@@ -94,7 +65,6 @@ PLACES = {
     "pull_objects": _FETCHING,
     "recorddict_to_proto": "flwr.common.serde",
 }
-"""The module of each private name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -120,20 +90,10 @@ def replace(name: str, new: object) -> None:
     setattr(import_module(PLACES[name]), name, new)
 
 
-def release() -> tuple[int, int]:
-    """Return the installed release of Flower, such as ``(1, 39)``; Flower is not imported for it."""
-    major, minor = version("flwr").split(".")[:2]
-    return int(major), int(minor)
-
-
 def has_fleet_port() -> bool:
     """Return whether nodes reach the SuperLink at a port of their own; if not, they use the Control API's port."""
-    return release() < (1, 40)
-
-
-def http_client(grid: HttpGrid) -> Any:
-    """Return the ``httpx.Client`` with which a deployment's grid asks its SuperLink."""
-    return grid._runtime_client._client
+    major, minor = version("flwr").split(".")[:2]
+    return (int(major), int(minor)) < (1, 40)
 
 
 def set_message_id(message: Message, message_id: str) -> None:
@@ -144,8 +104,3 @@ def set_message_id(message: Message, message_id: str) -> None:
 def set_answered_id(reply: Message, message_id: str) -> None:
     """Let a reply be one to the message of this id, whichever message the reply itself names."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id
-
-
-def set_source(reply: Message, node_id: int) -> None:
-    """Let a reply name the node of this id as its source."""
-    reply.metadata.__dict__["_src_node_id"] = node_id

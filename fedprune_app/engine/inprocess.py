@@ -17,6 +17,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedprune_app.core.cohort import share_of
+from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 
 
@@ -52,7 +53,8 @@ class InProcessGrid(SimulatedGrid):
             requests = [(message, self._context(message)) for message in messages]
             del messages
             for number, reply in answers(self._client_app, requests):
-                yield self._addressed_reply(ids[number], reply)
+                set_answered_id(reply, ids[number])
+                yield reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return list(self.pull_messages(self.push_messages(messages)))

@@ -24,7 +24,6 @@ class LayerFiles:
         self.owner = owner
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
-        """Write a layer."""
         body = codec.encode_once(payload)[codec.KEY].data
         replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)))
 
@@ -33,17 +32,14 @@ class LayerFiles:
 
         Raises ``ValueError`` if the layer is missing or damaged.
         """
-        body = self._body(layer, version)
+        body = self.check(layer, version)
         try:
             return codec.unpack(body, max_bytes)
         except ValueError as error:
             raise ValueError(f"layer file {str(self._path(layer, version))!r} is damaged: {error}") from None
 
-    def check(self, layer: int, version: int) -> None:
-        """Raise ``ValueError`` naming the file where a layer is missing or damaged; the layer is not decoded."""
-        self._body(layer, version)
-
-    def _body(self, layer: int, version: int) -> memoryview:
+    def check(self, layer: int, version: int) -> memoryview:
+        """Return a layer as it was packed. Raises ``ValueError`` naming the file where it is missing or damaged."""
         path = self._path(layer, version)
         try:
             return unseal(path.read_bytes(), self._metadata(layer, version))
@@ -57,7 +53,6 @@ class LayerFiles:
         return metadata if self.owner is None else {**metadata, "owner": self.owner}
 
     def drop_before(self, layer: int, version: int) -> None:
-        """Remove the versions of a layer that are older than ``version``."""
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
             match = _NAME.fullmatch(path.name)
             if match and int(match.group(1)) == layer and int(match.group(2)) < version:

@@ -12,21 +12,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import ray
-from flwr.app import Context, Error, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedprune_app.core.cohort import share_of
-from fedprune_app.engine.simulated_grid import RAISED, SimulatedGrid, answers
-
-
-def named(reference: str) -> Any:
-    """Return what ``module:name`` names, of a module on Python's path."""
-    module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)
+from fedprune_app.engine.flower_private import set_answered_id
+from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_reply
 
 
 @ray.remote
@@ -34,7 +29,7 @@ class SimulatedClients:
     """These are the clients that a process answers for, whichever they are."""
 
     def __init__(self, client_app: str, beside_server: bool) -> None:
-        self._app: ClientApp = named(client_app)
+        self._app: ClientApp = resolve_name(client_app)
         self._beside_server = beside_server
 
     def answer(self, requests: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
@@ -100,29 +95,24 @@ class RayGrid(SimulatedGrid):
                 self._forgotten.add(message_id)
 
     def wait_for_reply(self, seconds: float) -> None:
-        """Wait until there is a reply to pull, but no longer than this."""
         self._start()
         self._collect(0 if self._replies else seconds)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        pending_ids = set(self.push_messages(messages))
+        message_ids = list(self.push_messages(messages))
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         replies: list[Message] = []
-        while True:
-            replies += self.pull_messages(sorted(pending_ids, key=int))
-            pending_ids -= {reply.metadata.reply_to_message_id for reply in replies}
-            seconds_left = deadline - time.monotonic()
-            if not pending_ids or seconds_left <= 0:
-                return replies
-            self.wait_for_reply(min(1.0, seconds_left))
+        while len(replies) < len(message_ids) and time.monotonic() < deadline:
+            self.wait_for_reply(1.0)
+            replies += self.pull_messages(message_ids)
+        return replies
 
     def _start(self) -> None:
         """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
         while self._idle and self._suspects:
             self._give(self._suspects, 1)
         if self._idle and self._pending:
-            workers = len(self._idle) + len(self._at_work)
-            size = share_of(len(self._pending), workers, self._largest_cohort)
+            size = share_of(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
             while self._idle and self._pending:
                 self._give(self._pending, size)
 
@@ -136,16 +126,14 @@ class RayGrid(SimulatedGrid):
         self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(requests)] = cohort
 
     def _collect(self, seconds: float) -> None:
-        if not self._at_work:
-            time.sleep(seconds)
-            return
-        ready, _ = ray.wait(list(self._at_work), timeout=seconds)
-        while ready:
+        # all that has come; if nothing has, the first that comes within so many seconds
+        while self._at_work:
+            ready, _ = ray.wait(list(self._at_work), timeout=seconds)
+            if not ready:
+                return
             for stream in ready:
                 self._take(stream)
-            if not self._at_work:
-                return
-            ready, _ = ray.wait(list(self._at_work), timeout=0)
+            seconds = 0
 
     def _take(self, replies: Any) -> None:
         """Take in the next reply of a cohort, or its end."""
@@ -160,16 +148,10 @@ class RayGrid(SimulatedGrid):
             del self._at_work[replies]
             self._idle.append(self._new_worker())
             if len(cohort.pending) > 1:
-                self._suspects |= {
-                    message_id: message
-                    for message_id, message in cohort.pending.items()
-                    if message_id not in self._forgotten
-                }
-                self._forgotten -= cohort.pending.keys()
+                self._suspects |= cohort.pending
                 return
             for message_id, message in cohort.pending.items():
-                reason = Error(RAISED, f"{type(error).__name__}: {error}")
-                self._arrive(message_id, Message(reason, reply_to=message))
+                self._arrive(message_id, error_reply(error, message))
             return
         cohort.start_time = time.monotonic()
         if answer is None:
@@ -182,7 +164,8 @@ class RayGrid(SimulatedGrid):
         if message_id in self._forgotten:
             self._forgotten.discard(message_id)
             return
-        self._replies[message_id] = self._addressed_reply(message_id, reply)
+        set_answered_id(reply, message_id)
+        self._replies[message_id] = reply
 
 
 def _room_for(resources: Mapping[str, float]) -> int:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr.fedprune")
 
+# what a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them
 FRAMING_BYTES = 8 * 2**20
-"""What a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them."""
 _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
 _HEAD_BYTES = 2**20  # of a reply without its objects, a list of replies, an object that only names others
@@ -161,7 +161,7 @@ def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -
 
 def _list_replies(grid: HttpGrid, message_ids: list[str]) -> Any:
     """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
-    _watch(flower_private.http_client(grid))
+    _watch(grid._runtime_client._client)
     with _filter_responses(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
         return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
@@ -253,7 +253,7 @@ def _filter_responses(stream_filter: Callable[[Stream], Stream]) -> Iterator[Non
 
 
 def _watch(client: httpx.Client) -> None:
-    """Let responses to this client pass the filter; to call this once is enough."""
+    """Let responses to this client pass the filter from now on."""
     hooks = client.event_hooks
     if _attach not in hooks["response"]:
         client.event_hooks = {**hooks, "response": [*hooks["response"], _attach]}

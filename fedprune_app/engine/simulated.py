@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_answers_in_simulation: ContextVar[bool] = ContextVar("_answers_in_simulation", default=False)
-_is_beside_server: ContextVar[bool] = ContextVar("_is_beside_server", default=False)
+_beside_server: ContextVar[bool | None] = ContextVar("_beside_server", default=None)  # None: in no simulation of ours
 
 
 @contextmanager
@@ -20,17 +19,16 @@ def answering_in_simulation(beside_server: bool) -> Iterator[None]:
 
     ``beside_server`` says whether the server is on the same machine.
     """
-    tokens = _answers_in_simulation.set(True), _is_beside_server.set(beside_server)
+    token = _beside_server.set(beside_server)
     try:
         yield
     finally:
-        _answers_in_simulation.reset(tokens[0])
-        _is_beside_server.reset(tokens[1])
+        _beside_server.reset(token)
 
 
 def is_beside_server() -> bool:
     """Return whether the client at work shares the server's machine for certain, so that the server syncs its files."""
-    return _is_beside_server.get()
+    return _beside_server.get() is True
 
 
 def is_simulated() -> bool:
@@ -38,7 +36,7 @@ def is_simulated() -> bool:
 
     A node of a deployment is a process of its own, which no message makes an actor.
     """
-    return _answers_in_simulation.get() or _is_ray_actor()
+    return _beside_server.get() is not None or _is_ray_actor()
 
 
 def _is_ray_actor() -> bool:

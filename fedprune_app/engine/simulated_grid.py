@@ -19,22 +19,19 @@ from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
     Run,
     TaskIdentity,
-    set_answered_id,
     set_message_id,
 )
 from fedprune_app.engine.simulated import answering_in_simulation
 
 RUN_ID = 1
+# the code of an error that a client raised, the one that Flower has for it
 RAISED = 2
-"""The code of an error that a client raised, the one that Flower has for it."""
 
 
 class SimulatedGrid(Grid):
     """The grid has ``num_clients`` nodes with partition ids 0, 1, ...; node ids are arbitrary, as Flower's are."""
 
     def __init__(self, num_clients: int, run_config: Mapping[str, Any]) -> None:
-        if num_clients < 1:
-            raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
         self.num_nodes = num_clients  # that there will ever be
         self._run_config = dict(run_config)
         self._contexts = {}
@@ -83,11 +80,9 @@ class SimulatedGrid(Grid):
     def _context(self, message: Message) -> Context:
         return self._contexts[message.metadata.dst_node_id]
 
-    @staticmethod
-    def _addressed_reply(message_id: str, reply: Message) -> Message:
-        """Return the reply as one to this message, whichever message the reply itself names."""
-        set_answered_id(reply, message_id)
-        return reply
+
+def error_reply(error: Exception, message: Message) -> Message:
+    return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
 
 
 def answers(
@@ -104,7 +99,7 @@ def answers(
             with answering_in_simulation(beside_server):
                 return app(message, context)
         except Exception as error:
-            return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
+            return error_reply(error, message)
 
     works = [lambda request=request: answer(*request) for request in requests]
     yield from work_in_cohort(works)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from flwr.app import Context, RecordDict
@@ -62,7 +63,6 @@ class Workers:
         return {"num_cpus": 1, "num_gpus": float(self.gpus > 0 and cluster.cluster_resources().get("GPU", 0) > 0)}
 
     def init_args(self) -> dict[str, Any]:
-        """Return Ray's arguments."""
         sizes = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
         return {"log_to_driver": False, **sizes}
 
@@ -85,7 +85,7 @@ def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -
     """
     import ray
 
-    from fedprune_app.engine.ray_grid import RayGrid, named
+    from fedprune_app.engine.ray_grid import RayGrid
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     environment = with_this_python({"env_vars": {"PYTHONPATH": paths}})
@@ -93,7 +93,7 @@ def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -
         ray.init(include_dashboard=False, runtime_env=environment, **workers.init_args())
     components = _components(app)
     grid = RayGrid(components["clientapp"], num_clients, config, workers.resources(), workers.processes > 0)
-    grid.serve(named(components["serverapp"]))
+    grid.serve(resolve_name(components["serverapp"]))
 
 
 def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
@@ -127,12 +127,8 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
     )
 
 
-def _components(app: Path) -> dict[str, str]:
-    """Return what the app's pyproject.toml names as its ServerApp and its ClientApp."""
-    components: dict[str, str] = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
-        "components"
-    ]
-    return components
+def _components(app: Path) -> Any:
+    return tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
 
 
 def main() -> None:

@@ -11,24 +11,23 @@ versions stay until the server's own older checkpoints are gone too.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
-from fedprune_app.files import appending, make_durable, replace_file, say_waiting
+from fedprune_app.files import locked, make_durable, replace_file
 from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
@@ -76,20 +75,17 @@ def write_tensors(
     Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. Raises
     ``ValueError`` for values that are no JSON.
     """
-    contiguous: dict[str, Tensor] = {}
-    addresses: set[int] = set()
-    for name, tensor in tensors.items():
-        copy = tensor.detach().cpu().contiguous()
-        # a tensor may stand there under two names, and a file of safetensors holds no memory twice
-        contiguous[name] = copy.clone() if copy.data_ptr() in addresses and copy.numel() else copy
-        addresses.add(copy.data_ptr())
-    header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
+    # a tensor may stand there under two names, and a file of safetensors holds no memory twice
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(copies).digest()}
     try:
         text = json.dumps(sealed_json(header))
     except (TypeError, ValueError) as error:
-        allowed = "texts, numbers, lists, and tables with texts for keys"
-        raise ValueError(f"a state's meta cannot be written as JSON: {error}; allowed: {allowed}") from error
-    replace_file(path, save(contiguous, metadata={_KEY: text}), durable=durable)
+        raise ValueError(
+            f"a state's meta cannot be written as JSON: {error}; "
+            "allowed: texts, numbers, lists, and tables with texts for keys"
+        ) from error
+    replace_file(path, save(copies, metadata={_KEY: text}), durable=durable)
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:
@@ -128,21 +124,11 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
     folder is waited for. Raises ``ValueError`` if it still holds the folder after ``patience_seconds``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with appending(folder / LOCK) as lock:
-        start, has_told = time.monotonic(), False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                seconds = time.monotonic() - start
-                if seconds > patience_seconds:
-                    raise ValueError(f"run folder {str(folder)!r} is in use by another process") from None
-                if seconds > 1 and not has_told:
-                    say_waiting(f"uses the run folder {str(folder)!r}")
-                    has_told = True
-                time.sleep(0.1)
-        yield
+    try:
+        with locked(folder / LOCK, f"uses the run folder {str(folder)!r}", patience_seconds):
+            yield
+    except Timeout:
+        raise ValueError(f"run folder {str(folder)!r} is in use by another process") from None
 
 
 class VersionedStore:

@@ -40,8 +40,9 @@ def read_secret(path: Path) -> str:
     """
     secret = path.read_bytes().strip()
     if len(secret) < _LEAST_BYTES or not secret.isascii():
-        allowed = f"allowed: at least {_LEAST_BYTES} bytes of ASCII"
-        raise ValueError(f"{str(path)!r} has a secret of {len(secret)} bytes, {allowed}")
+        raise ValueError(
+            f"{str(path)!r} has a secret of {len(secret)} bytes, allowed: at least {_LEAST_BYTES} bytes of ASCII"
+        )
     return secret.decode()
 
 
@@ -83,7 +84,6 @@ class SecretAuthn(ControlAuthnPlugin):
 
 
 def main() -> None:
-    """Run the SuperLink until it is ended."""
     flower_private.replace("load_control_authn_plugin", SecretAuthn)
     flower_private.flower_superlink()
 

@@ -17,11 +17,11 @@ import psutil
 
 from fedprune_app.files import replace_file
 
+# a launcher says in this variable of the environment how many clients its simulation has
 CLIENTS_VARIABLE = "FEDPRUNE_CLIENTS"
-"""A launcher says in this variable of the environment how many clients its simulation has."""
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"
 _CHECK_SECONDS = 0.5
-_SAME_START = 2.0  # seconds; whole ones in what the system says of its boot, and no number is used again so soon
+_SAME_START = 2.0  # seconds; no number is used again so soon
 _REFUSAL = ".refusal"
 
 
@@ -30,12 +30,7 @@ def launcher_identity() -> str:
 
     The value has the process's start time, which tells it from a later process with the same number.
     """
-    return f"{os.getpid()}:{_seconds_after_boot(psutil.Process())}"
-
-
-def _seconds_after_boot(process: psutil.Process) -> float:
-    """Return when a process started. The system's clock may be set while it runs, which moves dates and not this."""
-    return process.create_time() - psutil.boot_time()
+    return f"{os.getpid()}:{psutil.Process().create_time()}"
 
 
 def watch_launcher() -> None:
@@ -53,7 +48,7 @@ def watch_launcher() -> None:
     def watch() -> None:
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(int(pid))
-            if abs(_seconds_after_boot(launcher) - float(start)) < _SAME_START:
+            if abs(launcher.create_time() - float(start)) < _SAME_START:
                 while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
                     time.sleep(_CHECK_SECONDS)
         os._exit(1)

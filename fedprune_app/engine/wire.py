@@ -21,8 +21,8 @@ from fedprune_app.engine.printable import printable
 
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"
+# the largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear
 LARGEST = 2.0**23
-"""The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
 _PEER_UPDATE = "peer/"
 _STYPE = "fedprune.codec"
 _LINE = 500
@@ -36,12 +36,7 @@ class EncodedArrays(ArrayRecord):
 
     __qualname__ = ArrayRecord.__qualname__  # Flower writes the name into its messages, and accepts no other
 
-    def know(self, name: str, num_bytes: int) -> None:
-        """Take ``num_bytes`` as the size of this record under ``name``, because the record was measured before."""
-        self.__dict__.setdefault("_item_bytes", {})[name] = num_bytes
-
     def item_bytes(self, name: str) -> int:
-        """Return the size of this record under ``name`` in a message."""
         sizes: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
         if name not in sizes:
             sizes[name] = item_bytes(name, self)
@@ -97,18 +92,16 @@ def pack(
 
 
 def _config_record(fields: Fields) -> ConfigRecord:
-    try:
-        return ConfigRecord(dict(fields))
-    except TypeError:
-        for name, value in fields.items():
-            try:
-                ConfigRecord({name: value})
-            except TypeError:
-                raise TypeError(
-                    f"field {name!r} of a message is {reprlib.repr(value)}, allowed: a number, a text, bytes, true or "
-                    "false, or a list of one of these"
-                ) from None
-        raise
+    record = ConfigRecord()
+    for name, value in fields.items():
+        try:
+            record[name] = value
+        except TypeError:
+            raise TypeError(
+                f"field {name!r} of a message is {reprlib.repr(value)}, allowed: a number, a text, bytes, true or "
+                "false, or a list of one of these"
+            ) from None
+    return record
 
 
 def num_bytes(content: RecordDict) -> int:
@@ -230,13 +223,10 @@ class Schema:
 
     def check(self, payload: Payload) -> None:
         """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""
-        if payload.tensors.keys() != self.shapes.keys():
-            missing_names = sorted(self.shapes.keys() - payload.tensors.keys())
-            extra_names = sorted(payload.tensors.keys() - self.shapes.keys())
-            raise ValueError(f"wrong tensors: missing {missing_names[:3]}, not asked for {extra_names[:3]}")
-        if payload.masks.keys() != self.masked:
-            names = sorted(payload.masks.keys() ^ self.masked)
-            raise ValueError(f"wrong masks: {names[:3]} missing or not asked for")
+        if names := payload.tensors.keys() ^ self.shapes.keys():
+            raise ValueError(f"wrong tensors: {sorted(names)[:3]} missing or not asked for")
+        if names := payload.masks.keys() ^ self.masked:
+            raise ValueError(f"wrong masks: {sorted(names)[:3]} missing or not asked for")
         for name, tensor in payload.tensors.items():
             if tensor.shape != self.shapes[name]:
                 raise ValueError(

@@ -10,6 +10,7 @@ from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.rows import number_in, round_columns, row_of
 
+# epsilons by the ledger, by each accountant, by the paper's formula and at dp.second-delta: columns, names on disk
 _KEPT_AS = {
     "epsilon": "epsilons",
     "epsilon_pld": "pld-epsilons",
@@ -17,7 +18,6 @@ _KEPT_AS = {
     "epsilon_paper": "paper-epsilons",
     "epsilon_second": "second-epsilons",
 }
-"""Epsilons by the ledger, by each accountant, by the paper's formula and at dp.second-delta: columns, names on disk."""
 _LOST = 1e-3  # a figure that fell by this share; the grid of privacy losses moves one by less
 _SIMULATED = "epsilon_simulated"
 
@@ -35,7 +35,6 @@ class Budgets:
         self.spent: dict[int, int] = {}
 
     def bears(self, client: int, round: int) -> bool:
-        """Whether the client can still take part in the round."""
         return self.spent.get(client, round) >= round
 
     def epsilon_of(self, client: int) -> float | None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fedprune_app.core.bounds import LARGEST_SAID
 from fedprune_app.engine import wire
 
-_NAMES_SHOWN = 12
-# the network tells columns apart by their place alone
-_OTHER_COLUMNS = "other columns, or the same in another order, allowed: the same in the same order in all tables"
+_SHOWN = 100  # characters of a fact
+_ALLOWED = {  # in which clients differ, where this says more than that it is the same on all nodes
+    "own-data": "partition-ids on all nodes or on none",
+    "classes": "the same on all nodes (a class's folder may be empty), or the key classes",
+    "features": "the same columns in the same order in all tables",
+    "features-digest": "the same columns in the same order in all tables",
+}
 _MOST_VALUES = 2**24  # of an image
 _MOST_OUTPUTS = 2**32  # an image's values times the classes: what a linear layer between them would hold
 _MOST_LAYERS, _MOST_DOCUMENTS = 1024, 64  # that a client of text names
@@ -50,34 +54,25 @@ class ClientInfo:
         return {}
 
     def description(self) -> dict[str, Any]:
-        """Describe the data that the client holds, for run.json."""
         return {}
 
-    def common(self) -> tuple[Any, ...]:
-        """Return the facts in which all clients of a run must agree."""
-        return (self.own_data, self.num_partitions)
+    def common(self) -> tuple[tuple[str, Hashable], ...]:
+        """Return by name the facts in which all clients of a run must agree; None where the client does not tell."""
+        return ("own-data", self.own_data), ("num-partitions", self.num_partitions)
 
-    def unlike(self, first: ClientInfo) -> str:
-        """Say why this client cannot take part in a run with the client ``first``; an empty text if it can."""
+    def place(self) -> str:
+        """Say for the user which node this is."""
+        return f"node {self.node_id}"
+
+    def difference(self, first: ClientInfo) -> str:
+        """Say why no run can have both this client and the client ``first``; an empty text if a run can."""
+        for (name, value), (_, first_value) in zip(self.common(), first.common(), strict=True):
+            if value != first_value and None not in (value, first_value):
+                return (
+                    f"{first.place()} has {name} {_in_words(first_value, value)} and {self.place()} "
+                    f"{_in_words(value, first_value)}, allowed: {_ALLOWED.get(name, 'the same on all nodes')}"
+                )
         return ""
-
-    def contradicts(self, first: ClientInfo) -> str:
-        """Say why no run can have both this client and the client ``first``; an empty text if a run can.
-
-        Where as many clients are like the one as like the other, nobody can say which of them the run is about.
-        """
-        if self.own_data == first.own_data:
-            if self.num_partitions == first.num_partitions:
-                return ""
-            return (
-                f"node {first.node_id} has num-partitions={first.num_partitions} and node {self.node_id} "
-                f"{self.num_partitions}, allowed: the same on all nodes"
-            )
-        owner, other = (self, first) if self.own_data else (first, self)
-        return (
-            f"node {owner.node_id} has data of its own and node {other.node_id} partition-id {other.id}, "
-            "allowed: partition-ids on all nodes or on none"
-        )
 
 
 @dataclass(frozen=True)
@@ -103,18 +98,20 @@ class ImageClientInfo(ClientInfo):
             raise ValueError(f"field 'image-shape' is {reprlib.repr(shape)}, allowed: three sizes")
         num_classes = int(wire.number(fields, "num-classes", 2, 10**6))
         if math.prod(sizes) > _MOST_VALUES or math.prod(sizes) * num_classes > _MOST_OUTPUTS:
-            allowed = f"at most {_MOST_VALUES} values, {_MOST_OUTPUTS} times the classes"
-            raise ValueError(f"field 'image-shape' is {sizes!r} with {num_classes} classes, allowed: {allowed}")
-        counts = {}
-        for part in ("train", "validation", "test"):
-            values = fields.get(f"labels-{part}", [])
-            is_list = isinstance(values, list) and len(values) in (0, num_classes)
-            if not (is_list and all(type(n) is int and 0 <= n < 2**53 for n in values)):
-                raise ValueError(f"field 'labels-{part}' is {reprlib.repr(values)}, allowed: counts per class")
-            counts[part] = list(values)
-        classes = _names(fields, "classes", num_classes, "class")
-        features = _names(fields, "features", math.prod(sizes), "number of an example")
-        mean, std = (_channel_values(fields, name, sizes[0]) for name in ("normalisation-mean", "normalisation-std"))
+            raise ValueError(
+                f"field 'image-shape' is {sizes!r} with {num_classes} classes, "
+                f"allowed: at most {_MOST_VALUES} values, {_MOST_OUTPUTS} times the classes"
+            )
+        counts = {
+            part: _values(fields, f"labels-{part}", num_classes, _is_count, "a count per class")
+            for part in ("train", "validation", "test")
+        }
+        classes = _values(fields, "classes", num_classes, _is_text, "a name per class")
+        features = _values(fields, "features", math.prod(sizes), _is_text, "a name per number of an example")
+        mean, std = (
+            tuple(map(float, _values(fields, name, sizes[0], _is_number, f"{sizes[0]} numbers, one per channel")))
+            for name in ("normalisation-mean", "normalisation-std")
+        )
         if len(mean) != len(std) or (std and min(std) <= 0):
             raise ValueError(
                 f"field 'normalisation-std' is {reprlib.repr(list(std))}, allowed: a number above 0 for each mean"
@@ -123,8 +120,8 @@ class ImageClientInfo(ClientInfo):
             "image_shape": (sizes[0], sizes[1], sizes[2]),
             "num_classes": num_classes,
             "label_counts": counts,
-            "classes": classes,
-            "features": features,
+            "classes": tuple(classes),
+            "features": tuple(features),
             "features_digest": str(fields.get("features-digest", ""))[:64],
             "data_dir": str(fields.get("data-dir", ""))[:1024],
             "data_sha256": str(fields.get("data-sha256", ""))[:64],
@@ -132,48 +129,21 @@ class ImageClientInfo(ClientInfo):
             "std": std,
         }
 
-    def common(self) -> tuple[Any, ...]:
-        classes = self.own_data and self.classes
-        columns = self.features, self.features_digest
-        return (*super().common(), classes, self.image_shape, self.num_classes, *columns)
+    def common(self) -> tuple[tuple[str, Hashable], ...]:
+        return (
+            *super().common(),
+            ("classes", self.classes if self.own_data else None),
+            ("image-shape", "x".join(map(str, self.image_shape))),
+            ("num-classes", self.num_classes),
+            ("features", self.features or None),
+            ("features-digest", self.features_digest or None),
+        )
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)
 
-    def contradicts(self, first: ClientInfo) -> str:
-        assert isinstance(first, ImageClientInfo)
-        if not (self.own_data and first.own_data):
-            return super().contradicts(first)
-        if self.classes == first.classes:
-            if self._has_columns_of(first):
-                return ""
-            return f"{first._place()} and {self._place()} have {_OTHER_COLUMNS}"
-        extra_names, missing_names = (
-            sorted({*self.classes} - {*first.classes}),
-            sorted({*first.classes} - {*self.classes}),
-        )
-        return (
-            f"{first._place()} has the classes {_names_text(first.classes)}; {self._place()} lacks "
-            f"{_names_text(missing_names)} and has {_names_text(extra_names)} besides; allowed: the same on all nodes "
-            "(a class's folder may be empty), or the key classes"
-        )
-
-    def _has_columns_of(self, first: ImageClientInfo) -> bool:
-        """Return whether both have the same columns in the same order, as far as they tell."""
-        pairs = (self.features, first.features), (self.features_digest, first.features_digest)
-        return all(value == first_value or not (value and first_value) for value, first_value in pairs)
-
-    def _place(self) -> str:
-        return f"node {self.node_id}, data-dir {self.data_dir!r},"
-
-    def unlike(self, first: ClientInfo) -> str:
-        assert isinstance(first, ImageClientInfo)
-        if not self._has_columns_of(first):
-            return f"has {_OTHER_COLUMNS}"
-        if (self.image_shape, self.num_classes) == (first.image_shape, first.num_classes):
-            return ""
-        first_shape = f"{first.image_shape} of {first.num_classes}"
-        return f"has images {self.image_shape} of {self.num_classes} classes, allowed: as most have, {first_shape}"
+    def place(self) -> str:
+        return f"{super().place()}, data-dir {self.data_dir!r}," if self.own_data else super().place()
 
 
 @dataclass(frozen=True)
@@ -194,9 +164,7 @@ class TextClientInfo(ClientInfo):
             ("layer-digests", digests, _MOST_LAYERS),
             ("documents", documents, _MOST_DOCUMENTS),
         ):
-            if not (isinstance(values, list) and len(values) <= limit) or not all(
-                isinstance(v, str) and len(v) <= 256 for v in values
-            ):
+            if not (isinstance(values, list) and len(values) <= limit and all(map(_is_text, values))):
                 raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {limit} texts")
         return {
             "shell_digest": str(fields.get("shell-digest"))[:256],
@@ -208,29 +176,32 @@ class TextClientInfo(ClientInfo):
         return {"segments": self.num_examples, "documents": list(self.documents)}
 
 
+# the clients of a run by their numbers, ascending: Flower's node ids are random and unordered
 Roster = dict[int, ClientInfo]
-"""The clients of a run by their numbers, ascending: Flower's node ids are random and unordered."""
 
 
-def _names(fields: wire.Fields, name: str, count: int, unit: str) -> tuple[str, ...]:
-    """Read a list of ``count`` names, or none. Raises ``ValueError`` naming the field."""
+def _values(fields: wire.Fields, name: str, count: int, is_valid: Callable[[object], bool], allowed: str) -> list[Any]:
+    """Read a list of ``count`` valid values, or of none. Raises ``ValueError`` naming the field and what is allowed."""
     values = fields.get(name, [])
-    is_list = isinstance(values, list) and len(values) in (0, count)
-    if not (is_list and all(isinstance(value, str) and len(value) <= 256 for value in values)):
-        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: a name per {unit}")
-    return tuple(values)
+    if not (isinstance(values, list) and len(values) in (0, count) and all(map(is_valid, values))):
+        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: {allowed}")
+    return values
 
 
-def _channel_values(fields: wire.Fields, name: str, channels: int) -> tuple[float, ...]:
-    values = fields.get(name, [])
-    is_list = isinstance(values, list) and len(values) in (0, channels)
-    if not (is_list and all(type(v) in (int, float) and abs(v) <= LARGEST_SAID for v in values)):  # NaN is not
-        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: {channels} numbers, one per channel")
-    return tuple(map(float, values))
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**53
 
 
-def _names_text(names: Sequence[str]) -> str:
-    """Return the first few names, as prose."""
-    text = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
-    num_more = len(names) - _NAMES_SHOWN
-    return (text + (f" and {num_more} more" if num_more > 0 else "")) or "none"
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= 256
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST_SAID  # NaN is not
+
+
+def _in_words(value: Hashable, other: Hashable) -> str:
+    """Return a fact as text; of names those come first that the other client lacks."""
+    if isinstance(value, tuple) and isinstance(other, tuple):
+        return str(sorted(value, key=other.__contains__))[:_SHOWN]
+    return str(value)[:_SHOWN]

@@ -11,8 +11,8 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer
 from fedprune_app.federation.round import RoundLog
 
+# takes in a client's reply, its named values and its content; returns columns. ``ValueError`` refuses the reply
 Read = Callable[[int, wire.Fields, RecordDict], dict[str, Any]]
-"""Takes in a client's reply, its named values and its content; returns columns. ``ValueError`` refuses the reply."""
 
 
 def collect(exchange: str, answers: Iterable[Answer], log: RoundLog, read: Read) -> None:

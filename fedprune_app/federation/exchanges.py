@@ -7,57 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, exchange, require
-from fedprune_app.engine.store import State
 from fedprune_app.federation import reports
-from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.collect import Read, collect, notes_of
 from fedprune_app.federation.messages import messages
-from fedprune_app.federation.participation import Participation
-from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.federation.round import Outgoing, Round, RoundLog
 from fedprune_app.results.declarations import mean
-from fedprune_app.results.measures import Measures, Reply
+from fedprune_app.results.measures import Reply
 from fedprune_app.results.rows import from_training, number_in, round_columns, row_of
 
+if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
+    from strategies.base import FederatedStrategy
+
+# columns by client, ascending
 Rows = Mapping[int, dict[str, Any]]
-"""Columns by client, ascending."""
-
-
-class Hooks(Protocol):
-    """The part of a strategy that the federation knows; ``strategies/base.py`` has the defaults and says more."""
-
-    context: RunContext
-    budgets: Budgets
-    participation: Participation
-    state_rounds: dict[int, int]
-    digests: dict[int, str]
-    model: dict[str, Tensor]
-    prunable: frozenset[str]
-    measures: Measures
-    exchanges: type[Exchanges]
-
-    def doubts(self) -> list[str]: ...
-    def prepare(self) -> None: ...
-    def begin(self, round: Round) -> None: ...
-    def before(self, round: Round, exchanges: Exchanges) -> None: ...
-    def send(self, round: Round) -> Iterator[Outgoing]: ...
-    def reply_bytes(self, round: Round) -> int: ...
-    def accept(self, round: Round, client: int, content: RecordDict) -> None: ...
-    def end(self, round: Round) -> None: ...
-    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]: ...
-    def traffic(self, round: Round) -> dict[str, Any]: ...
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]: ...
-    def state(self) -> State: ...
-    def finish(self) -> None: ...
 
 
 class Exchanges:
@@ -66,7 +37,7 @@ class Exchanges:
     A system whose rounds have other exchanges, or whose clients do not learn from images, has a class of its own.
     """
 
-    def __init__(self, strategy: Hooks, grid: Grid) -> None:
+    def __init__(self, strategy: FederatedStrategy, grid: Grid) -> None:
         self.strategy = strategy
         self.grid = grid
 
@@ -92,25 +63,19 @@ class Exchanges:
             if num_examples != registered_count:
                 raise ValueError(f"field 'num-examples' is {num_examples}, it said {registered_count} before")
             notes_of(client, fields, round.log, strategy.context.lose)
-            strategy.budgets.check(fields)  # all that may refuse the reply comes before it moves anything
             strategy.accept(round, client, content)
             round.log.replies += 1
             strategy.state_rounds[client] = round.number
             return row
 
-        stream = self._checked_messages(outgoing, "send")
-        answers = self._answers(round, stream, MessageType.TRAIN, reply_bytes)
+        answers = self._answers(round, self._checked_messages(outgoing, "send"), MessageType.TRAIN, reply_bytes)
         collect(name, answers, round.log, self._charging_reader(round, read))
 
     def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
         """Ask clients something else within a round; ``read`` takes in their answers. It is part of the round's log."""
-
-        def read_checked(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
-            self.strategy.budgets.check(fields)
-            return read(client, fields, content)
-
-        answers = self._answers(round, outgoing, MessageType.EVALUATE)
-        collect(name, answers, round.log, self._charging_reader(round, read_checked))
+        collect(
+            name, self._answers(round, outgoing, MessageType.EVALUATE), round.log, self._charging_reader(round, read)
+        )
 
     def ask_for(
         self,
@@ -128,7 +93,6 @@ class Exchanges:
         answered_clients: list[int] = []
 
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
-            self.strategy.budgets.check(fields)
             payload = wire.payload_of(content, schema.max_bytes)
             schema.check(payload)
             take(client, payload)
@@ -256,17 +220,12 @@ class Exchanges:
         method_name, clients = f"{type(self.strategy).__name__}.{method}()", self.strategy.context.clients
         sent_to: set[int] = set()
         for message in outgoing:
-            if message.client not in clients:
+            is_extra = message.client not in clients or message.client in sent_to
+            if is_extra or not isinstance(message.payload, Payload):
                 raise TypeError(
-                    f"{method_name} yields a message to client {message.client!r}, allowed: those in self.clients"
+                    f"{method_name} yields a message to client {message.client!r} with a payload of type "
+                    f"{type(message.payload).__name__}, allowed: one Payload to each client in self.clients"
                 )
-            if message.client in sent_to:
-                raise TypeError(
-                    f"{method_name} yields two messages to client {message.client}, allowed: one in an exchange"
-                )
-            if not isinstance(message.payload, Payload):
-                type_name = type(message.payload).__name__
-                raise TypeError(f"{method_name} yields a message with a payload of type {type_name}, allowed: Payload")
             sent_to.add(message.client)
             yield message
 
@@ -293,6 +252,7 @@ class Exchanges:
 
         def read_and_charge(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             if not (budgets.enabled and "declined" in fields):
+                budgets.check(fields)  # before the reply moves anything
                 return read(client, fields, content) | budgets.take(client, fields, round.number, log.note)
             columns = budgets.take(client, {**fields, "budget-spent": True}, round.number, log.note)
             log.declined[client] = wire.one_line(str(fields["declined"]))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -36,28 +35,7 @@ class StreamedStrategy(Strategy):
         self.run(grid, num_rounds=num_rounds)
         return Result()
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Raise ``NotImplementedError``: ``start`` runs all rounds."""
-        _refuse()
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError("replies are streamed: call start, which runs all rounds")
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Raise ``NotImplementedError``: ``start`` runs all rounds."""
-        _refuse()
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Raise ``NotImplementedError``: ``start`` runs all rounds."""
-        _refuse()
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Raise ``NotImplementedError``: ``start`` runs all rounds."""
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    raise NotImplementedError("replies are streamed: call start, which runs all rounds")
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation import reports
-from fedprune_app.federation.exchanges import Exchanges, Hooks
+from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Round
 from fedprune_app.results.lines import summary_line
+
+if TYPE_CHECKING:
+    from strategies.base import FederatedStrategy
 
 log = logging.getLogger("flwr.fedprune")
 NOTES_KEPT = 20  # per round, in the record
 
 
-def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0) -> None:
+def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_completed: int = 0) -> None:
     """Run the rounds after ``rounds_completed`` up to ``num_rounds``; record each and keep a checkpoint of it.
 
     Raises :class:`TooFewReplies` when a round has fewer than ``min-replies`` good replies.
@@ -70,7 +75,9 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
-        strategy.context.checkpoints.save(number, _vouched_state(strategy))
+        state = strategy.state()
+        marks = strategy.context.recorder.marks  # of the records that were written before it
+        strategy.context.checkpoints.save(number, State(state.tensors, {**state.meta, "records": marks}))
         if failure is not None:
             raise failure
         log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.measures))
@@ -83,14 +90,14 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
     strategy.finish()
 
 
-def _check_model(strategy: Hooks, method: str) -> None:
+def _check_model(strategy: FederatedStrategy, method: str) -> None:
     """Raise ``TypeError`` where a method, which may be a plug-in's, has left no tensors by name as the model."""
-    model, subject = strategy.model, f"{type(strategy).__name__}.{method}() leaves self.model"
-    if not isinstance(model, dict):
-        raise TypeError(f"{subject} of type {type(model).__name__}, allowed: a dict of tensors by name")
-    for name, tensor in model.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{subject} with a value of type {type(tensor).__name__} under {name!r}, allowed: a tensor")
+    model = strategy.model
+    if not (isinstance(model, dict) and all(isinstance(tensor, Tensor) for tensor in model.values())):
+        raise TypeError(
+            f"{type(strategy).__name__}.{method}() leaves self.model as {wire.one_line(reprlib.repr(model))}, "
+            "allowed: a dict of tensors by name"
+        )
 
 
 def _evaluate(exchanges: Exchanges, round: Round) -> dict[str, Any]:
@@ -99,7 +106,7 @@ def _evaluate(exchanges: Exchanges, round: Round) -> dict[str, Any]:
     return {**columns, "evaluation_seconds": time.monotonic() - start}
 
 
-def _record(strategy: Hooks, round: Round, row: Mapping[str, Any]) -> None:
+def _record(strategy: FederatedStrategy, round: Round, row: Mapping[str, Any]) -> None:
     recorder = strategy.context.recorder
     if (noise := strategy.budgets.noise()) and noise != recorder.info.get("noise"):
         recorder.annotate(noise=noise)
@@ -109,7 +116,7 @@ def _record(strategy: Hooks, round: Round, row: Mapping[str, Any]) -> None:
     recorder.round({**row, "notes": round.log.notes[:NOTES_KEPT]})
 
 
-def _make_states_durable(strategy: Hooks, round: int) -> None:
+def _make_states_durable(strategy: FederatedStrategy, round: int) -> None:
     """Put on disk what clients of this machine kept of the round, before a checkpoint relies on it.
 
     Simulated clients leave this to the server. Nodes of a deployment have done so themselves, and elsewhere.
@@ -120,13 +127,7 @@ def _make_states_durable(strategy: Hooks, round: int) -> None:
     make_states_durable(states, clients, context.run_key, round)
 
 
-def _vouched_state(strategy: Hooks) -> State:
-    """Return the strategy's state with the marks of the records that were written before it."""
-    state = strategy.state()
-    return State(state.tensors, {**state.meta, "records": strategy.context.recorder.marks})
-
-
-def _require_somebody(strategy: Hooks, last_round: Round | None) -> None:
+def _require_somebody(strategy: FederatedStrategy, last_round: Round | None) -> None:
     """Refuse a private run in which nobody ever trained, with the first reason."""
     if strategy.context.config.dp.enabled and not strategy.state_rounds:
         reasons = last_round.log.declined.values() if last_round else ()

@@ -33,12 +33,10 @@ class Participation:
         self.members = [client for client in clients if client not in self.holdouts]
 
     def eligible(self, round: int) -> list[int]:
-        """Return the clients that are not held out, and whose privacy budget bears the round."""
         return [client for client in self.members if self.budgets.bears(client, round)]
 
     @property
     def most(self) -> int:
-        """How many clients a round samples at most."""
         return self.sample_size(len(self.members))
 
     def sample_size(self, eligible: int) -> int:
@@ -46,7 +44,6 @@ class Participation:
         return max(int(self.config.fraction_train * eligible + 1e-9), 1)
 
     def sampled(self, round: int) -> list[int]:
-        """Draw distinct clients of the eligible ones."""
         clients = self.eligible(round)
         permutation = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(clients))
         return sorted(clients[i] for i in permutation[: self.sample_size(len(clients))])

@@ -15,7 +15,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import POLL_SECONDS, Answer, TooFewReplies, exchange, message_to
+from fedprune_app.engine.exchange import POLL_SECONDS, TooFewReplies, exchange, message_to
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
@@ -40,47 +40,57 @@ def register_clients(
     operators may have mended. A node with data of its own gets its number from the order of the node ids. ``numbers``
     (node id to number) gives the numbers of a run that is resumed; other nodes are then not asked. ``ids`` are the
     clients of such a run, and any other client is left out. The run is about what most clients say
-    (:meth:`ClientInfo.common`); among equals the client of lowest number decides. A client is left out if it fails,
-    says something else, or claims another's number.
+    (:meth:`ClientInfo.common`). A client is left out if it fails, says something else, or claims another's number.
 
     Raises :class:`TooFewReplies` with the first reason where fewer than ``min_clients`` come or can take part. Where
     none of the first ``min_clients`` can start, the run itself is most likely wrong, so that is raised at once. Raises
-    ``ValueError`` where as many clients contradict the others as not (:meth:`ClientInfo.contradicts`).
+    ``ValueError`` where as many clients differ from the others as not (:meth:`ClientInfo.difference`).
     """
+    num_nodes = getattr(grid, "num_nodes", math.inf)  # in a simulation nobody comes later
+    deadline, next_time = time.monotonic() + startup_seconds, 0.0
     number_by_node: dict[int, int] = {}  # the number of each node that was asked
     answers: dict[int, ClientInfo | str] = {}  # what each of them said of itself, or why that is not usable
-    left_out_nodes: set[int] = set()
     clients: Roster = {}
     errors: list[str] = []
     status = ""
-    for nodes, connected_nodes in _arrivals(grid, startup_seconds, min_clients, numbers, left_out_nodes, say):
-        for node in nodes:
-            number_by_node.setdefault(node, numbers[node] if numbers else len(number_by_node))
-        for node in left_out_nodes.difference(
-            connected_nodes
-        ):  # its operator may have started it anew, with another id
-            answers.pop(node, None)
-        answers |= _introductions(grid, nodes, startup_seconds, run_key, kind, number_by_node)
-        infos = [answer for answer in answers.values() if not isinstance(answer, str)]
-        failures = [answer for answer in answers.values() if isinstance(answer, str)]
-        if failures and not infos:
-            raise TooFewReplies(f"no client could start: {failures[0]}")
-        previous_errors = errors
-        clients, misfits = _select_clients(infos, ids)
-        errors = failures + misfits
-        log_left_out(reason for reason in errors if reason not in previous_errors)
-        if len(clients) >= min_clients:
-            return clients, errors
-        left_out_nodes.clear()
-        left_out_nodes.update(number_by_node.keys() - {info.node_id for info in clients.values()})
-        if status != (status := f"waiting for clients: {len(clients)} of {min_clients} can take part"):
-            _tell(status, say)
+    while True:
+        connected = sorted(node for node in grid.get_node_ids() if numbers is None or node in numbers)
+        accepted = {info.node_id for info in clients.values()}
+        candidates = [node for node in connected if node not in accepted]
+        is_time = time.monotonic() > next_time or not number_by_node.keys() >= set(candidates)
+        if not number_by_node and len(connected) < min_clients:
+            status = _tell(f"waiting for clients: {len(connected)} of {min_clients} connected", status, say)
+        elif candidates and is_time:
+            for node in candidates:
+                number_by_node.setdefault(node, numbers[node] if numbers else len(number_by_node))
+            # an operator may have started a node anew, with another id
+            answers = {node: answer for node, answer in answers.items() if node in accepted or node in connected}
+            answers |= _introductions(grid, candidates, startup_seconds, run_key, kind, number_by_node)
+            infos = [answer for answer in answers.values() if not isinstance(answer, str)]
+            failures = [answer for answer in answers.values() if isinstance(answer, str)]
+            if failures and not infos:
+                raise TooFewReplies(f"no client could start: {failures[0]}")
+            previous_errors = errors
+            clients, misfits = _select_clients(infos, ids)
+            errors = failures + misfits
+            log_left_out(reason for reason in errors if reason not in previous_errors)
+            if len(clients) >= min_clients:
+                return clients, errors
+            status = _tell(f"waiting for clients: {len(clients)} of {min_clients} can take part", status, say)
+            next_time = time.monotonic() + _AGAIN_SECONDS
+        if time.monotonic() > deadline or len(number_by_node) >= num_nodes:
+            break
+        time.sleep(POLL_SECONDS[1])
+    if not number_by_node:
+        raise TooFewReplies(
+            f"{len(connected)} of the {min_clients} clients that the run waits for connected within "
+            f"startup-seconds = {startup_seconds:g}"
+        )
     reason = f"; first reason: {errors[0]}" if errors else ""
     raise TooFewReplies(f"{len(clients)} of the {min_clients} clients that the run waits for can take part{reason}")
 
 
 def log_left_out(reasons: Iterable[str]) -> None:
-    """Log why each of these clients takes no part in the run."""
     for reason in reasons:
         log.warning("a client is left out of the run: %s", reason)
 
@@ -93,7 +103,6 @@ def _introductions(
     kind: type[ClientInfo],
     numbers: Mapping[int, int],
 ) -> dict[int, ClientInfo | str]:
-    """Return by node what it says of itself, or why it says nothing usable."""
 
     def messages() -> Iterator[tuple[int, Message]]:
         for node in node_ids:
@@ -102,25 +111,20 @@ def _introductions(
 
     answers: dict[int, ClientInfo | str] = {}
     for answer in exchange(grid, messages(), seconds):
+        node = answer.client
         try:
-            answers[answer.client] = _read_info(answer, kind, numbers)
+            if answer.content is None:
+                raise ValueError(f"node {node}: {answer.error}{' (startup-seconds)' * answer.late}")
+            info = kind.read(node, wire.fields_of(answer.content))
+            if info.own_data and info.id != numbers[node]:
+                raise ValueError(f"node {node} says that it is {info.id}, allowed: its {numbers[node]}")
+            answers[node] = info
         except ValueError as error:
-            answers[answer.client] = wire.one_line(str(error))
+            answers[node] = wire.one_line(str(error))
     return answers
 
 
-def _read_info(answer: Answer, kind: type[ClientInfo], numbers: Mapping[int, int]) -> ClientInfo:
-    """Read a node's answer. In this exchange the answer's ``client`` is the node's id."""
-    if answer.content is None:
-        raise ValueError(f"node {answer.client}: {answer.error}{' (startup-seconds)' * answer.late}")
-    info = kind.read(answer.client, wire.fields_of(answer.content))
-    if info.own_data and info.id != numbers[info.node_id]:
-        raise ValueError(f"node {info.node_id} says that it is {info.id}, allowed: its {numbers[info.node_id]}")
-    return info
-
-
 def _select_clients(infos: Iterable[ClientInfo], ids: Collection[int] | None) -> tuple[Roster, list[str]]:
-    """Return the clients that can take part, and the reasons why the others cannot."""
     errors = []
     candidates = []
     for info in sorted(infos, key=lambda info: (info.id, info.node_id)):
@@ -145,57 +149,18 @@ def _select_majority(infos: Sequence[ClientInfo]) -> tuple[list[ClientInfo], lis
     first = max(infos, key=lambda info: votes[info.common()])  # the first of the most
     members, errors = [], []
     for info in infos:
-        contradiction = info.contradicts(first)
-        if contradiction and votes[info.common()] == votes[first.common()]:
-            raise ValueError(contradiction)
-        if reason := contradiction or info.unlike(first):
-            errors.append(wire.one_line(f"client {info.id} is unlike most: {reason}"))
+        difference = info.difference(first)
+        if difference and votes[info.common()] == votes[first.common()]:
+            raise ValueError(difference)
+        if difference:
+            errors.append(wire.one_line(f"client {info.id} is unlike most: {difference}"))
         else:
             members.append(info)
     return members, errors
 
 
-def _arrivals(
-    grid: Grid,
-    seconds: float,
-    min_clients: int,
-    numbers: Mapping[int, int] | None,
-    left_out_nodes: Collection[int],
-    say: Callable[[str], None],
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the ids of the nodes to ask, and of all that are connected.
-
-    The first are asked as soon as there are ``min_clients``, and then those that come later. The ``left_out_nodes`` are
-    asked again every :data:`_AGAIN_SECONDS`. If ``numbers`` is given, other nodes do not count. This ends when the time
-    is over; in a simulation, where nobody mends a node, it ends when all nodes were yielded.
-    """
-    num_nodes = getattr(grid, "num_nodes", math.inf)
-    deadline = time.monotonic() + seconds
-    last_count = -1
-    yielded_nodes: set[int] = set()
-    while len(yielded_nodes) < (len(numbers) if numbers and num_nodes < math.inf else num_nodes):
-        node_ids = sorted(node for node in grid.get_node_ids() if numbers is None or node in numbers)
-        new_nodes = [node for node in node_ids if node not in yielded_nodes]
-        if new_nodes and (yielded_nodes or len(new_nodes) >= min_clients):
-            yielded_nodes.update(new_nodes)
-            yield new_nodes, node_ids
-            next_time = time.monotonic() + _AGAIN_SECONDS
-            continue
-        if not yielded_nodes and len(node_ids) != last_count:
-            last_count = len(node_ids)
-            _tell(f"waiting for clients: {last_count} of {min_clients} connected", say)
-        if time.monotonic() > deadline:
-            break
-        if yielded_nodes and time.monotonic() > next_time:
-            if candidates := [node for node in node_ids if node in left_out_nodes]:
-                yield candidates, node_ids
-            next_time = time.monotonic() + _AGAIN_SECONDS
-        time.sleep(POLL_SECONDS[1])
-    if not yielded_nodes:
-        count_text = f"{last_count} of the {min_clients} clients that the run waits for" if last_count else "no client"
-        raise TooFewReplies(f"{count_text} connected within startup-seconds = {seconds:g}")
-
-
-def _tell(text: str, say: Callable[[str], None]) -> None:
-    log.info(text)
-    say(text)
+def _tell(text: str, last: str, say: Callable[[str], None]) -> str:
+    if text != last:
+        log.info(text)
+        say(text)
+    return text

@@ -24,7 +24,6 @@ def of_training(round: Round, budgets: Budgets, declared: Measures) -> dict[str,
 
 
 def of_exchange(round: Round) -> dict[str, Any]:
-    """Return the columns of a round's exchange: replies, failures, bytes."""
     return {
         "replies": round.log.replies,
         "failures": len(round.log.failures),

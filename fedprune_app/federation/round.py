@@ -64,7 +64,6 @@ class RoundLog:
         return row
 
     def fail(self, exchange: str, answer: Answer, reason: str) -> None:
-        """Record that an answer of this ``exchange`` does not count."""
         text = f"client {answer.client}: {wire.one_line(reason)}"
         self.failures.append(text)
         self.stragglers += answer.late

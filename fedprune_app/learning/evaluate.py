@@ -27,12 +27,10 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """The share of correct predictions in [0, 1], or nan without examples."""
         return self.correct / self.total if self.total else math.nan
 
     @property
     def loss_mean(self) -> float:
-        """The mean cross entropy, or nan without examples."""
         return self.loss_sum / self.total if self.total else math.nan
 
 

@@ -53,11 +53,9 @@ class FlatLayout:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the parameters that have a place, in the network's order."""
         return list(self._shapes)
 
     def zeros(self) -> Tensor:
-        """Return a flat tensor of zeros."""
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def views(self, flat: Tensor, client: int = 0) -> dict[str, Tensor]:
@@ -142,26 +140,17 @@ class FlatParameters:
 
 
 def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Raise ``ValueError`` for a mask that does not fit the model."""
     check_names("masks", masks, model)
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
-        if mask.dtype != torch.bool:
-            raise ValueError(f"mask '{name}' has dtype {mask.dtype}, allowed: torch.bool")
-        if mask.shape != parameters[name].shape:
-            shapes = f"{tuple(mask.shape)}, allowed: {tuple(parameters[name].shape)}"
-            raise ValueError(f"mask '{name}' has shape {shapes}")
-
-
-def write_masks(masks: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    """Write the masks of the trained weights into ``kept``, by name, as 1 or 0; weights without a mask stay."""
-    for name, mask in masks.items():
-        if name in kept:
-            kept[name].copy_(mask)
+        if mask.dtype != torch.bool or mask.shape != parameters[name].shape:
+            raise ValueError(
+                f"mask '{name}' is {mask.dtype} of shape {tuple(mask.shape)}, "
+                f"allowed: torch.bool of shape {tuple(parameters[name].shape)}"
+            )
 
 
 def check_names(kind: str, names: Collection[str], model: nn.Module) -> None:
-    """Raise ``ValueError`` for a name that no parameter of the model has."""
     parameters = dict(model.named_parameters())
     if unknown_names := [name for name in names if name not in parameters]:
         raise ValueError(f"{kind} names '{unknown_names[0]}', allowed: {', '.join(parameters)}")

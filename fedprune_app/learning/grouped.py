@@ -34,20 +34,11 @@ _BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxP
 
 
 class NoGroupedForm(ValueError):
-    """The network has no grouped form; the message says which of its parts has none.
-
-    ``is_wrong`` says that the rules made a form, which does not compute what the network does.
-    """
-
-    def __init__(self, reason: str, is_wrong: bool = False) -> None:
-        super().__init__(reason)
-        self.is_wrong = is_wrong
+    """The network has no grouped form; the message says which of its parts has none."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of the network computes one value from earlier ones."""
-
     operation: _Operation
     inputs: tuple[int, ...]
 
@@ -75,9 +66,7 @@ class GroupedForm:
         return values[-1][:, : images.shape[1]]
 
 
-_MOST_FORMS = 64
-_Refusal = tuple[str, bool]  # the arguments of NoGroupedForm
-_forms: dict[Hashable, GroupedForm | _Refusal] = {}  # an exception would keep the network alive by its traceback
+_forms: dict[Hashable, GroupedForm | str] = {}  # an exception would keep the network alive by its traceback
 
 
 def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
@@ -94,12 +83,10 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
         raise NoGroupedForm("torch.fx cannot follow it")
     key = computation, tuple(example_shape), next(model.parameters()).device
     if key not in _forms:
-        if len(_forms) == _MOST_FORMS:
-            _forms.pop(next(iter(_forms)))
         _forms[key] = _derive_form(model, example_shape)
     form = _forms[key]
-    if isinstance(form, tuple):
-        raise NoGroupedForm(*form)
+    if isinstance(form, str):
+        raise NoGroupedForm(form)
     return form
 
 
@@ -107,7 +94,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | _Refusal:
+def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | str:
     """Return the form, or why there is none: torch may raise anything where a rule does not fit a network."""
     steps, positions = list[_Step](), dict[fx.Node, int]()
     try:
@@ -118,13 +105,12 @@ def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm 
             if node.op != "placeholder":
                 steps.append(_Step(_operation(model, node), inputs))
             positions[node] = len(steps)
-        flops = sum(forward_flops(model, example_shape).values())
-        form = GroupedForm(tuple(steps), flops)
+        form = GroupedForm(tuple(steps), sum(forward_flops(model, example_shape).values()))
         _compare(form, model, example_shape)
     except NoGroupedForm as error:
-        return str(error), error.is_wrong
+        return str(error)
     except Exception:
-        return "the rules for groups do not fit it", True
+        return "the rules for groups do not fit it"
     return form
 
 
@@ -156,7 +142,7 @@ def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) 
             ["loss", *weights], [losses, *gradients], [torch.stack(example_losses), *expected], strict=True
         ):
             if not torch.allclose(value, expected_value, rtol=1e-6, atol=1e-9 * largest):
-                raise NoGroupedForm(f"the rules for groups give another {name} than the network", is_wrong=True)
+                raise NoGroupedForm(f"the rules for groups give another {name} than the network")
 
 
 _COMPARED = 3  # examples of each client, an odd number: the form fills up batches to even ones

@@ -10,16 +10,15 @@ from torch.nn import functional as F
 
 from fedprune_app.learning.parts import Network
 
+# a gradient hook changes gradients in place, given all trained (parameters, gradients) by name
 GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
-"""A gradient hook changes gradients in place, given all trained (parameters, gradients) by name."""
+# a step hook changes all trained parameters in place, given by name, after an update
 StepHook = Callable[[Mapping[str, Tensor]], None]
-"""A step hook changes all trained parameters in place, given by name, after an update."""
+# an objective is the loss to differentiate, given the network, a batch's images and its labels
 Objective = Callable[[Network, Tensor, Tensor], Tensor]
-"""An objective is the loss to differentiate, given the network, a batch's images and its labels."""
 
 
 def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy of a batch."""
     return F.cross_entropy(network(images), labels)
 
 

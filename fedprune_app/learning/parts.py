@@ -58,12 +58,10 @@ class Work(Changes):
 
     @property
     def named_values(self) -> Mapping[str, Tensor]:
-        """These are the values of the trained parameters by name."""
         return self.by_client[0][0]
 
     @property
     def named_gradients(self) -> Mapping[str, Tensor]:
-        """These are the gradients of the trained parameters by name."""
         return self.by_client[0][1]
 
     def trained(self) -> dict[str, Tensor]:

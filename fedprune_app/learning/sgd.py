@@ -44,7 +44,6 @@ class SGD:
         return rounds * num_taken + min(rest * self.batch_size, num_taken)
 
     def steps_of(self, num_examples: int) -> int:
-        """Return how many steps an epoch has."""
         return self.steps_per_epoch or self._pass_size(num_examples)[0]
 
     def batches(

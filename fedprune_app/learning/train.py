@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from fedprune_app.core.computation import module_mode
 from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
-from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
+from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD, sgd_step
@@ -151,13 +151,12 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
     """Do trainings that go together; those with more steps come first."""
     first, sgd = trainings[0], trainings[0].sgd
     with ExitStack() as stack:
-        learners = [stack.enter_context(_Learner(training)) for training in trainings]
+        learners = [_Learner(training, stack) for training in trainings]
         layout = FlatLayout(first.model, trained_names(first.model, first.frozen), len(trainings))
         flat = Flat(layout, sgd.momentum > 0, any(training.kept for training in trainings))
         for number, learner in enumerate(learners):
-            learner.take_place(flat, number)
-        steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
-        stack.enter_context(steps)
+            learner.take_place(flat, number, stack)
+        steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
         stack.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
         has_hooks = any(training.adjust_gradients or training.after_step for training in trainings)
         repeated_steps = RepeatedSteps(first.recorder) if first.recorder is not None and not has_hooks else None
@@ -189,35 +188,32 @@ def _plain_step(steps: Grouped, clients: int, sgd: SGD) -> None:
 class _Learner:
     """A learner is one client's training under way.
 
-    While entered, its model is in train mode, and its parameters are views of the flat tensors in which it took its
-    place. Afterwards the model is as it was before, but for its values.
+    Until the ``stack`` ends, its model is in train mode, and its parameters are views of the flat tensors in which it
+    took its place. Afterwards the model is as it was before, but for its values.
     """
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, stack: ExitStack) -> None:
         self.training = training
         self.batches = training.batches()
         self.result: TrainingResult | None = None
         self.error: Exception | None = None
-        self._stack = ExitStack()
+        model = training.model
+        stack.enter_context(module_mode(model, training=True))
+        frozen = {name for name, _ in model.named_parameters()}.difference(trained_names(model, training.frozen))
+        stack.enter_context(fast_layout(model, training.precision, frozen))
 
-    def __enter__(self) -> Self:
-        self._stack.enter_context(module_mode(self.training.model, training=True))
-        model, training = self.training.model, self.training
-        names = trained_names(model, training.frozen)
-        frozen = {name for name, _ in model.named_parameters()}.difference(names)
-        self._stack.enter_context(fast_layout(model, training.precision, frozen))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def take_place(self, flat: Flat, number: int) -> None:
+    def take_place(self, flat: Flat, number: int, stack: ExitStack) -> None:
         """Put the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""
         training = self.training
-        self._flat = self._stack.enter_context(FlatParameters(training.model, flat, number))
+        self._flat = stack.enter_context(FlatParameters(training.model, flat, number))
         if flat.kept is not None:
-            write_masks(training.kept, flat.layout.views(flat.kept, number))
-        _prune(training.model, training.masks)
+            kept = flat.layout.views(flat.kept, number)
+            for name in kept.keys() & training.kept.keys():
+                kept[name].copy_(training.kept[name])
+        parameters = dict(training.model.named_parameters())
+        for name, mask in training.masks.items():
+            weight = parameters[name].data
+            weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind
 
     def call(self, hook: Callable[..., object] | None, *arguments: object) -> None:
         """Call a hook, if there is one. After an error no hook is called again."""
@@ -229,17 +225,8 @@ class _Learner:
             self.error = error
 
     def end_epoch(self, epoch: int, loss_sums: Tensor, number: int) -> None:
-        """Call the hook, and after the last epoch set the result."""
         training = self.training
         self.call(training.after_epoch, epoch)
         self._flat.bind_gradients()
         if epoch == training.sgd.epochs - 1:
             self.result = training.result(float(loss_sums[number]))
-
-
-def _prune(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """Set the weights to 0 where their mask is False."""
-    parameters = dict(model.named_parameters())
-    for name, mask in masks.items():
-        weight = parameters[name].data
-        weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind

@@ -38,11 +38,9 @@ class Augmenter(Protocol):
         """Make the images (B, ...) of these choices."""
 
 
+# clients whose steps' forward passes and networks are at most so large are trained faster together than one by one.
+# These bounds are by benchmarks/cohort_step.py, on a CPU
 MOST_FLOPS, MOST_PARAMETERS = 100_000_000, 250_000
-"""Clients whose steps' forward passes and networks are at most so large are trained faster together than one by one.
-
-These bounds are by benchmarks/cohort_step.py, on a CPU.
-"""
 
 
 @dataclass(frozen=True)
@@ -94,31 +92,26 @@ class Training:
         check_examples(self.images, self.labels)
         if self.masks and self.active:
             raise ValueError("masks and active are given, allowed: one of them")
-        if self.private is not None and self.objective is not cross_entropy:
-            raise ValueError("private training has no other objective than cross entropy")
+        is_plain = self.objective is cross_entropy and self.augment is None and self.precision == "float32"
+        if self.private is not None and not is_plain:
+            raise ValueError("private training is by cross entropy, without augmentation and in float32")
         if self.private is not None and self.part is not None and not self.private.takes_parts:
-            grad_sample = self.private.grad_sample
-            raise ValueError(f"grad_sample is {grad_sample!r}, allowed with parts of a network: auto, one-pass")
-        if self.private is not None and self.augment is not None:
-            raise ValueError("private training has no augmentation")
-        if self.private is not None and self.precision != "float32":
-            raise ValueError(f"precision is {self.precision!r}, allowed for private training: float32")
+            raise ValueError(
+                f"grad_sample is {self.private.grad_sample!r}, allowed with parts of a network: auto, one-pass"
+            )
         check_names("frozen", self.frozen, self.model)
         check_masks(self.model, self.kept)
 
     @property
     def kept(self) -> Mapping[str, Tensor]:
-        """These masks say which weights a step changes."""
         return self.masks or self.active
 
     @property
     def steps_per_epoch(self) -> int:
-        """How many steps an epoch has."""
         return self.sgd.steps_of(len(self.labels)) if self.private is None else self.private.steps_per_epoch
 
     @property
     def num_steps(self) -> int:
-        """How many steps all epochs have."""
         return self.sgd.epochs * self.steps_per_epoch
 
     @property
@@ -161,11 +154,7 @@ class Training:
 
     def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
         """Put the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
-        if self.augment is None and len(batch) == len(images):
-            torch.index_select(self._on_device[0], 0, batch, out=images)
-            torch.index_select(self._on_device[1], 0, batch, out=labels)
-        else:
-            images[: len(batch)], labels[: len(batch)] = self.examples(batch)
+        images[: len(batch)], labels[: len(batch)] = self.examples(batch)
 
     def result(self, loss_sum: float) -> TrainingResult:
         """Return the result, once the training is over, from the sum of the examples' losses."""
@@ -194,7 +183,6 @@ class Training:
         return form if form.flops * self.batch_size <= MOST_FLOPS else None
 
     def goes_with(self, other: Training) -> bool:
-        """Say whether both trainings can be one."""
         return (
             self.form is not None
             and self.form is other.form

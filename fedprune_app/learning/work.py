@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from fedprune_app.learning.training import Training
 class Alone:
     """One client's network computes as it is, or a part of it does. Private gradients are made here too.
 
-    ``loss_sums`` (1,) is the sum of the examples' losses so far.
+    ``loss_sums`` (1,) is the sum of the examples' losses so far. What it needs until its end is entered on ``stack``.
     """
 
-    def __init__(self, training: Training, flat: Flat) -> None:
+    def __init__(self, training: Training, flat: Flat, stack: ExitStack) -> None:
         self._training = training
         self._flat = flat
         layout = flat.layout
@@ -37,18 +36,10 @@ class Alone:
             named_kept={} if flat.kept is None else layout.views(flat.kept),
         )
         self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        if (private := self._training.private) is not None:
-            model, whole = self._training.model, self._whole
-            shape = self._training.images.shape[1:]
-            context = private.attached(model, whole.named_gradients, whole.trained(), shape)
-            self._private_step = self._stack.enter_context(context)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        if (private := training.private) is not None:
+            whole, shape = self._whole, training.images.shape[1:]
+            context = private.attached(training.model, whole.named_gradients, whole.trained(), shape)
+            self._private_step = stack.enter_context(context)
 
     @contextmanager
     def step(self, batches: Sequence[Tensor]) -> Iterator[Changes]:
@@ -125,12 +116,6 @@ class Grouped:
         self._frozen = _frozen_values(trainings, flat.layout)
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._networks.clear()
-
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
         """Give, as a context, what a step on the examples at these positions changes, with the gradients."""
         self.put(batches)
@@ -138,7 +123,14 @@ class Grouped:
 
     def put(self, batches: Sequence[Tensor]) -> None:
         """Put the examples at these positions where the next step of so many clients takes them."""
-        self._weigh([len(batch) for batch in batches])
+        sizes = [len(batch) for batch in batches]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            weights = torch.zeros(len(sizes), self._images.shape[1])
+            for row, size in zip(weights, sizes, strict=True):
+                row[:size] = 1 / size
+            self._weights[: len(sizes)] = weights.to(self._weights.device)
+            self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
         for number, batch in enumerate(batches):
             self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
 
@@ -155,16 +147,6 @@ class Grouped:
         torch._foreach_copy_(gradients, new_gradients)
         self.loss_sums[:clients] += losses.sum(1) * self._counts[:clients]
         return changes
-
-    def _weigh(self, sizes: list[int]) -> None:
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
-        weights = torch.zeros(len(sizes), self._images.shape[1])
-        for row, size in zip(weights, sizes, strict=True):
-            row[:size] = 1 / size
-        self._weights[: len(sizes)] = weights.to(self._weights.device)
-        self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
 
     def _network(self, clients: int) -> tuple[dict[str, Tensor], list[Tensor], Changes]:
         """Return the first clients' weights and gradients for the grouped form, and what a step changes."""

@@ -29,7 +29,6 @@ from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning.evaluate import evaluate
-from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models import vision
@@ -107,11 +106,10 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     )
 
 
-def _try_network(client: ImageClient, name: str) -> list[str]:
+def _try_network(client: ImageClient, name: str) -> None:
     """Have the client send and take its network, train it for a step on two examples, and test it, as in round 1.
 
-    Return a line if clients cannot be trained together though the network has no layer that prevents it. Raises
-    :class:`ConfigError` where the network fails.
+    Raises :class:`ConfigError` where the network fails.
     """
     config, private = client.config, None
     indices = torch.arange(2) % client.num_examples
@@ -136,12 +134,6 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
         raise ConfigError(
             "model", name, which=f"cannot be used for {purpose} with {config.system}", hint=error_text
         ) from error
-    try:
-        grouped_form(client.model, client.dataset.image_shape)
-    except NoGroupedForm as error:
-        if error.is_wrong and private is None:
-            return [f"model is {name!r}: its clients are trained one by one, since {error}"]
-    return []
 
 
 def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
@@ -150,7 +142,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
     check_repeatable(client.images.data_config, num_clients)
-    lines = _try_network(client, str(chosen_name(config.model, config.dataset)))
+    _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # the promise depends on how many examples each client has
         sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
@@ -166,4 +158,4 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
-    return [*unread(client.images.data_config), *lines, *strategy.doubts()]
+    return [*unread(client.images.data_config), *strategy.doubts()]

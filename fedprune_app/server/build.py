@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
-from statistics import median_low
 from typing import Any
 
 from clients.fedspallm import language_model, observed_inputs, perplexities, segment_noise
 from fedprune_app.config import ConfigError
 from fedprune_app.config.fedspallm import CUT
-from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
@@ -39,7 +35,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     model = initial_model(
         config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
     )
-    columns, normalisation = _columns(context), _normalisation(context)
+    facts = _facts_of_data(context)
     tensors = state_tensors(model, include_buffers=True)
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
@@ -53,12 +49,10 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             "classes": first.num_classes,
             "image_shape": list(first.image_shape),
             **({"class_names": list(first.classes)} if first.classes else {}),
-            **columns,
-            **({"normalisation": normalisation} if normalisation else {}),
+            **facts,
         }
     )
-    prunable = frozenset(prunable_names(model))
-    return SYSTEMS[config.system].strategy(context, shared, prunable)
+    return SYSTEMS[config.system].strategy(context, shared, frozenset(prunable_names(model)))
 
 
 def other_data(difference: str) -> ConfigError:
@@ -73,44 +67,26 @@ def other_data(difference: str) -> ConfigError:
     )
 
 
-def _normalisation(context: RunContext) -> dict[str, list[float]]:
-    """Return the mean and the standard deviation by channel with which the clients normalise their images.
+def _as_most_tell(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -> Any:
+    """Return a fact as most clients tell it, so that a single client that says something else changes nothing."""
+    told = [fact(info) for info in context.clients.values() if isinstance(info, ImageClientInfo)]
+    ((value, _),) = Counter(told).most_common(1)
+    return value
 
-    The result is empty where clients do not tell them. All clients of dealt data have the same ones. The median over
-    clients is taken, so that a client that says something else changes nothing. Raises :class:`ConfigError` where a
-    run is resumed with other ones: its models would then have seen the images in two ways.
+
+def _facts_of_data(context: RunContext) -> dict[str, Any]:
+    """Return what run.json tells of the data with the model, which are the facts that an export needs.
+
+    These are how images are normalised, and a table's columns or a digest of them; what clients do not tell is left
+    out. Raises :class:`ConfigError` where a run is resumed with other columns, or with the same ones in another order.
     """
-    infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo) and info.mean]
-    if not infos:
-        return {}
-    means, stds = zip(*(info.mean for info in infos), strict=True), zip(*(info.std for info in infos), strict=True)
-    normalisation = {
-        name: [median_low(numbers) for numbers in values] for name, values in (("mean", means), ("std", stds))
-    }
-    recorded_normalisation = (context.recorder.info.get("model") or {}).get("normalisation") or normalisation
-    pairs = [
-        pair
-        for name in normalisation
-        for pair in zip_longest(recorded_normalisation[name], normalisation[name], fillvalue=math.inf)
-    ]
-    if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs):
-        raise other_data("the mean and deviation of the images differ")
-    return normalisation
-
-
-def _columns(context: RunContext) -> dict[str, Any]:
-    """Return what run.json tells of a table's columns: their names, or a digest of them where clients keep the names.
-
-    They are what most clients tell, so that a single client cannot make a table of images. Raises
-    :class:`ConfigError` where a run is resumed with other columns, or with the same ones in another order.
-    """
-    infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
-    ((names, digest), _), *_ = Counter((info.features, info.features_digest) for info in infos).most_common(1)
-    columns = {key: value for key, value in (("features", list(names)), ("features_digest", digest)) if value}
-    model = context.recorder.info.get("model") or {}
-    if any(model.get(key, value) != value for key, value in columns.items()):
+    means, stds = _as_most_tell(context, lambda info: (info.mean, info.std))
+    features, digest = _as_most_tell(context, lambda info: (info.features, info.features_digest))
+    columns = {key: value for key, value in (("features", list(features)), ("features_digest", digest)) if value}
+    recorded = context.recorder.info.get("model") or {}
+    if any(recorded.get(key, value) != value for key, value in columns.items()):
         raise other_data("the columns of the tables differ, or their order")
-    return columns
+    return columns | ({"normalisation": {"mean": list(means), "std": list(stds)}} if means else {})
 
 
 def _digest_of_data(context: RunContext) -> str:
@@ -118,17 +94,8 @@ def _digest_of_data(context: RunContext) -> str:
 
     Raises :class:`ConfigError` where a run is resumed with other data, which may have the same labels.
     """
-    infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
-    ((digest, _),) = Counter(info.data_sha256 for info in infos).most_common(1)
-    if is_simulated() and len({info.data_sha256 for info in infos}) > 1:
-        raise ConfigError(
-            "dataset",
-            context.config.dataset,
-            "a dataset that is the same each time, such as a function that draws by a seed of its own",
-            which="is other data for some clients",
-        )
-    recorded_digest = context.recorder.info.get("data_sha256") or digest
-    if digest and recorded_digest != digest:
+    digest: str = _as_most_tell(context, lambda info: info.data_sha256)
+    if digest and context.recorder.info.get("data_sha256", digest) != digest:
         raise other_data("its digest differs")
     return digest
 
@@ -187,10 +154,17 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     if tasks and "dense_accuracy" not in recorder.info:  # before anything is pruned: a task may be refused
         dense = task_accuracies(lambda layer: {})
         recorder.annotate(dense_accuracy={name: result.value for name, result in dense.items()})
-    texts = list(recorder.info["dense_perplexity"])
-    noise = partial(segment_noise, config)
-    inputs = partial(observed_inputs, config, model)
-    return FedSpaLLM(context, model, measure, answer_tasks, write, texts, inputs, noise, cut)
+    return FedSpaLLM(
+        context,
+        model,
+        measure,
+        answer_tasks,
+        write,
+        list(recorder.info["dense_perplexity"]),
+        partial(observed_inputs, config, model),
+        partial(segment_noise, config),
+        cut,
+    )
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

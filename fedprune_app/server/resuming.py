@@ -27,8 +27,8 @@ from fedprune_app.results.reader import check_models, check_records, load_run, m
 
 log = logging.getLogger("flwr.fedprune")
 _NOTES = 20
+# the reason why a client's state is lost, by client and round
 LostStates = Mapping[int, Mapping[int, str]]
-"""The reason why a client's state is lost, by client and round."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def find(folder: Path, info: Mapping[str, Any], config: Config) -> SavedRun:
             hint=damaged[0] if damaged else "",
         )
     if points and points[0].round > config.num_server_rounds:
-        num_rounds = config.num_server_rounds
-        raise ConfigError("num-server-rounds", num_rounds, f"at least {points[0].round}", condition="when resuming")
+        raise ConfigError(
+            "num-server-rounds", config.num_server_rounds, f"at least {points[0].round}", condition="when resuming"
+        )
     if not points:
         points = list(strategy.resume_points(folder, run_key, 0, {"state-rounds": {}}, config))
     ends = points[0].round == config.num_server_rounds and info["status"] == "completed"
@@ -94,7 +95,6 @@ def find(folder: Path, info: Mapping[str, Any], config: Config) -> SavedRun:
 
 
 def _spoilt_results(folder: Path, info: Mapping[str, Any]) -> list[str]:
-    """Return one line for each result of a completed run that is damaged or missing."""
     problems = []
     try:
         load_run(folder)

@@ -90,8 +90,8 @@ def bad(**changes) -> Payload:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (bad(tensor_b=None), r"missing \['b'\]"),
-        (bad(tensor_c=torch.ones(1)), r"not asked for \['c'\]"),
+        (bad(tensor_b=None), r"wrong tensors: \['b'\] missing"),
+        (bad(tensor_c=torch.ones(1)), r"wrong tensors: \['c'\] missing or not asked for"),
         (bad(mask_w=None), r"wrong masks: \['w'\]"),
         (bad(mask_b=torch.ones(3, dtype=torch.bool)), r"wrong masks: \['b'\]"),
         (bad(tensor_b=torch.ones(4)), "tensor 'b' has shape"),

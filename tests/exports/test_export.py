@@ -556,7 +556,7 @@ def test_a_run_does_not_go_on_with_images_that_are_normalised_otherwise(of_shade
     run, folder = of_shades(num_server_rounds=1)
     for path in folder.glob("train/*/*.png"):
         Image.fromarray(255 - np.asarray(Image.open(path))).save(path)  # as many of each class
-    with refuses("the clients' data", hint="mean and deviation"):
+    with refuses("the clients' data", hint="digest"):
         of_shades(num_server_rounds=2, resume_from=str(run.folder))
 
 

@@ -16,7 +16,7 @@ from clients import node
 from devtools.faults import simulation
 from devtools.faults.__main__ import app
 from devtools.faults.campaign import Part, campaign, check_table, write_rows
-from devtools.faults.disk import Died, Disk
+from devtools.faults.disk import Died, Disk, is_temporary
 from devtools.faults.messages import SPOILS, Fault, fault_of
 from devtools.faults.schedule import Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
@@ -383,7 +383,7 @@ def test_a_snapshot_is_what_a_stop_leaves(tmp_path):
     def content(folder):
         # a temporary name is drawn
         found = ((p.name, p.read_bytes()) for p in folder.iterdir())
-        return sorted(("temporary" if files.is_temporary(name) else name, data) for name, data in found)
+        return sorted(("temporary" if is_temporary(name) else name, data) for name, data in found)
 
     root = tmp_path / "run"
     root.mkdir()
@@ -428,7 +428,7 @@ def test_a_dead_process_writes_nothing_more(tmp_path):
             files.replace_file(tmp_path / "b", b"2")
 
     stopped(disk, stubborn)
-    assert [path.name for path in tmp_path.iterdir() if not files.is_temporary(path.name)] == []
+    assert [path.name for path in tmp_path.iterdir() if not is_temporary(path.name)] == []
 
 
 def test_a_full_disk_takes_no_new_file_and_keeps_the_old_one(tmp_path):

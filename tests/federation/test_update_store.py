@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,8 @@ def store(tmp_path: Path) -> UpdateStore:
     return UpdateStore(tmp_path / "peers")
 
 
-def reopened(store: UpdateStore, cache_bytes: int = ROOM) -> UpdateStore:
-    return UpdateStore(store.folder, cache_bytes)
+def reopened(store: UpdateStore) -> UpdateStore:
+    return UpdateStore(store.folder)
 
 
 def content(store: UpdateStore, client: int, round: int) -> dict[str, bytes]:
@@ -143,79 +142,13 @@ def test_arrays_that_no_codec_made_are_refused_and_leave_the_update_before(store
         store.get(0, 2)
 
 
-# --- what stays in memory ---------------------------------------------------------------------------------------------
-
-
-def remembered(store: UpdateStore, reads: list[int], cache_bytes: int) -> list[int]:
-    """Whose updates a store still has in memory after these reads: those that outlive their files."""
-    store = reopened(store, cache_bytes)
-    for client in reads:
-        assert content(store, client, 1) == wire.to_bytes(update(client))
-    shutil.rmtree(store.folder)
-    found = []
-    for client in sorted(set(reads)):
-        try:
-            assert content(store, client, 1) == wire.to_bytes(update(client))
-            found.append(client)
-        except ValueError:
-            pass
-    return found
-
-
-@pytest.mark.parametrize(
-    ("reads", "stay"),
-    [
-        ([0, 1, 2], [1, 2]),
-        ([0, 1, 0, 2], [0, 2]),  # used last, not put in last
-        ([0, 0, 0, 0, 1], [0, 1]),  # reading again takes no more room
-        ([0, 1, 2, 3, 0, 1, 2, 3, 4], [3, 4]),  # what left gave its room back
-        ([4, 3, 4, 0, 4, 1], [1, 4]),
-    ],
-)
-def test_the_updates_read_last_stay_in_memory_as_far_as_there_is_room(store, reads, stay):
-    for client in range(5):
-        store.put(client, 1, update(client), ROOM)
-    assert remembered(store, reads, cache_bytes=2 * SIZE + SIZE // 2) == stay
-
-
-@pytest.mark.parametrize(("cache_bytes", "count"), [(3 * SIZE, 3), (3 * SIZE - 1, 2), (SIZE, 1)])
-def test_the_updates_in_memory_never_exceed_their_bound(store, cache_bytes, count):
-    for client in range(5):
-        store.put(client, 1, update(client), ROOM)
-    assert len(remembered(store, [0, 1, 2, 3, 4], cache_bytes)) == count
-
-
-def test_an_update_larger_than_all_of_the_room_can_be_read(store):
-    store.put(0, 1, update(), ROOM)
-    assert remembered(store, [0, 0], cache_bytes=SIZE - 1) in ([], [0])
-
-
-def test_an_update_for_many_is_measured_once(store, monkeypatch):
-    store.put(0, 1, update(), ROOM)
-    measured = []
-    real = wire.recorddict_to_proto
-    monkeypatch.setattr(wire, "recorddict_to_proto", lambda record: measured.extend(record) or real(record))
-    for _ in range(3):
-        assert store.get(0, 1).item_bytes("peer/0") > SIZE
-    assert measured == ["peer/0"]
-
-
 @pytest.mark.parametrize("names", [[], ["__metadata__"], ["fp1", "more"], ["fp2"]])
 def test_an_update_whose_arrays_no_file_could_hold_is_refused_before_it_is_kept(tmp_path, names):
     with pytest.raises(ValueError, match="allowed: exactly 'fp1'"):
         UpdateStore(tmp_path).put(0, 1, wire.from_bytes(dict.fromkeys(names, b"abc")), ROOM)
 
 
-def test_an_update_that_was_read_does_not_outlive_its_round_or_its_successor(tmp_path):
-    store = UpdateStore(tmp_path)
-    for round in (1, 2):
-        store.put(0, round, update(round), ROOM)
-        store.get(0, round)
-    store.drop_after(1)
-    with pytest.raises(ValueError, match="round-00002"):
-        store.get(0, 2)
-    store.put(0, 1, update(9), ROOM)
-    assert wire.to_bytes(store.get(0, 1)) == wire.to_bytes(update(9))
+# --- what stays in memory ---------------------------------------------------------------------------------------------
 
 
 def test_decoded_updates_are_remembered_within_the_bound(tmp_path):
@@ -224,25 +157,11 @@ def test_decoded_updates_are_remembered_within_the_bound(tmp_path):
     store = UpdateStore(tmp_path, decoded_bytes=2 * size)
     for client in range(3):
         store.remember(client, 1, decoded)
-        store.remember(client, 1, decoded)
     assert [store.remembered(client, 1) is decoded for client in range(4)] == [True, True, False, False]
     store.forget_all_but({0: 2, 1: 1, 2: 1})
     store.remember(0, 2, decoded)
     store.remember(2, 1, decoded)
     assert [store.remembered(*key) is decoded for key in ((0, 1), (0, 2), (1, 1), (2, 1))] == [False, True, True, False]
-
-
-def test_what_is_put_again_is_not_remembered_as_it_was(tmp_path):
-    store = UpdateStore(tmp_path)
-    for number in (1, 2):
-        store.put(0, number, update(number), ROOM)
-        store.remember(0, number, wire.from_arrays(update(number), ROOM))
-    store.put(0, 1, update(5), ROOM)
-    assert store.remembered(0, 1) is None
-    store.drop_after(1)
-    assert store.remembered(0, 2) is None
-    assert store.decoded_bytes > 0
-    assert not store._bytes_decoded
 
 
 def test_in_a_container_a_quarter_of_its_memory_is_for_decoded_updates(tmp_path, monkeypatch):

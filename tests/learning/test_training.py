@@ -607,11 +607,11 @@ def test_an_empty_split_evaluates_to_nothing():
         ({"masks": {"fc9.weight": torch.ones(1)}}, "masks names 'fc9.weight', allowed: conv1.weight, conv1"),
         (
             {"masks": {"conv1.bias": torch.zeros(16) > 0, "fc1.bias": torch.ones(3) > 0}},
-            r"mask 'fc1.bias' has shape \(3,\), allowed: \(10,\)",
+            r"mask 'fc1.bias' is torch.bool of shape \(3,\), allowed: torch.bool of shape \(10,\)",
         ),
         (
             {"masks": {"fc1.bias": torch.ones(10)}},
-            "mask 'fc1.bias' has dtype torch.float32",
+            "mask 'fc1.bias' is torch.float32 of shape .* allowed: torch.bool",
         ),
         ({"frozen": ["fc9.bias"]}, "frozen names 'fc9.bias', allowed: conv1.weight"),
         ({"frozen": [name for name, _ in new_model().named_parameters()]}, "parameters to train are none"),

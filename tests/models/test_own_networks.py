@@ -146,4 +146,4 @@ def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings
     ("name", "settings"), [("with_nothing", {}), ("with_nothing", PRIVATE), ("normed", {}), ("attention", {})]
 )
 def test_a_network_that_can_be_trained_may_start(check, name, settings):
-    assert all("its clients are trained one by one" in line for line in check(name, **settings))
+    assert check(name, **settings) == []

@@ -127,7 +127,7 @@ def test_a_reply_with_more_or_less_than_asked_for_is_left_out(federate, extra):
     settings = {"fedp3.layer-set": "lowerb", "num-server-rounds": 1, "fraction-train": 1.0}
     run = federate(system="fedp3", model="cnn-gn", app=tampered_app(more), **settings)
     assert run.rounds[0]["replies"] == 5
-    assert f"not asked for ['{extra}']" in run.rounds[0]["failure_reasons"][0]
+    assert f"wrong tensors: ['{extra}'] missing or not asked for" in run.rounds[0]["failure_reasons"][0]
 
 
 # --- where it is another system -----------------------------------------------------------------------------------
