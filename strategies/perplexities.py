@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fedprune_app.core import metrics
 from fedprune_app.engine import wire
 from fedprune_app.federation.exchanges import Rows
+from fedprune_app.models.llm import Perplexity
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.rows import number_in, round_columns, row_of
 from fedprune_app.results.texts import OWN_TEXT
-
-
-class Perplexity(Protocol):
-    """What was measured on one text."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def windows(self) -> int: ...
-    @property
-    def windows_in_text(self) -> int | None: ...
-    @property
-    def tokens(self) -> int: ...
 
 
 def client_row(
