@@ -7,6 +7,7 @@ after the last (:meth:`ImageClient.local_update`), and for which model the clien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Unpack
@@ -337,7 +338,8 @@ class ImageClient(Node[Update]):
         fields |= scores
         if self.privacy is not None:
             if scores and self.config.dp.accuracies == "noised" and len(self.data.test_labels):
-                fields["accuracy-noise"] = self.privacy.share_noise(len(self.data.test_labels))
+                # the standard deviation of the noise in each share
+                fields["accuracy-noise"] = math.sqrt(2) * self.config.dp.count_scale / len(self.data.test_labels)
             # which labels a client holds may decide how many test examples it has
             return 0, fields | self.privacy.report(task.round)
         return len(self.data.test_labels), fields

@@ -22,7 +22,6 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
 from fedprune_app.results import own_measures
 
-_NO_STATE = State()
 _EPSILONS = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second"})
 _SPENT = _EPSILONS | {"epsilon-simulated", "budget-spent"}
 
@@ -200,7 +199,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
         report = self.report(task, update)
         meta = {**update.state.meta, **self.kept_facts}
         if self.privacy is not None:  # apart from the ledger, which must not shrink
-            meta["charges"] = self.privacy.charges
+            meta["charges"] = len(self.privacy.ledger)
         durable = not (self.state_waits_for_checkpoint and is_beside_server())
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
@@ -224,7 +223,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
         it is the one before that, with a note that says so. Raises ``ValueError`` where a private client's ledger has
         lost a charge.
         """
-        wanted_round, state, loss = task.state_round, _NO_STATE, ""
+        wanted_round, state, loss = task.state_round, State(), ""
         latest = (
             None if wanted_round == 0 else self.store.load(before=before if wanted_round is None else wanted_round + 1)
         )

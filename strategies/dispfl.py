@@ -6,14 +6,13 @@ Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``cli
 
 from __future__ import annotations
 
-import logging
+from contextlib import suppress
 
 from fedprune_app.config import DisPFLOptions
 from fedprune_app.engine.wire import Schema
 from strategies.gossip import Gossip
 from strategies.mask_distances import MaskDistances
 
-log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after the last round
 
 
@@ -41,18 +40,14 @@ class DisPFL(Gossip):
             return
         distances, pruned = MaskDistances(), set[str]()
         for client in sorted(self.update_rounds)[:_COMPARED_UP_TO]:
-            try:
+            with suppress(ValueError):  # it is lost, which is in the record already
                 update = self.read_update(client)
-            except ValueError as error:
-                log.warning("client %d: its masks are not compared: %s", client, error)
-                continue
-            distances.add(client, update)
-            pruned |= {name for name, mask in update.masks.items() if not mask.all()}
+                distances.add(client, update)
+                pruned |= {name for name, mask in update.masks.items() if not mask.all()}
         if len(distances.masks) < 2:
             return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
         distances.close_layer(num_coordinates)  # the whole model at once
-        last = self.participation.round(
-            int(self.recorder.info["rounds_completed"])
-        )  # a resumed run may have begun no round
+        # a resumed run may have begun no round
+        last = self.participation.round(int(self.recorder.info["rounds_completed"]))
         self.recorder.masks(distances.clients(), distances.matrix(num_coordinates), self.neighbours(last))

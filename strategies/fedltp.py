@@ -69,13 +69,11 @@ class FedLTP(DPFed):
 
     @property
     def options(self) -> FedLTPOptions:
-        """Return the system's table of the configuration."""
         return self.config.fedltp
 
     # --- line 2: the ticket and its sub-models ----------------------------------------------------------------------
 
     def find_ticket(self) -> Ticket:
-        """Return the winning ticket of Algorithm 1 for the clients' images."""
         first = next(iter(self.clients.values()))
         assert isinstance(first, ImageClientInfo)
         return winning_ticket(self.config, first.image_shape, first.num_classes)
@@ -94,7 +92,6 @@ class FedLTP(DPFed):
         return range(1, self.num_models + 1)
 
     def masks(self, model: int) -> dict[str, Tensor]:
-        """Return the masks of a sub-model, bool, by name of the weight."""
         return at_level(self.levels, model)
 
     def retention(self) -> list[float]:
@@ -135,11 +132,10 @@ class FedLTP(DPFed):
 
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Ask for the new model's scores, and keep the model if they are the best so far."""
-        base_columns = super().after(round, exchanges)
         if self.options.validators == "none":
             self.best, self.best_model = (round.number, 0.0), self.model
-            return base_columns
-        bytes_before = round.log.bytes_up, round.log.bytes_down
+            return {}
+        up_before, down_before = round.log.bytes_up, round.log.bytes_down
         shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
@@ -150,7 +146,7 @@ class FedLTP(DPFed):
             return {}
 
         exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
-        columns: dict[str, Any] = {**base_columns, "validations": len(scores), "validation_score": None}
+        columns: dict[str, Any] = {"validations": len(scores), "validation_score": None}
         if scores:
             client_mean = math.fsum(shares) / len(shares)  # in whatever order they came
             pooled_score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
@@ -160,9 +156,12 @@ class FedLTP(DPFed):
         elif self.best[0] == 0:
             self.best_model = self.model
             round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
-        up, down = round.log.bytes_up - bytes_before[0], round.log.bytes_down - bytes_before[1]
-        columns |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
-        return columns
+        return {
+            **columns,
+            "validation_bytes_up": round.log.bytes_up - up_before,
+            "validation_bytes_down": round.log.bytes_down - down_before,
+            "best_round": self.best[0],
+        }
 
     def _questions(self, round: Round) -> Iterator[Outgoing]:
         eligible = [k for k in self.participation.eligible(round.number) if k not in round.dropped]

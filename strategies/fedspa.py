@@ -55,15 +55,7 @@ class FedSPA(DPFed):
                 f"at least {least_said(1 / size)}, so that a client has one",
                 condition=f"with a model of {size:,} coordinates",
             )
-
-    @property
-    def options(self) -> FedSPAOptions:
-        """Return the system's table of the configuration."""
-        return self.config.fedspa
-
-    def check_robust(self) -> None:
-        """Refuse a trimmed mean that would leave out every client that has a coordinate."""
-        super().check_robust()
+        # a trimmed mean would leave out every client that has a coordinate
         if self.config.robust == "trimmed-mean" and self.options.share <= self.config.robust_trim:
             raise ConfigError(
                 "fedspa.share",
@@ -71,6 +63,10 @@ class FedSPA(DPFed):
                 f"above robust-trim, which is {self.config.robust_trim:g}",
                 condition="with robust 'trimmed-mean'",
             )
+
+    @property
+    def options(self) -> FedSPAOptions:
+        return self.config.fedspa
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -84,7 +80,6 @@ class FedSPA(DPFed):
     # --- what is sent -----------------------------------------------------------------------------------------------
 
     def seed_of(self, round: Round, client: int) -> int:
-        """Return the seed of the client's coordinates in this round."""
         return rng.derive_seed(self.config.seed, "coordinates", client, round.number)
 
     def coordinates(self, round: Round, client: int) -> dict[str, Tensor]:

@@ -42,7 +42,6 @@ class MaskDistances:
         return sum(shares) / len(shares) if shares else None
 
     def clients(self) -> list[int]:
-        """Return the clients that were compared."""
         return sorted({client for pair in self.differing for client in pair})
 
     def matrix(self, num_entries: int) -> np.ndarray[Any, Any]:
