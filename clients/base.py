@@ -93,8 +93,7 @@ class ImageClient(Node[Update]):
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
-        names = vision.parameter_names(self.model) + vision.buffer_names(self.model)
-        initial = {} if names == self.shared else vision.state_tensors(self.model, include_buffers=True)
+        initial = vision.state_tensors(self.model, include_buffers=True)
         self.unshared = {name: tensor for name, tensor in initial.items() if name not in self.shared}
         self.prunable = vision.prunable_names(self.model)
         self.costs = Costs(config, self.dataset, self.num_examples)

@@ -31,7 +31,6 @@ class Costs:
 
     @property
     def by_layer(self) -> Mapping[str, int]:
-        """The FLOPs of one example's forward pass, by layer."""
         config, dataset = self.config, self.dataset
         return layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
 

@@ -60,7 +60,6 @@ class FedCRClient(FedP3Client):
 
     @property
     def options(self) -> FedP3Options:
-        """Return the system's table of the configuration."""
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def local_update(self, task: Task, state: State) -> Update:

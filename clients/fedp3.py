@@ -43,7 +43,6 @@ class FedP3Client(ImageClient):
 
     @property
     def options(self) -> FedP3Options:
-        """Return the system's table of the configuration."""
         return self.config.fedp3
 
     def __init__(self, config: Config, place: Place) -> None:

@@ -11,7 +11,6 @@ message: it runs its hidden states through its cached dense ones (equation 9) on
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,10 +42,8 @@ from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_mome
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
-from fedprune_app.privacy.noise import noised
+from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
-
-log = logging.getLogger("flwr.fedprune")
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
@@ -343,7 +340,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         tensors = {}
         for name, total in moments.items():
             vector = hessians.isometric(total.double())
-            vector = noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
+            vector = noises.noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
             mean = hessians.from_isometric(vector, len(total)) / self.num_examples
             tensors[hessians.HESSIAN + name] = mean.float()
         privacy.charge_steps(len(moments), f"second moments of decoder layer {layer}")
@@ -441,7 +438,6 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             self.layers.check(int(layer), int(version))
 
     def density(self, state: State) -> float:
-        """Return the kept share of all parameters of the client's own model."""
         removed_counts: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed_counts.values()) / self.model.num_parameters()[0]
 

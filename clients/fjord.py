@@ -66,7 +66,6 @@ class FjORDClient(ImageClient):
         return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: share, draw, self.costs.by_layer)}
 
     def extents(self, task: Task) -> Extents:
-        """Say how far the client's sub-network, of the width that the server asks for, extends into tensors."""
         width = float(task.fields["width"])
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 

@@ -53,7 +53,6 @@ class LGFedAvgClient(ImageClient):
         return self.dense_update(task, state, self.all_names if is_whole else self.shared)
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        """Return the client's own lower layers under the averaged upper ones."""
         return self.begin(task, state)
 
     def received_scores(self, task: Task, state: State) -> Scores:

@@ -48,7 +48,6 @@ class Spending:
 
 
 def planned_rounds(config: Config) -> int:
-    """Return how many rounds a client is planned to join."""
     return config.dp.planned_rounds or config.num_server_rounds
 
 

@@ -103,7 +103,6 @@ class SubFedAvgClient(ImageClient):
         return 100 * num_pruned / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copy these tensors of the model as it is."""
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in names}
 

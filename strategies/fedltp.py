@@ -39,7 +39,6 @@ from fedprune_app.core.tickets import Ticket, at_level, nested_levels
 from fedprune_app.data.partitions import most_held_out
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Outgoing, Round, RunContext
@@ -65,6 +64,7 @@ class FedLTP(DPFed):
         self.best_model = self.model
         iterative = self.options.pruning == "iterative"
         self.num_models = self.participation.most if iterative else 1
+        self.models = range(1, self.num_models + 1)  # their numbers
         self.further_pruned = self.options.further_pruned if iterative else 0.0
 
     @property
@@ -85,11 +85,6 @@ class FedLTP(DPFed):
         self.model = dict(Payload.pruned(start, self.masks(1)).tensors)
         self.best_model = self.model
         self.recorder.annotate(ticket={**ticket.about, "retention": self.retention()})
-
-    @property
-    def models(self) -> range:
-        """Return the numbers of the sub-models, from 1."""
-        return range(1, self.num_models + 1)
 
     def masks(self, model: int) -> dict[str, Tensor]:
         return at_level(self.levels, model)
@@ -118,9 +113,9 @@ class FedLTP(DPFed):
 
     # --- line 9 -----------------------------------------------------------------------------------------------------
 
-    def expect(self, round: Round, client: int) -> Schema:
+    def expect(self, round: Round, client: int) -> wire.Schema:
         """Expect the values of the coordinates that the client has; the server knows their places."""
-        return Schema.like(packed(self.model, self.masks(self.drawn[client])))
+        return wire.Schema.like(packed(self.model, self.masks(self.drawn[client])))
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = self.masks(self.drawn[client])
@@ -185,7 +180,6 @@ class FedLTP(DPFed):
         return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
-        """Write the best round's model, or the newest one if there was no score."""
         self.model = self.best_model
         self.recorder.annotate(best_round=self.best[0])
 

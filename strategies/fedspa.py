@@ -36,8 +36,8 @@ from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
 
+# the server's momentum and, of Adam alone, the number of its second moment and what is added to that one's root
 BETA1, BETA2, EPSILON = 0.5, 0.99, 1e-3
-"""The server's momentum and, of Adam alone, the number of its second moment and what is added to that one's root."""
 
 
 class FedSPA(DPFed):

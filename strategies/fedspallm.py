@@ -302,7 +302,6 @@ class LayerRounds(Exchanges):
         self.dense, self.config, self.recorder = strategy.dense, context.config, context.recorder
         self.progress = _progress_store(context.recorder.folder, context.run_key)
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
-        self._receivers: list[Collection[int]] = []  # by layer, who is sent something in this round
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
 
     def step(self, round: int, layer: int) -> int:
@@ -314,22 +313,19 @@ class LayerRounds(Exchanges):
         self._by_layer = {}
         if self.strategy.recovery is not None:
             return self._recover(round)
-        pruners = self.strategy.pruners
         has_all_receivers = self.strategy.options.unsampled == "current" and round.number > 1
-        self._receivers = [round.participants if has_all_receivers else pruners[layer] for layer in pruners]
         for layer in range(self._resume(round), self.dense.num_layers):
             start = time.monotonic()
-            self._prune_layer(round, layer)
+            self._prune_layer(round, layer, round.participants if has_all_receivers else self.strategy.pruners[layer])
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - start
             self._save_progress(round, layer + 1)
         return self._columns(round)
 
-    def _prune_layer(self, round: Round, layer: int) -> None:
-        receivers = self._receivers[layer]
+    def _prune_layer(self, round: Round, layer: int, receivers: Collection[int]) -> None:
         replies_before, failures_before = round.log.replies, len(round.log.failures)
         self.strategy.layer = layer
         self.strategy.merge.begin(layer, self.strategy.pruners[layer])
-        self._show_progress(round)
+        self._show_progress()
         if receivers:
             name = f"decoder layer {layer} in round {round.number}"
             self._exchange(name, round, layer, receivers)
@@ -349,8 +345,7 @@ class LayerRounds(Exchanges):
 
     def _recover(self, round: Round) -> dict[str, Any]:
         """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
-        self._receivers = [round.participants]
-        self._show_progress(round)
+        self._show_progress()
         name = f"recovery in round {round.number}"
         self._exchange(name, round, self.strategy.layer, round.participants)
         require(round.log.replies, min(self.config.min_replies, len(round.participants)), name, round.log.failures)
@@ -358,13 +353,11 @@ class LayerRounds(Exchanges):
         losses = [row["recovery_loss"] for row in round.log.clients.values() if row.get("recovery_loss") is not None]
         return {**self._columns(round), "recovery_loss": metrics.summary(losses).mean}
 
-    def _show_progress(self, round: Round, num_arrived: int = 0) -> None:
-        """Show layers times clients, so far. ``round`` may be a layer's exchange."""
-        num_in_round = sum(map(len, self._receivers))
-        num_done = round.log.replies + len(round.log.failures) + num_arrived
-        place = f"layer {self.strategy.layer + 1}/{self.dense.num_layers}"
-        rounds = self.config.num_server_rounds
-        self.recorder.progress((self.strategy.number - 1) * num_in_round + num_done, rounds * num_in_round, place)
+    def _show_progress(self) -> None:
+        layer, num_layers = self.strategy.layer, self.dense.num_layers
+        num_done = self.step(self.strategy.number, layer) - 1
+        total = self.config.num_server_rounds * num_layers
+        self.recorder.progress(num_done, total, f"layer {layer + 1}/{num_layers}")
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -376,7 +369,6 @@ class LayerRounds(Exchanges):
         row = row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
         if strategy.recovery is not None:
             row["recovery_loss"] = number_in("recovery_loss", fields)
-        self._show_progress(round, num_arrived=1)
         return {
             **row,
             "seconds": None if row["seconds"] is None else last_row.get("seconds", 0.0) + row["seconds"],
@@ -406,8 +398,7 @@ class LayerRounds(Exchanges):
         }
 
     def _num_kept(self, key: str) -> int:
-        """Return the numbers of kept weights in the global model; layers that nobody pruned are as they were."""
-        num_kept = self.strategy.global_model.num_kept
+        num_kept = self.strategy.global_model.num_kept  # of layers that nobody pruned, which are as they were
         return sum(row[key] if key in row else num_kept(int(layer)) for layer, row in self._by_layer.items())
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:

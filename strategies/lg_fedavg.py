@@ -36,14 +36,6 @@ class LGFedAvg(FedAvg):
             self.model = {name: self.model[name] for name in self.upper}
         self.averaged = list(self.model)
 
-    def doubts(self) -> list[str]:
-        pretrained, rounds = self.config.lgfedavg.pretrain_rounds, self.config.num_server_rounds
-        fedavg = (
-            f"lgfedavg.pretrain-rounds is {pretrained}, and num-server-rounds is {rounds}: all rounds are FedAvg's, "
-            "and no client has layers of its own"
-        )
-        return [*super().doubts(), *([fedavg] if pretrained >= rounds else [])]
-
     def begin(self, round: Round) -> None:
         self.averaged = list(self.model) if round.number <= self.config.lgfedavg.pretrain_rounds else self.upper
         super().begin(round)

@@ -21,7 +21,6 @@ class MaskDistances:
         self.differing: dict[tuple[int, int], int] = {}  # by pair of clients, entries of all layers so far
 
     def add(self, client: int, update: Payload) -> None:
-        """Keep a client's masks of the layer in work."""
         flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
         bits = np.packbits(flat)
         self.masks[client] = np.pad(bits, (0, -len(bits) % 8)).view(np.uint64)  # bits are counted 64 at a time

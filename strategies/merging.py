@@ -122,12 +122,10 @@ class HessianMerge:
         self._sums: dict[str, hessians.HessianSum] = {}
 
     def answer(self, layer: int) -> Schema:
-        """Return what a reply to a layer holds."""
         sums = hessians.like(self.sizes)
         return replace(Schema.like(sums), unscaled=frozenset(sums))
 
     def begin(self, layer: int, pruners: Iterable[int]) -> None:
-        """Get ready for a layer, whoever prunes it."""
         is_noised = self.config.dp.enabled
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.sizes.items()}
 
@@ -140,7 +138,6 @@ class HessianMerge:
             total.add(name, update.tensors, num_sequences)
 
     def made(self, layer: int, row: dict[str, Any]) -> Payload:
-        """Return the layer, empty if nobody sent its Hessians; ``row`` is what the record says of it."""
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         dense, results = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()

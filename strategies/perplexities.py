@@ -87,7 +87,6 @@ def over_clients(
 
 
 def _client_summary(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
-    """Return mean and spread of the clients' own models on a text, of those that measured it."""
     values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
     summary = metrics.summary(values)
     return {"personal_mean": summary.mean, "personal_std": summary.std, "personal_models": len(values)}

@@ -16,8 +16,7 @@ from fedprune_app.federation.registration import log_left_out
 from fedprune_app.federation.round import RunContext
 from fedprune_app.models.llm import LanguageModel
 
-DENSE = 0
-"""The version of a layer that nobody has pruned yet."""
+DENSE = 0  # the version of a layer that nobody has pruned yet
 
 
 class PrunedModel:
@@ -43,11 +42,9 @@ class PrunedModel:
         return Schema.like({name: shapes[name] for name in names}, frozenset(names))
 
     def never_pruned(self) -> list[int]:
-        """Return the layers that are still dense."""
         return [layer for layer, version in self.versions.items() if version == DENSE]
 
     def num_kept(self, layer: int) -> int:
-        """Return how many weights of the layer's matrices are kept."""
         if self.versions[layer] == DENSE:
             return sum(shape.numel() for shape in self.schema(layer).shapes.values())
         return self.layer(layer).num_kept()
@@ -68,7 +65,6 @@ class PrunedModel:
 
 
 def layer_files(folder: Path, run_key: str) -> LayerFiles:
-    """Return a run folder's pruned layers."""
     return LayerFiles(folder / "layers", owner("layer", run_key))
 
 
@@ -95,7 +91,6 @@ def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]
 
 
 def layer_share(config: Config, info: ClientInfo) -> float:
-    """Return the share of the layers that the client prunes in a round."""
     return info.capacity or config.fedspallm.layer_share(info.id)
 
 

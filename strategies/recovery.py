@@ -36,7 +36,6 @@ class Recovery:
         ]
 
     def add(self, update: Payload) -> None:
-        """Add a client's kept weights."""
         self._mean.add(update, 1)
 
     def layers(self) -> dict[int, Payload]:

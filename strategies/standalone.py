@@ -13,8 +13,6 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round
 from strategies.base import FederatedStrategy
 
-_NOTHING = Payload({})
-
 
 class Standalone(FederatedStrategy):
     """Standalone has no model on the server."""
@@ -23,7 +21,7 @@ class Standalone(FederatedStrategy):
     paper_formula = "nothing is sent"
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(round.participants, _NOTHING)
+        return Outgoing.to_each(round.participants, Payload({}))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({})
