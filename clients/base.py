@@ -57,7 +57,7 @@ class LocalTraining(HowToTrain, total=False):
     depends_on: object
 
 
-class ImageClient(Node[Update]):
+class ImageClient(Node):
     """An image client trains a network on its own images, and answers for one personal model.
 
     * ``data``, a part of ``dataset``: what it trains, decides and is tested on; ``images`` says more of them.

@@ -154,7 +154,7 @@ class SegmentPrivacy(ClientPrivacy):
         return 1.0, 1
 
 
-class FedSpaLLMClient(Node[LayerUpdate]):
+class FedSpaLLMClient(Node):
     """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.

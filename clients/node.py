@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 from flwr.client import NumPyClient
 
@@ -60,21 +60,7 @@ class Place:
         return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)
 
 
-class LocalUpdate(Protocol):
-    """A local update has a payload to send, a state to keep, and more to tell the server."""
-
-    @property
-    def payload(self) -> Payload: ...
-    @property
-    def state(self) -> State: ...
-    @property
-    def metrics(self) -> Mapping[str, Any]: ...
-
-
-AnUpdate = TypeVar("AnUpdate", bound=LocalUpdate)
-
-
-class Node(NumPyClient, Generic[AnUpdate]):
+class Node(NumPyClient):
     """A node is one client of a run, with its state below ``place.state_dir``.
 
     Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
@@ -131,15 +117,18 @@ class Node(NumPyClient, Generic[AnUpdate]):
         return Schema.like({})
 
     @abstractmethod
-    def local_update(self, task: Task, state: State) -> AnUpdate:
-        """Do the client's part of a round."""
+    def local_update(self, task: Task, state: State) -> Any:
+        """Do the client's part of a round.
+
+        An update has a ``payload`` to send, a ``state`` to keep, and ``metrics``, more to tell the server.
+        """
 
     def answer(self, task: Task, state: State) -> Payload:
         """Answer what the server asks for beside training; ``task.fields["asks"]`` names it. No state is kept."""
         raise NotImplementedError(f"{type(self).__name__} has no answer() to {task.fields['asks']!r}")
 
     @abstractmethod
-    def report(self, task: Task, update: AnUpdate) -> dict[str, Any]:
+    def report(self, task: Task, update: Any) -> dict[str, Any]:
         """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
     @abstractmethod

@@ -25,10 +25,7 @@ log = logging.getLogger("flwr.fedprune")
 app = ClientApp()
 
 
-AnyNode = Node[Any]
-
-
-def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
+def make_client(context: Context, message: Message, kind: type[Node] | None = None) -> Node:
     """Make the client that answers a message: of the system's class, or of the class ``kind`` if given."""
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
@@ -41,12 +38,12 @@ def make_client(context: Context, message: Message, kind: type[AnyNode] | None =
     return kind(config, Place(client_id, num_clients, folder, capacity, run_key, policy))
 
 
-def _task(message: Message, client: AnyNode) -> Task:
+def _task(message: Message, client: Node) -> Task:
     return Task.from_message(message.content, client.message_schema(), client.peer_schema())
 
 
 def _reply(
-    message: Message, client: AnyNode, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
+    message: Message, client: Node, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
 ) -> Message:
     """Pack a reply.
 
@@ -70,7 +67,7 @@ def _discreet(context: Context) -> Iterator[None]:
 
 
 @app.query()
-def query(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
+def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Answer the server's first message, which asks who is there.
 
     Before a run is resumed, this also answers which versions of the client's state are lost.
@@ -83,7 +80,7 @@ def query(message: Message, context: Context, kind: type[AnyNode] | None = None)
 
 
 @app.train()
-def train(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
+def train(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Answer a training message with one local update."""
     with _discreet(context):
         client = make_client(context, message, kind)
@@ -94,7 +91,7 @@ def train(message: Message, context: Context, kind: type[AnyNode] | None = None)
 
 
 @app.evaluate()
-def evaluate(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
+def evaluate(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Answer an evaluation message with accuracies on the client's own data."""
     with _discreet(context):
         client = make_client(context, message, kind)
