@@ -1,7 +1,5 @@
 """What a client's training costs in floating-point operations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ code clips each step's gradient to a norm of 10. Without a limit a few steps thr
 run without ``max-grad-norm`` is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Unpack
 

@@ -6,8 +6,6 @@ sums over the validation data. If no candidate helps, the client keeps the model
 told what the candidates were worth before negative values are set to 0 and the rest is divided by its sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import ClassVar

@@ -6,8 +6,6 @@ undivided: that bounds no example's influence. Here each example's gradient is m
 is divided by the batch size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar

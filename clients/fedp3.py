@@ -8,8 +8,6 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
   alone, for 10 epochs; the text knows nothing of it, and it is not done here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -5,8 +5,6 @@ is done whenever the run is evaluated, as long as in a round. The learning rate 
 released code takes the rate of a round before the first.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

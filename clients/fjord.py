@@ -5,8 +5,6 @@ trains that sub-network, really a smaller one. The paper's optional self-distill
 BatchNorm statistics per width; here all widths share them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

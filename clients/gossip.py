@@ -1,7 +1,5 @@
 """Decentralised systems, the client half: start from the average with the neighbours, train, publish the result."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace

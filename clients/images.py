@@ -1,7 +1,5 @@
 """The images that a client learns from, and what it says of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

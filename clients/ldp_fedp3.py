@@ -16,8 +16,6 @@ What is charged is the training, as if all of ũ were sent: the sketch is made w
 nothing. A server that feigns a round of one client and gets the whole learns no more than was paid for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

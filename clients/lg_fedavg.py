@@ -7,8 +7,6 @@ A client answers for its own lower layers under the averaged upper ones, as the 
 model, upper layers included, is FedAvg's after local training under another name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor

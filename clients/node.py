@@ -1,7 +1,5 @@
 """Every client half has this, whatever it trains or prunes: its place, its state on disk, its answers to Flower."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Iterable

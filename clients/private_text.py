@@ -3,8 +3,6 @@
 A process that simulates many clients would else do it for each of them, twice. All of it stays in this process' memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from pathlib import Path

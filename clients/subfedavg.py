@@ -5,8 +5,6 @@ Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 11 to 18. Where the tex
 is followed, but for the gate: the code decides on test data, here validation data decides (``subfedavg.gate-split``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ A removed channel is gone: training and evaluation run on the small network. Sta
 network's coordinates, which all clients share.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ Flower's ``NumPyClient`` takes a list of arrays and a dictionary. The names of t
 those of a neighbour's update, from client 3 say, begin with ``peer/3/``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self

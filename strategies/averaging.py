@@ -1,7 +1,5 @@
 """Systems that average their clients' models: which average ``robust`` asks for, and how much a client counts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized 
 Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``clients/dispfl.py``.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from fedprune_app.config import DisPFLOptions

@@ -6,8 +6,6 @@ Conditional Mutual Information Regularization", ICML 2023, as its released code 
 Figure 2, right); layer sets follow ``fedp3.assignment``, and so on.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@ Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with Firs
 section 3, as Dis-PFL compares with it. The client half is ``clients/fedfomo.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -21,8 +21,6 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
   the data, and nothing here could say what its release costs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby

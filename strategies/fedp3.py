@@ -14,8 +14,6 @@ text and released code differ:
   to 1 (``fedp3.aggregation = "weighted-literal"``). Clients count alike, whatever their numbers of examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any

@@ -15,8 +15,6 @@ Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
   sparsified gradients being shorter, which clipping to C does not guarantee.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 

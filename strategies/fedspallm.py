@@ -15,8 +15,6 @@ Where the text leaves a choice, or does not hold:
 A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@ Only the leading units of a client's largest sub-network travel, as smaller tens
 (alike under ``robust``), so that with all clients at full width it is FedAvg.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 

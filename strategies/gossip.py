@@ -4,8 +4,6 @@ The models could go from peer to peer; the server only stands in for the links. 
 peer-to-peer one, from the sizes of the updates that neighbours exchange, and what the star really moved.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -7,8 +7,6 @@ The released script starts from a model that FedAvg has trained: ``lgfedavg.pret
 FedAvg first. Algorithm 1 starts from the initial model, which is the default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor

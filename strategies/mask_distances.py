@@ -1,7 +1,5 @@
 """How far the masks of clients are apart: of a model at once, or layer by layer and over a whole round."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection
 from typing import Any

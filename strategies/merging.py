@@ -15,8 +15,6 @@ A merge adds up the replies to one layer at a time. ``clients_prune`` says wheth
 own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

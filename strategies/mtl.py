@@ -10,8 +10,6 @@ tables**, which say no more about it: columns of W are whole models, clients tak
 server computes Ω anew every round. ε makes the inverse exist.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """What FedSpaLLM records of an evaluation: perplexities of clients' own models and of the global one, text by text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

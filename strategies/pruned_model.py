@@ -1,7 +1,5 @@
 """FedSpaLLM's global model on the server: the dense model, and on disk the layers that were pruned, by round."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

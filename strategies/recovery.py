@@ -4,8 +4,6 @@ After pruning, clients train the kept weights on their text, and the server aver
 alike (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017). Masks stay.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A server that passes its clients' models on: it keeps the latest update of each, and has no model of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

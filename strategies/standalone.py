@@ -4,8 +4,6 @@ The baseline of Sub-FedAvg's Tables 1 and 2 and Dis-PFL's Table 1. Clients are s
 that each spends the same local epochs in a comparison; ``fraction-train = 1`` trains all of them every round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
