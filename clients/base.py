@@ -171,10 +171,6 @@ class ImageClient(Node):
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
-    def trial(self) -> HowToTrain:
-        """Say what is particular about the system's steps, for the one step that is tried before a run."""
-        return {}
-
     def spending(self) -> Spending:
         """Plan personal, received and validation accuracy, and the global one where masks make it another."""
         return Spending(self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks))

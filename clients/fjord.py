@@ -29,7 +29,6 @@ from fedprune_app.core.structured import (
     zero_padded,
 )
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.train import HowToTrain
 from fedprune_app.models import vision
 from fedprune_app.models.names import chosen_name
 
@@ -56,12 +55,6 @@ class FjORDClient(ImageClient):
         tensors = vision.named_tensors(self.model)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
-
-    def trial(self) -> HowToTrain:
-        """Describe a step of the narrowest sub-network."""
-        share = min(FJORD_SHARES)
-        draw = rng.numpy_generator(self.config.seed, "trial")
-        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: share, draw, self.costs.by_layer)}
 
     def extents(self, task: Task) -> Extents:
         width = float(task.fields["width"])

@@ -37,15 +37,6 @@ class Spending:
     more_epochs: int = 0
     more_counts: int = 0
 
-    def epochs(self, config: Config) -> int:
-        """Return the epochs of training in the whole run."""
-        return planned_rounds(config) * self.round_epochs + self.more_epochs
-
-    def counts(self, config: Config) -> int:
-        """Return the largest number of noised counts in the whole run."""
-        num_noised = self.evaluation_counts if config.dp.accuracies == "noised" else 0
-        return planned_rounds(config) * self.round_counts + num_evaluations(config) * num_noised + self.more_counts
-
 
 def planned_rounds(config: Config) -> int:
     return config.dp.planned_rounds or config.num_server_rounds
@@ -100,7 +91,11 @@ class ClientPrivacy:
         self.seed = config.seed
         self.client_id = client_id
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
-        counts, epochs = spending.counts(config), spending.epochs(config)
+        # at most, in the whole run
+        epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
+        counts = planned_rounds(config) * spending.round_counts + spending.more_counts
+        if options.accuracies == "noised":
+            counts += num_evaluations(config) * spending.evaluation_counts
         extra_releases = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
         self.noise_multiplier = noise_multiplier(
             config, self.sample_rate, epochs * self.steps_per_epoch, extra_releases

@@ -46,11 +46,12 @@ from strategies.pruned_model import (
     PrunedModel,
     clients_with_the_model,
     layer_files,
-    layer_share,
     lost_layers,
     together,
 )
 from strategies.recovery import Recovery
+
+_COMPARED = 64  # the first clients, whose masks of one layer are compared with each other
 
 
 def check_pattern(config: Config, dense: LanguageModel) -> None:
@@ -121,7 +122,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def dealt(self, round: Round) -> dict[int, list[int]]:
         """Return for each layer the clients that prune it; each client prunes a share of the layers (lines 5 to 7)."""
-        shares = {client: layer_share(self.config, self.clients[client]) for client in round.participants}
+        shares = {k: self.clients[k].capacity or self.options.layer_share(k) for k in round.participants}
         draw = rng.numpy_generator(self.config.seed, "layers", round=round.number)
         layers_by_client = assign_layers(self.dense.num_layers, shares, draw, first=self.global_model.never_pruned())
         return {
@@ -163,7 +164,7 @@ class FedSpaLLM(FederatedStrategy):
         elif update.tensors:
             self.merge.add(client, update)
             self._known[client] = self.layer
-            if update.masks and self.distances.compares(client, self.clients):
+            if update.masks and client in list(self.clients)[:_COMPARED]:
                 self.distances.add(client, update)
 
     def end_layer(self, row: dict[str, Any]) -> bool:

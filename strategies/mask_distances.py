@@ -1,14 +1,11 @@
 """How far the masks of clients are apart: of a model at once, or layer by layer and over a whole round."""
 
 import itertools
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from fedprune_app.core.payload import Payload
-
-_MOST_CLIENTS = 64  # clients whose masks of one layer are compared with each other
 
 
 class MaskDistances:
@@ -22,11 +19,6 @@ class MaskDistances:
         flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
         bits = np.packbits(flat)
         self.masks[client] = np.pad(bits, (0, -len(bits) % 8)).view(np.uint64)  # bits are counted 64 at a time
-
-    @staticmethod
-    def compares(client: int, clients: Collection[int]) -> bool:
-        """Return whether this client is one of those that are compared: the first few of all ``clients``."""
-        return client in list(clients)[:_MOST_CLIENTS]
 
     def close_layer(self, num_entries: int) -> float | None:
         """Return the mean share of a layer's entries that one client keeps and another does not; None of one client."""

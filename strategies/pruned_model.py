@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import owner
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.clients import ClientInfo, Roster, TextClientInfo
+from fedprune_app.federation.clients import Roster, TextClientInfo
 from fedprune_app.federation.registration import log_left_out
 from fedprune_app.federation.round import RunContext
 from fedprune_app.models.llm import LanguageModel
@@ -86,10 +86,6 @@ def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]
 
 
 # --- who has the model --------------------------------------------------------------------------------------------
-
-
-def layer_share(config: Config, info: ClientInfo) -> float:
-    return info.capacity or config.fedspallm.layer_share(info.id)
 
 
 def clients_with_the_model(context: RunContext, dense: LanguageModel) -> Roster:
