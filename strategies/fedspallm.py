@@ -253,7 +253,11 @@ class FedSpaLLM(FederatedStrategy):
 
     def state(self) -> State:
         versions = {str(layer): version for layer, version in self.global_model.versions.items()}
-        return State({}, {**super().state().meta, "versions": versions})
+        has_all_clients = self.config.fraction_train == 1 and self.config.drop_probability == 0
+        is_pruning = not self.options.recovery_rounds or self.number < self.options.pruning_rounds(self.config)
+        has_all_layers = all((info.capacity or self.options.layer_share(k)) == 1 for k, info in self.clients.items())
+        is_renewed = has_all_clients and is_pruning and has_all_layers
+        return State({}, {**super().state().meta, "versions": versions, "renewed": is_renewed})
 
     def restore(self, state: State) -> None:
         super().restore(state)
@@ -264,11 +268,17 @@ class FedSpaLLM(FederatedStrategy):
     def resume_points(
         cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        """Yield the points after the finished layers of the next round, and the one after the round itself."""
+        """Yield the points after the finished layers of the next round, and the one after the round itself.
+
+        Where everybody prunes all layers in every round, the next round makes anew what clients keep, who keep one
+        version of their state.
+        """
         yield from _points_after_layers(folder, run_key, round)
         rounds, files = state_rounds_of(meta), layer_files(folder, run_key)
         losses = tuple(lost_layers(meta.get("versions", {}), files))  # before round 1 nothing can be lost
         yield ResumePoint(round, rounds, losses, not losses)
+        if meta.get("renewed") and round < config.num_server_rounds:
+            yield ResumePoint(round, rounds, losses, not losses, renews=True)
 
 
 def _progress_store(folder: Path, run_key: str) -> VersionedStore:
@@ -302,6 +312,8 @@ class LayerRounds(Exchanges):
         self.progress = _progress_store(context.recorder.folder, context.run_key)
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
+        self._renewed = strategy.state_rounds.keys() - point.state_rounds.keys()  # clients that lost their state
+        strategy.state_rounds = dict(point.state_rounds)
 
     def step(self, round: int, layer: int) -> int:
         """Return the number of a layer's exchange over all rounds, from 1: clients version their state by it."""
@@ -318,6 +330,7 @@ class LayerRounds(Exchanges):
             self._prune_layer(round, layer, round.participants if has_all_receivers else self.strategy.pruners[layer])
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - start
             self._save_progress(round, layer + 1)
+        self._require_renewed(round)
         return self._columns(round)
 
     def _prune_layer(self, round: Round, layer: int, receivers: Collection[int]) -> None:
@@ -341,6 +354,15 @@ class LayerRounds(Exchanges):
         evaluates = strategy.participation.evaluates(step)
         exchange = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
         self.train(name, exchange, strategy.send(exchange), strategy.reply_bytes(exchange))
+
+    def _require_renewed(self, round: Round) -> None:
+        """Record a loss for each client that had lost its state, and has not pruned all layers anew."""
+        for client in self._renewed if self.strategy.merge.clients_prune else ():  # others are sent what they lack
+            pruned = round.log.clients.get(client, {}).get("layers_pruned", 0)
+            if pruned < self.dense.num_layers:
+                line = f"its state was lost, and it pruned {pruned} of {self.dense.num_layers} decoder layers anew"
+                self.strategy.context.lose(client, line)
+        self._renewed = set()
 
     def _recover(self, round: Round) -> dict[str, Any]:
         """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
@@ -426,6 +448,7 @@ class LayerRounds(Exchanges):
             "log": {**asdict(round.log), "clients": {str(k): row for k, row in round.log.clients.items()}},
             "by-layer": self._by_layer,
             "differing": [[a, b, count] for (a, b), count in self.strategy.distances.differing.items()],
+            "renewed": sorted(self._renewed),
         }
         self.progress.save(self.step(round.number, layers_done - 1), State({}, content))
 
@@ -441,4 +464,5 @@ class LayerRounds(Exchanges):
         )
         self._by_layer = content["by-layer"]
         self.strategy.distances.differing = {(a, b): count for a, b, count in content["differing"]}
+        self._renewed = set(content["renewed"])
         return int(content["layers-done"])

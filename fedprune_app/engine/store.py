@@ -221,7 +221,8 @@ class ResumePoint:
 
     ``state_rounds`` says which version of its state each client then needs. ``lost`` has a line for each other thing
     that the run needs of the server's disk and that is damaged or missing. ``is_usable`` says whether the run can go on
-    without these.
+    without these. ``renews`` says that the next round makes anew what clients keep, so that a client may have lost its
+    state.
     """
 
     round: int
@@ -229,6 +230,7 @@ class ResumePoint:
     lost: tuple[str, ...] = ()
     is_usable: bool = True
     step: int = 0
+    renews: bool = False
 
 
 START = ResumePoint(0, {})

@@ -163,11 +163,17 @@ def choose(saved_run: SavedRun, lost_states: LostStates, *, accept_loss: bool) -
     if num_repeated := num_recorded - chosen_point.round:
         prefix = "" if reasons else f"round {num_recorded} left no readable checkpoint: "
         notes.append(f"{prefix}rounds repeated: {num_repeated}")
-    return Choice(chosen_point, notes[:_NOTES], losses[id(chosen_point)])
+    lasting = losses[id(chosen_point)]
+    if chosen_point.renews:
+        state_rounds = {
+            p: round for p, round in chosen_point.state_rounds.items() if round not in lost_states.get(p, {})
+        }
+        chosen_point = replace(chosen_point, state_rounds=state_rounds)
+    return Choice(chosen_point, notes[:_NOTES], lasting)
 
 
 def _losses(point: ResumePoint, lost_states: LostStates) -> list[str]:
-    states = sorted(point.state_rounds.items())
+    states = [] if point.renews else sorted(point.state_rounds.items())
     return [
         *point.lost,
         *(f"client {p}: {lost_states[p][round]}" for p, round in states if round in lost_states.get(p, {})),
