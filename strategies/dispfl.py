@@ -4,8 +4,6 @@ Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized 
 Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``clients/dispfl.py``.
 """
 
-from contextlib import suppress
-
 from fedprune_app.config import DisPFLOptions
 from fedprune_app.engine.wire import Schema
 from strategies.gossip import Gossip
@@ -38,10 +36,12 @@ class DisPFL(Gossip):
             return
         distances, pruned = MaskDistances(), set[str]()
         for client in sorted(self.update_rounds)[:_COMPARED_UP_TO]:
-            with suppress(ValueError):  # it is lost, which is in the record already
+            try:
                 update = self.read_update(client)
-                distances.add(client, update)
-                pruned |= {name for name, mask in update.masks.items() if not mask.all()}
+            except ValueError:  # it is lost, which is in the record already
+                continue
+            distances.add(client, update)
+            pruned |= {name for name, mask in update.masks.items() if not mask.all()}
         if len(distances.masks) < 2:
             return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
