@@ -481,11 +481,11 @@ def test_a_private_round_whose_evaluation_fails_is_kept(federation, tmp_path, mo
     """It was paid for: a resumed run must not repeat it."""
     settings = DP | {"system": "fedavg", "fraction_train": 1.0, "fresh": True}
 
-    def evaluate(self, task):
+    def evaluate(self, parameters, config):
         raise ValueError("no power")
 
     with monkeypatch.context() as patched:
-        patched.setattr(ImageClient, "answer_evaluation", evaluate)
+        patched.setattr(ImageClient, "evaluate", evaluate)
         with pytest.raises(TooFewReplies, match="no power"):
             federation(**settings, out_dir=str(tmp_path))
     run = federation(**settings, resume_from=str(tmp_path))
