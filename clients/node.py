@@ -1,15 +1,17 @@
 """Every client half has this, whatever it trains or prunes: its place, its state on disk, its answers to Flower."""
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from flwr.client import NumPyClient
+
 from clients.privacy import ClientPrivacy, Spending
 from clients.reply_fields import ReplyFields
-from clients.task import Task
+from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.simulated import is_beside_server
@@ -56,11 +58,11 @@ class Place:
         return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)
 
 
-class Node(ABC):
+class Node(NumPyClient):
     """A node is one client of a run, with its state below ``place.state_dir``.
 
-    The ClientApp calls :meth:`introduction`; with the message as a :class:`Task` :meth:`answer_training`, which calls
-    :meth:`local_update` and then :meth:`report`; and :meth:`answer_evaluation`, which calls :meth:`evaluation`.
+    Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
+    :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report`; and :meth:`evaluation`.
 
     ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :func:`clients.ledgers.open_privacy` opens.
     """
@@ -144,6 +146,18 @@ class Node(ABC):
         ``not_private``, or by this method where its options decide.
         """
         return never_private(config, cls.not_private) if cls.not_private else ""
+
+    # --- Flower's NumPyClient -----------------------------------------------------------------------------------
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        return self.introduction()
+
+    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
+        payload, fields = self.answer_training(Task.from_numpy(parameters, config))
+        return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
     # --- answers and state --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 from clients.node import Node, Place
 from clients.reply_fields import Kind, check_reply
-from clients.task import Task
+from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
@@ -75,7 +75,7 @@ def query(message: Message, context: Context, kind: type[Node] | None = None) ->
     with _discreet(context):
         client, fields = make_client(context, message, kind), wire.fields_of(message.content)
         versions = fields.get("states")
-        answer = client.introduction() if versions is None else client.lost_states(map(int, versions))
+        answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
     return _reply(message, client, "introduction", answer)
 
 
@@ -84,9 +84,10 @@ def train(message: Message, context: Context, kind: type[Node] | None = None) ->
     """Answer a training message with one local update."""
     with _discreet(context):
         client = make_client(context, message, kind)
-        payload, fields = client.answer_training(_task(message, client))
+        arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
+    payload, fields = reply_from_numpy(arrays, metrics)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
-    return _reply(message, client, "training", {**fields, "num-examples": client.num_examples}, encoded)
+    return _reply(message, client, "training", {**fields, "num-examples": num_examples}, encoded)
 
 
 @app.evaluate()
@@ -94,5 +95,5 @@ def evaluate(message: Message, context: Context, kind: type[Node] | None = None)
     """Answer an evaluation message with accuracies on the client's own data."""
     with _discreet(context):
         client = make_client(context, message, kind)
-        num_examples, fields = client.answer_evaluation(_task(message, client))
+        _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
     return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})

@@ -156,7 +156,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
         sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
-    first_client = ImageClientInfo.read(0, client.introduction())
+    first_client = ImageClientInfo.read(0, client.get_properties({}))
     roster: Roster = {k: replace(first_client, id=k, node_id=k, num_examples=size) for k, size in enumerate(sizes)}
     if config.tracking != "none":
         check_tracker(config.tracking)

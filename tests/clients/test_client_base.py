@@ -14,7 +14,7 @@ from clients.fedavg import FedAvgClient
 from clients.node import Place
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
-from clients.task import Task
+from clients.task import Task, reply_from_numpy
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.data_config import data_config
@@ -23,6 +23,7 @@ from fedprune_app.models.vision import state_tensors
 
 QUICK = {"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, "subfedavg.accuracy-threshold": 0.0}
 CLASSES = {"subfedavg": SubFedAvgClient, "fedavg": FedAvgClient, "standalone": StandaloneClient}
+NOTHING = Payload({})
 
 
 @pytest.fixture
@@ -47,18 +48,21 @@ def received_model(one, seed=0):
 
 def message(one, received, round, state_round):
     received = Payload({}) if one.config.system == "standalone" else received
-    return Task(round, received, fields={"state-round": state_round})
+    return Task(round, received, fields={"state-round": state_round}).to_numpy()
 
 
 def fit(one, received, round, state_round=None):
-    sent, told = one.answer_training(message(one, received, round, round - 1 if state_round is None else state_round))
+    arrays, num_examples, metrics = one.fit(
+        *message(one, received, round, round - 1 if state_round is None else state_round)
+    )
+    sent, told = reply_from_numpy(arrays, metrics)
     told.pop("seconds")
-    return sent, one.num_examples, told
+    return sent, num_examples, told
 
 
 def evaluate(one, received, round):
     newest = one.store.load(before=round + 1)
-    return one.answer_evaluation(message(one, received, round, newest[0] if newest else 0))[1]
+    return one.evaluate(*message(one, received, round, newest[0] if newest else 0))[2]
 
 
 def digest_after(one, round):
@@ -163,7 +167,7 @@ def test_the_update_is_on_disk_before_the_reply_leaves(client, monkeypatch):
 
 def test_properties_describe_the_data(client):
     one = client(number=2)
-    properties = one.introduction()
+    properties = one.get_properties({})
     data = client_data(data_config(one.config), 2, 4)
     assert properties["num-examples"] == len(data.train_labels) == sum(properties["labels-train"])
     assert properties["labels-test"] == torch.bincount(data.test_labels, minlength=10).tolist()
@@ -207,11 +211,31 @@ def some_payload(seed, masked=True):
     return Payload.pruned(tensors, masks if masked else {})
 
 
-def test_the_digest_of_a_task_is_of_all_payloads():
-    own, others = some_payload(0), {3: some_payload(2), 0: some_payload(3, masked=False)}
-    assert Task(1, own).digest() == own.digest()
-    digests = {Task(1, own, updates).digest() for updates in ({}, others, {3: others[3]}, {3: others[0], 0: others[3]})}
-    assert len(digests) == 4
+@pytest.mark.parametrize("own", [NOTHING, some_payload(0), some_payload(1, masked=False)])
+@pytest.mark.parametrize(
+    "updates",
+    [
+        {},
+        {3: some_payload(2)},
+        {0: some_payload(3, masked=False), 3: some_payload(4), 30: some_payload(5), 2**31: some_payload(6)},
+        {7: some_payload(7), 1: some_payload(8, masked=False)},
+    ],
+)
+def test_peer_updates_survive_flowers_one_list_of_arrays(own, updates):
+    task = Task(3, own, updates, {"round": 3, "width": 0.5}, ["peer/9 is left out: it is none"])
+    again = Task.from_numpy(*task.to_numpy())
+    assert (again.round, again.fields, again.notes) == (3, task.fields, task.notes)
+    assert again.payload.digest() == own.digest()
+    assert list(again.peer_updates) == list(updates)
+    assert {k: one.digest() for k, one in again.peer_updates.items()} == {k: u.digest() for k, u in updates.items()}
+    assert again.digest() == task.digest()
+    assert (task.digest() == own.digest()) == (not updates)
+
+
+def test_peer_updates_share_their_memory_with_what_they_came_in():
+    arrays, config = Task(1, NOTHING, {4: some_payload(0)}).to_numpy()
+    update = Task.from_numpy(arrays, config).peer_updates[4]
+    assert [tensor.data_ptr() for tensor in update.tensors.values()] == [a.ctypes.data for a in arrays[:3]]
 
 
 def test_a_task_cannot_be_changed():
@@ -223,6 +247,7 @@ def test_what_is_noted_of_a_task_belongs_to_that_task_alone():
     task = Task(1)
     task.notes.append("too large")
     assert Task(1).notes == []
+    assert Task.from_numpy(*task.to_numpy()).notes is not task.notes
 
 
 @pytest.mark.parametrize(
