@@ -5,8 +5,7 @@ after the last (:meth:`ImageClient.local_update`), and for which model the clien
 (:meth:`ImageClient.personal_model`). Each of them is given the task, which says what is asked, and the client's state.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Unpack
@@ -56,7 +55,7 @@ class LocalTraining(HowToTrain, total=False):
     depends_on: object
 
 
-class ImageClient(Node[Update]):
+class ImageClient(Node):
     """An image client trains a network on its own images, and answers for one personal model.
 
     * ``data``, a part of ``dataset``: what it trains, decides and is tested on; ``images`` says more of them.
@@ -92,8 +91,7 @@ class ImageClient(Node[Update]):
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
-        names = vision.parameter_names(self.model) + vision.buffer_names(self.model)
-        initial = {} if names == self.shared else vision.state_tensors(self.model, include_buffers=True)
+        initial = vision.state_tensors(self.model, include_buffers=True)
         self.unshared = {name: tensor for name, tensor in initial.items() if name not in self.shared}
         self.prunable = vision.prunable_names(self.model)
         self.costs = Costs(config, self.dataset, self.num_examples)
@@ -172,10 +170,6 @@ class ImageClient(Node[Update]):
         if self.validates == "global":
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
-
-    def trial(self) -> HowToTrain:
-        """Say what is particular about the system's steps, for the one step that is tried before a run."""
-        return {}
 
     def spending(self) -> Spending:
         """Plan personal, received and validation accuracy, and the global one where masks make it another."""
@@ -337,7 +331,8 @@ class ImageClient(Node[Update]):
         fields |= scores
         if self.privacy is not None:
             if scores and self.config.dp.accuracies == "noised" and len(self.data.test_labels):
-                fields["accuracy-noise"] = self.privacy.share_noise(len(self.data.test_labels))
+                # the standard deviation of the noise in each share
+                fields["accuracy-noise"] = math.sqrt(2) * self.config.dp.count_scale / len(self.data.test_labels)
             # which labels a client holds may decide how many test examples it has
             return 0, fields | self.privacy.report(task.round)
         return len(self.data.test_labels), fields

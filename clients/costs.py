@@ -1,7 +1,5 @@
 """What a client's training costs in floating-point operations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +29,6 @@ class Costs:
 
     @property
     def by_layer(self) -> Mapping[str, int]:
-        """The FLOPs of one example's forward pass, by layer."""
         config, dataset = self.config, self.dataset
         return layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
 

@@ -11,8 +11,6 @@ Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where 
 * Biases and norm scales are never pruned. ERK leaves them dense at every density that the paper tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ Li, Hu, Beirami, Smith, ICML 2021, Algorithm 1. As in Dis-PFL's released code th
 SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` with the updated v and the received w.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ Lian et al., NeurIPS 2017, with local epochs, as in Dis-PFL. The fixed mask is t
 one density. Whether its clients share one is not said there; here they do.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from clients.base import Update

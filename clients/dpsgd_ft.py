@@ -1,7 +1,5 @@
 """D-PSGD-FT, the client half: D-PSGD's, and fine-tuning before it is evaluated."""
 
-from __future__ import annotations
-
 from clients.dpsgd import DPSGDClient
 from clients.finetune import FineTuned
 

@@ -1,7 +1,5 @@
 """FedAvg, the client half: the shared update as it is; what is validated is the received, global model."""
 
-from __future__ import annotations
-
 from clients.base import ImageClient
 
 

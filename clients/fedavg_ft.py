@@ -1,7 +1,5 @@
 """FedAvg-FT, the client half: FedAvg's, and fine-tuning before it is evaluated."""
 
-from __future__ import annotations
-
 from clients.fedavg import FedAvgClient
 from clients.finetune import FineTuned
 

@@ -10,8 +10,6 @@ code clips each step's gradient to a norm of 10. Without a limit a few steps thr
 run without ``max-grad-norm`` is refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Unpack
 
@@ -60,7 +58,6 @@ class FedCRClient(FedP3Client):
 
     @property
     def options(self) -> FedP3Options:
-        """Return the system's table of the configuration."""
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def local_update(self, task: Task, state: State) -> Update:

@@ -6,8 +6,6 @@ sums over the validation data. If no candidate helps, the client keeps the model
 told what the candidates were worth before negative values are set to 0 and the rest is divided by its sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import ClassVar
@@ -77,12 +75,10 @@ class FedFomoClient(ImageClient):
         )
 
     def validation_loss(self, tensors: Mapping[str, Tensor]) -> float:
-        """Return the sum of the cross entropies on the validation data."""
         vision.load_state_tensors(self.model, tensors)
         images, labels = self.data.validation_images, self.data.validation_labels
         return evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).loss_sum
 
 
 def _norm(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: list[str]) -> float:
-    """Return the Euclidean distance of two models, over the tensors that travel."""
     return float(torch.stack([(a[name] - b[name]).double().square().sum() for name in names]).sum().sqrt())

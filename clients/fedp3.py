@@ -8,8 +8,6 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
   alone, for 10 epochs; the text knows nothing of it, and it is not done here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -27,7 +25,6 @@ from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import hidden_groups
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.train import HowToTrain
 from fedprune_app.models import vision
 
 
@@ -43,7 +40,6 @@ class FedP3Client(ImageClient):
 
     @property
     def options(self) -> FedP3Options:
-        """Return the system's table of the configuration."""
         return self.config.fedp3
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -114,10 +110,6 @@ class FedP3Client(ImageClient):
         payload = Payload({name: tensors[name] for name in names})  # line 12
         new_state = State(grouped(weights=tensors, masks=masks), {"layers": own_layers[:-1]})
         return Update(payload, new_state, result, part.flops if part else self.costs.training(masks))
-
-    def trial(self) -> HowToTrain:
-        """Describe a step of Q_i, of a client without layers of its own."""
-        return {"part": self.local_pruning([], {}, 0)}
 
     # --- Q_i --------------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 Li et al., MLSys 2020, Algorithm 2. The released code of Sub-FedAvg gives no μ.
 """
 
-from __future__ import annotations
-
 from typing import Unpack
 
 from clients.base import LocalTraining

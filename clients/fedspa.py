@@ -4,8 +4,6 @@ Hu, Gong, Guo, IJCAI 2021. Each example's gradient is cut down to the set before
 set alone. Nothing is pruned: the client computes with, and receives, the whole network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -8,10 +8,7 @@ holds the model's embeddings, one layer, and that layer's Hessians. Layers that 
 message: it runs its hidden states through its cached dense ones (equation 9) on the way to the next that it prunes.
 """
 
-from __future__ import annotations
-
 import hashlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,9 +40,8 @@ from fedprune_app.models.layer_pruning import Pruner, input_matrices, prune_laye
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
+from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
-
-log = logging.getLogger("flwr.fedprune")
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
@@ -113,13 +109,8 @@ def perplexities(
     return {name: replace(result, windows_in_text=len(all_windows[name])) for name, result in results.items()}
 
 
-def in_layer(layer: int, name: str) -> str:
-    """Return the name of a matrix in a message with several decoder layers."""
-    return f"{layer}/{name}"
-
-
 def by_layer(payload: Payload) -> dict[int, Payload]:
-    """Return the decoder layers that a message holds, by number."""
+    """Return the decoder layers that a message holds, by number; a matrix is called NUMBER/NAME there."""
     layers: dict[int, Payload] = {}
     for full_name, tensor in payload.tensors.items():
         number, _, name = full_name.partition("/")
@@ -161,7 +152,7 @@ class SegmentPrivacy(ClientPrivacy):
         return 1.0, 1
 
 
-class FedSpaLLMClient(Node[LayerUpdate]):
+class FedSpaLLMClient(Node):
     """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
@@ -201,23 +192,19 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         return ""
 
     @cached_property
-    def releases_by_layer(self) -> int:
-        """How many sums a client sends of a layer."""
-        return len(observed_inputs(self.config, self.model))
-
-    @cached_property
     def observed_matrices(self) -> list[str]:
-        """The matrices of a layer whose inputs these sums are of."""
+        """The matrices of a layer whose inputs the sums are of that a client sends."""
         return [name for names in observed_inputs(self.config, self.model) for name in names]
 
     def spending(self) -> Spending:
         """Plan the sums that a client releases in a round, if it takes part in all layers."""
-        return Spending(self.model.num_layers * self.releases_by_layer)
+        return Spending(self.model.num_layers * len(observed_inputs(self.config, self.model)))
 
     def record_digests(self) -> list[bytes]:
         """Return a digest of each record: a document of the client's own data, or a segment that was dealt."""
-        if self.has_own_text:
-            return private_text.own_digests(self.config.data_dir, self.config.test_fraction, self.config.seed)
+        if self.own_text is not None:
+            documents, test = self.own_text
+            return [hashlib.sha256(text.encode()).digest() for text in [*(d.text for d in documents), test]]
         return [hashlib.sha256(segment.numpy().tobytes()).digest() for segment in self.segments()[0]]
 
     @property
@@ -227,7 +214,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
     def message_schema(self) -> Schema:
         layers = [self.model.layer_like(layer) for layer in range(self.model.num_layers)]
         if self.options.merge == "hessians" or self.options.recovery_rounds:  # a message may hold all layers
-            return Schema.like({in_layer(i, name): t for i, shapes in enumerate(layers) for name, t in shapes.items()})
+            return Schema.like({f"{i}/{name}": t for i, shapes in enumerate(layers) for name, t in shapes.items()})
         return max(map(Schema.like, layers), key=lambda schema: schema.max_bytes)
 
     @property
@@ -242,32 +229,24 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
-    @property
-    def most_segments(self) -> int:
-        """How many segments are dealt to each client: as many as any client calibrates with or recovers on."""
-        options = self.options
-        recovery = options.recovery_segments if options.recovery_rounds else 0
-        return max(self.num_examples, recovery)
-
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
         """Return the private text: token ids (segments, length), and the names of the documents they are from.
 
         There are ``count`` segments, or for 0 as many as the client calibrates with.
         """
+        options = self.options
         return private_text.segments(
             self.model,
             self.config.dataset,
             self.config.data_dir,
             self.config.test_fraction if self.has_own_text else None,
-            private_text.Deal(
-                "own" if self.has_own_text else self.options.deal,
-                self.client_id,
-                num_clients=self.place.share[1],
-                count=count or self.num_examples,
-                max_segments=self.most_segments,
-                length=self.model.sequence_length(self.options.segment_length),
-                seed=self.config.seed,
-            ),
+            deal="own" if self.has_own_text else options.deal,
+            partition=self.client_id,
+            num_partitions=self.place.share[1],
+            count=count or self.num_examples,
+            max_segments=max(self.num_examples, options.recovery_segments if options.recovery_rounds else 0),
+            length=self.model.sequence_length(options.segment_length),
+            seed=self.config.seed,
         )
 
     def read_text(self) -> list[str]:
@@ -346,8 +325,6 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         ``hidden`` are the hidden states that enter the layer, and ``meta`` is what the state says. One segment changes
         a sum by at most ``dp.clip-norm`` in the Frobenius norm.
         """
-        from fedprune_app.privacy.noise import noised
-
         clip_norm = self.config.dp.clip_norm
         size = self.config.batch_size
         moments = input_matrices(self.model, module, self.observed_matrices, hidden, size, clip_norm)
@@ -361,7 +338,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         tensors = {}
         for name, total in moments.items():
             vector = hessians.isometric(total.double())
-            vector = noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
+            vector = noises.noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
             mean = hessians.from_isometric(vector, len(total)) / self.num_examples
             tensors[hessians.HESSIAN + name] = mean.float()
         privacy.charge_steps(len(moments), f"second moments of decoder layer {layer}")
@@ -379,7 +356,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         segments, _ = self.segments(options.recovery_segments)
         layers, loss = recovered(self.model, by_layer(task.payload), segments, schedule, draw)
         kept_weights = {
-            in_layer(layer, name): tensor[payload.masks[name]]
+            f"{layer}/{name}": tensor[payload.masks[name]]
             for layer, payload in layers.items()
             for name, tensor in payload.tensors.items()
         }
@@ -414,16 +391,13 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             private_text.forget_documents()
         for earlier_layer in range(position, layer):
             tensors = self.model.layer_tensors(earlier_layer)  # line 12
-            if self._has_own_layer(of_round, earlier_layer, state):
+            version = int(state.meta.get("pruned", {}).get(str(earlier_layer), 0))
+            # it pruned the layer in this round, or was sent it pruned, and so passed that
+            if (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers:
                 tensors |= self.own_layer(earlier_layer, state).tensors
             module = self.model.layer(earlier_layer, tensors)
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
-
-    def _has_own_layer(self, of_round: int, layer: int, state: State) -> bool:
-        """Say whether the client pruned the layer in this round, or was sent it pruned, and so passed that."""
-        version = int(state.meta.get("pruned", {}).get(str(layer), 0))
-        return (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         """Answer as every client does; a budget has to bear all layers from this one on, or the client declines."""
@@ -437,7 +411,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         After the last layer the next one is the first.
         """
         layers = self.model.num_layers - layer % self.model.num_layers
-        privacy.round_cost = dict(privacy.steps(layers * self.releases_by_layer))
+        privacy.round_cost = dict(privacy.steps(layers * len(observed_inputs(self.config, self.model))))
 
     def report(self, task: Task, update: LayerUpdate) -> dict[str, Any]:
         if self.privacy is not None:
@@ -462,7 +436,6 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             self.layers.check(int(layer), int(version))
 
     def density(self, state: State) -> float:
-        """Return the kept share of all parameters of the client's own model."""
         removed_counts: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed_counts.values()) / self.model.num_parameters()[0]
 

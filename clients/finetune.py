@@ -5,8 +5,6 @@ is done whenever the run is evaluated, as long as in a round. The learning rate 
 released code takes the rate of a round before the first.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor
@@ -30,7 +28,8 @@ class FineTuned(ImageClient):
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         begin = self.begin(task, state)
-        if self.privacy is not None and not self.privacy.affords(self.config.local_epochs):
+        private = self.privacy
+        if private is not None and not private.ledger.affords(private.steps(self.config.local_epochs)):
             return begin  # its budget is spent: what is released already has to do
         vision.load_state_tensors(self.model, begin)
         self.train(

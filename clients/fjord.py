@@ -5,8 +5,6 @@ trains that sub-network, really a smaller one. The paper's optional self-distill
 BatchNorm statistics per width; here all widths share them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np
@@ -31,7 +29,6 @@ from fedprune_app.core.structured import (
     zero_padded,
 )
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.train import HowToTrain
 from fedprune_app.models import vision
 from fedprune_app.models.names import chosen_name
 
@@ -59,14 +56,7 @@ class FjORDClient(ImageClient):
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
 
-    def trial(self) -> HowToTrain:
-        """Describe a step of the narrowest sub-network."""
-        share = min(FJORD_SHARES)
-        draw = rng.numpy_generator(self.config.seed, "trial")
-        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: share, draw, self.costs.by_layer)}
-
     def extents(self, task: Task) -> Extents:
-        """Say how far the client's sub-network, of the width that the server asks for, extends into tensors."""
         width = float(task.fields["width"])
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 

@@ -1,9 +1,8 @@
 """Decentralised systems, the client half: start from the average with the neighbours, train, publish the result."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -56,7 +55,7 @@ class GossipClient(ImageClient):
                 try:
                     mean.add(update)
                 except ValueError as error:  # finite, but too large to be summed
-                    task.note_unusable(sender, error)
+                    task.notes.append(f"peer/{sender} is left out: {error}")
             tensors, held_masks = mean.mixed(), mean.held()
         if not own_weights:
             tensors = {
@@ -68,7 +67,7 @@ class GossipClient(ImageClient):
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        return state.group("weights") or self.begin(task.without_payloads(), state)
+        return state.group("weights") or self.begin(replace(task, payload=Payload({}), peer_updates={}), state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
         """Test a consensus model, where the system has one; a start is tested when training starts."""
@@ -84,6 +83,6 @@ class GossipClient(ImageClient):
         A client whose budget bears the training, and no count beside it, does not test.
         """
         vision.load_state_tensors(self.model, start)
-        is_tested = task.evaluates and (self.privacy is None or self.privacy.spares_count())
+        is_tested = task.fields.get("evaluates") and (self.privacy is None or self.privacy.spares_count())
         score = self.accuracy(task, "test") if is_tested else None
         return {} if score is None else {"accuracy-received": score}

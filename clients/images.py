@@ -1,7 +1,5 @@
 """The images that a client learns from, and what it says of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,15 @@ from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data, content_sha256, dataset_of, label_counts, record_digests
 
-_SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir"})
-_LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
-_NORMALISATION = frozenset({"normalisation-mean", "normalisation-std"})
-_FEATURES = frozenset({"features", "features-digest"})
-_CONTENT = frozenset({"data-sha256"})
-SAID_OF_IMAGES = ReplyFields(
-    introduction=_SHAPE | _LABELS | _NORMALISATION | _FEATURES | _CONTENT,
-    # how many of which class is nobody's business then, and the others may follow from the images
-    withheld_when_private=_LABELS | _NORMALISATION | _CONTENT,
+# how many of which class is nobody's business with privacy, and the others may follow from the images
+_OF_THE_DATA = frozenset(
+    {
+        *("labels-train", "labels-validation", "labels-test"),
+        *("normalisation-mean", "normalisation-std", "data-sha256"),
+    }
 )
+_OF_THE_SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir", "features", "features-digest"})
+SAID_OF_IMAGES = ReplyFields(introduction=_OF_THE_SHAPE | _OF_THE_DATA, withheld_when_private=_OF_THE_DATA)
 
 
 class Images:
@@ -38,7 +35,6 @@ class Images:
         self.data = client_data(self.data_config, *place.share, device)
 
     def record_digests(self) -> list[bytes]:
-        """Return a digest of each of the client's images."""
         return record_digests(self.data_config, *self.place.share)
 
     def introduction(self) -> dict[str, Any]:
@@ -76,12 +72,10 @@ class Images:
         return {"normalisation": self._normalisation(), **features}
 
     def _normalisation(self) -> dict[str, list[float]]:
-        """Return the mean and the standard deviation by channel that the client's images are normalised with."""
         depth, dataset = self.dataset.image_shape[0], self.dataset
         constants = {"mean": dataset.mean, "std": dataset.std}
         return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in constants.items()}
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
-        """Return what the key ``augmentation`` asks for, of these training images."""
         black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
         return augmentation(self.config.augmentation, images, black)

@@ -16,8 +16,6 @@ What is charged is the training, as if all of ũ were sent: the sketch is made w
 nothing. A server that feigns a round of one client and gets the whole learns no more than was paid for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -79,10 +77,10 @@ class LDPFedP3Client(ImageClient):
         """
         num_clients, position = task.fields["clients"], task.fields["place"]
         max_clients = self.dimension if self.place.has_own_data else self.place.num_clients
-        if type(num_clients) is not int or not 1 <= num_clients <= max_clients:
-            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {max_clients}")
-        if type(position) is not int or not 0 <= position < num_clients:
-            raise ValueError(f"place is {position!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
+        are_whole = type(num_clients) is int and type(position) is int
+        if not (are_whole and 1 <= num_clients <= max_clients and 0 <= position < num_clients):
+            allowed = f"1 to {max_clients} clients, and a place below their number"
+            raise ValueError(f"clients is {num_clients!r} and place {position!r}, allowed: {allowed}")
         draw = rng.generator(self.config.seed, "sketch", round=task.round)
         owners = perm_k_owners(self.dimension, num_clients, draw)
         return num_clients, owners == position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clients.node import Node, Place
 from clients.privacy import ClientPrivacy
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do wit
     from fedprune_app.privacy.ledger import Data
 
 
-def open_privacy(node: Node[Any], records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
+def open_privacy(node: Node, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
     """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 
     ``records`` gives a digest of each record of the client's data, all parts of them. ``dealing`` says for readers of

@@ -7,8 +7,6 @@ A client answers for its own lower layers under the averaged upper ones, as the 
 model, upper layers included, is FedAvg's after local training under another name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -53,7 +51,6 @@ class LGFedAvgClient(ImageClient):
         return self.dense_update(task, state, self.all_names if is_whole else self.shared)
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        """Return the client's own lower layers under the averaged upper ones."""
         return self.begin(task, state)
 
     def received_scores(self, task: Task, state: State) -> Scores:

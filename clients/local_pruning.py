@@ -4,8 +4,6 @@ Each call draws the part of one step. The client's own layers are always trained
 steps so far took, forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MTL, the client half: SGD on the local loss and on this client's part of the regulariser of ``strategies/mtl.py``."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from clients.base import ImageClient, Update

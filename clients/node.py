@@ -1,13 +1,11 @@
 """Every client half has this, whatever it trains or prunes: its place, its state on disk, its answers to Flower."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 from flwr.client import NumPyClient
 
@@ -22,9 +20,12 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
 from fedprune_app.results import own_measures
 
-_NO_STATE = State()
-_EPSILONS = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second"})
-_SPENT = _EPSILONS | {"epsilon-simulated", "budget-spent"}
+_SPENT = frozenset(
+    {
+        *("epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second"),
+        *("epsilon-simulated", "budget-spent"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,7 @@ class Place:
         return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)
 
 
-class LocalUpdate(Protocol):
-    """A local update has a payload to send, a state to keep, and more to tell the server."""
-
-    @property
-    def payload(self) -> Payload: ...
-    @property
-    def state(self) -> State: ...
-    @property
-    def metrics(self) -> Mapping[str, Any]: ...
-
-
-AnUpdate = TypeVar("AnUpdate", bound=LocalUpdate)
-
-
-class Node(NumPyClient, Generic[AnUpdate]):
+class Node(NumPyClient):
     """A node is one client of a run, with its state below ``place.state_dir``.
 
     Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
@@ -128,15 +115,18 @@ class Node(NumPyClient, Generic[AnUpdate]):
         return Schema.like({})
 
     @abstractmethod
-    def local_update(self, task: Task, state: State) -> AnUpdate:
-        """Do the client's part of a round."""
+    def local_update(self, task: Task, state: State) -> Any:
+        """Do the client's part of a round.
+
+        An update has a ``payload`` to send, a ``state`` to keep, and ``metrics``, more to tell the server.
+        """
 
     def answer(self, task: Task, state: State) -> Payload:
         """Answer what the server asks for beside training; ``task.fields["asks"]`` names it. No state is kept."""
         raise NotImplementedError(f"{type(self).__name__} has no answer() to {task.fields['asks']!r}")
 
     @abstractmethod
-    def report(self, task: Task, update: AnUpdate) -> dict[str, Any]:
+    def report(self, task: Task, update: Any) -> dict[str, Any]:
         """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
     @abstractmethod
@@ -160,16 +150,13 @@ class Node(NumPyClient, Generic[AnUpdate]):
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Answer the server's question who is there."""
         return self.introduction()
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Answer a training message."""
         payload, fields = self.answer_training(Task.from_numpy(parameters, config))
         return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Answer an evaluation message."""
         return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
     # --- answers and state --------------------------------------------------------------------------------------
@@ -182,7 +169,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
         ``ValueError`` and saves nothing when the update must not count: when training diverges, say.
         """
         if "asks" in task.fields:
-            return self.answer(task, self.load_state(task, before=task.round)[0]), {}
+            return self.answer(task, self.load_state(task)[0]), {}
         if self.privacy is None:
             return self._train_and_store(task)
         from fedprune_app.privacy.ledger import Overspent
@@ -195,12 +182,12 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     def _train_and_store(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         start = time.monotonic()
-        state, loss = self.load_state(task, before=task.round)
+        state, loss = self.load_state(task)
         update = self.local_update(task, state)
         report = self.report(task, update)
         meta = {**update.state.meta, **self.kept_facts}
         if self.privacy is not None:  # apart from the ledger, which must not shrink
-            meta["charges"] = self.privacy.charges
+            meta["charges"] = len(self.privacy.ledger)
         durable = not (self.state_waits_for_checkpoint and is_beside_server())
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
@@ -209,7 +196,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """Load the state, evaluate it, and return the reply: how many examples, and what was found."""
-        state, loss = self.load_state(task, before=task.round + 1)
+        state, loss = self.load_state(task)
         num_examples, scores = self.evaluation(task, state)
         return num_examples, self._checked_fields({**scores, **_notes(task, loss)})
 
@@ -217,23 +204,18 @@ class Node(NumPyClient, Generic[AnUpdate]):
         subject = f"{type(self).__name__} tells that"
         return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
 
-    def load_state(self, task: Task, before: int) -> tuple[State, str]:
+    def load_state(self, task: Task) -> tuple[State, str]:
         """Return the state after the round that the server last took in from this client (``task.state_round``).
 
-        Where the server does not say, it is the newest state of a round smaller than ``before``. If the state is lost,
-        it is the one before that, with a note that says so. Raises ``ValueError`` where a private client's ledger has
-        lost a charge.
+        If the state is lost, it is the one before that, with a note that says so. Raises ``ValueError`` where a private
+        client's ledger has lost a charge.
         """
-        wanted_round, state, loss = task.state_round, _NO_STATE, ""
-        latest = (
-            None if wanted_round == 0 else self.store.load(before=before if wanted_round is None else wanted_round + 1)
-        )
-        if latest is not None:
-            round, state = latest
-            if wanted_round not in (None, round):
-                loss = f"the state of round {wanted_round} is lost, went on from round {round}"
-        elif wanted_round:
-            loss = f"the state of round {wanted_round} is lost, began anew"
+        wanted_round, loss = task.state_round, ""
+        latest = self.store.load(before=wanted_round + 1) if wanted_round else None
+        round, state = latest or (0, State())
+        if round != wanted_round:
+            way = f"went on from round {round}" if round else "began anew"
+            loss = f"the state of round {wanted_round} is lost, {way}"
         if self.privacy is not None:
             epsilon_known = float(task.fields.get("epsilon-rdp", 0.0))
             self.privacy.require_memory(int(state.meta.get("charges", 0)), epsilon_known)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.privacy import noise as noises
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Release, Spent
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.ledger import Data
-    from fedprune_app.privacy.noise import Noise
 
 _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
 
@@ -37,18 +37,8 @@ class Spending:
     more_epochs: int = 0
     more_counts: int = 0
 
-    def epochs(self, config: Config) -> int:
-        """Return the epochs of training in the whole run."""
-        return planned_rounds(config) * self.round_epochs + self.more_epochs
-
-    def counts(self, config: Config) -> int:
-        """Return the largest number of noised counts in the whole run."""
-        num_noised = self.evaluation_counts if config.dp.accuracies == "noised" else 0
-        return planned_rounds(config) * self.round_counts + num_evaluations(config) * num_noised + self.more_counts
-
 
 def planned_rounds(config: Config) -> int:
-    """Return how many rounds a client is planned to join."""
     return config.dp.planned_rounds or config.num_server_rounds
 
 
@@ -101,7 +91,11 @@ class ClientPrivacy:
         self.seed = config.seed
         self.client_id = client_id
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
-        counts, epochs = spending.counts(config), spending.epochs(config)
+        # at most, in the whole run
+        epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
+        counts = planned_rounds(config) * spending.round_counts + spending.more_counts
+        if options.accuracies == "noised":
+            counts += num_evaluations(config) * spending.evaluation_counts
         extra_releases = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
         self.noise_multiplier = noise_multiplier(
             config, self.sample_rate, epochs * self.steps_per_epoch, extra_releases
@@ -126,11 +120,9 @@ class ClientPrivacy:
         steps = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
         return min(1.0, config.batch_size / num_examples), steps
 
-    def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
+    def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> noises.Noise:
         """Return the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
-        from fedprune_app.privacy.noise import noise_source
-
-        return noise_source(self.options.secure_rng, self.seed, role, self.client_id, round, public, settings)
+        return noises.noise_source(self.options.secure_rng, self.seed, role, self.client_id, round, public, settings)
 
     @property
     def affords_a_round(self) -> bool:
@@ -151,14 +143,6 @@ class ClientPrivacy:
 
         return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
 
-    def affords(self, epochs: int) -> bool:
-        """Say whether the budget bears so many more epochs."""
-        return self.ledger.affords(self.steps(epochs))
-
-    def require(self, epochs: int) -> None:
-        """Raise :class:`~fedprune_app.privacy.ledger.Overspent` where the budget does not bear so many more epochs."""
-        self.ledger.require(self.steps(epochs))
-
     def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
         """Say how the next training makes its gradients.
 
@@ -167,18 +151,10 @@ class ClientPrivacy:
         """
         from fedprune_app.privacy.dpsgd import DPSGD
 
-        self.require(epochs)
-        options = self.options
-        settings = f"{settings} {self.noise_multiplier} {options.clip_norm} {self.sample_rate}"
-        noise = self.noise(role, round, public, settings)
-        return DPSGD(
-            self.noise_multiplier,
-            options.clip_norm,
-            self.sample_rate,
-            self.steps_per_epoch,
-            noise,
-            options.grad_sample,
-        )
+        self.ledger.require(self.steps(epochs))
+        multiplier, clip_norm, rate = self.noise_multiplier, self.options.clip_norm, self.sample_rate
+        noise = self.noise(role, round, public, f"{settings} {multiplier} {clip_norm} {rate}")
+        return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, self.options.grad_sample)
 
     def charge_steps(self, steps: int, note: str) -> None:
         """Charge what ran: after it, and before anything of it is stored or sent."""
@@ -207,24 +183,18 @@ class ClientPrivacy:
         except Overspent:
             return None
 
-    def share_noise(self, total: int) -> float:
-        """Return the standard deviation of the noise in a share that :meth:`affordable_count` returns."""
-        return math.sqrt(2) * self.options.count_scale / total
-
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
         """Return a count of correct predictions, noised, rounded and charged. One example counts once.
 
         Simulated noise depends on the model that is tested, not on the round. A client that has lost its remembered
         scores tests the same model again: that costs another charge, and gives the same number.
         """
-        from fedprune_app.privacy.noise import noisy_count
-
         options = self.options
         if options.count_scale == 0:
             raise ValueError("dp.count-scale is 0.0, allowed where a released count is asked for: above 0")
         noise = self.noise(f"count {split}", 0, public, "")
         self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
-        return noisy_count(correct, options.count_scale, noise)
+        return noises.noisy_count(correct, options.count_scale, noise)
 
     def spares_count(self) -> bool:
         """Say whether the budget bears a count beside the training of a round, which then follows."""
@@ -237,11 +207,6 @@ class ClientPrivacy:
 
     # --- what is told ---------------------------------------------------------------------------------------------
 
-    @property
-    def charges(self) -> int:
-        """How many charges the ledger holds; the client's state remembers the number."""
-        return len(self.ledger)
-
     def require_memory(self, charges: int, known_epsilon: float) -> None:
         """Raise ``ValueError`` where the ledger holds less than is known of it.
 
@@ -249,16 +214,12 @@ class ClientPrivacy:
         since ledger and state may be lost together. That one is by Rényi divergences: adding them up rounds nothing
         on a grid.
         """
-        if len(self.ledger) < charges:
-            raise ValueError(
-                f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
-                "what was spent is not known"
-            )
         epsilon = self.ledger.epsilon(self.options.delta, "rdp")
-        if epsilon < known_epsilon * (1 - _ROUNDING):
+        if len(self.ledger) < charges or epsilon < known_epsilon * (1 - _ROUNDING):
             raise ValueError(
-                f"ledger '{self.ledger.path}' holds epsilon {epsilon:.4g} by RDP, the client has told "
-                f"{known_epsilon:.4g}: what was spent is not known"
+                f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges and epsilon {epsilon:.4g} by RDP, the "
+                f"client's state knows of {charges} and the client has told {known_epsilon:.4g}: what was spent is not "
+                "known"
             )
 
     def declined(self, round: int, error: Exception) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Scores of a model that has not changed are taken from disk; this only saves time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

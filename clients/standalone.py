@@ -1,7 +1,5 @@
 """Standalone (Local), the client half: training goes on from the client's own model; nothing is sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

@@ -5,8 +5,6 @@ Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 11 to 18. Where the tex
 is followed, but for the gate: the code decides on test data, here validation data decides (``subfedavg.gate-split``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -103,7 +101,6 @@ class SubFedAvgClient(ImageClient):
         return 100 * num_pruned / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copy these tensors of the model as it is."""
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in names}
 

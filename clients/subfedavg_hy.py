@@ -8,8 +8,6 @@ A removed channel is gone: training and evaluation run on the small network. Sta
 network's coordinates, which all clients share.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -72,12 +70,8 @@ class SubFedAvgHyClient(SubFedAvgClient):
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
         num_examples, fields = super().evaluation(task, state)
-        return num_examples, {**fields, "channel-density": self.channel_density(state)}
-
-    def channel_density(self, state: State) -> float:
-        """Return the kept share of the convolution channels."""
         mask = torch.cat(list(self.channels(state).values()))
-        return int(mask.sum()) / len(mask)
+        return num_examples, {**fields, "channel-density": int(mask.sum()) / len(mask)}
 
     def fc_masks(self, state: State) -> dict[str, Tensor]:
         """Return the masks of the linear layers' weights, bool, by name; all True at first."""
@@ -113,10 +107,11 @@ class SubFedAvgHyClient(SubFedAvgClient):
         kept, fc = self.channels(state), self.fc_masks(state)
         self.work_with(self.begin(task, state), kept)
         small_fc = gather(fc, self.groups, kept)
+        scale_names = [name for group in self.groups for name in group.scales]
 
         def proposals() -> tuple[dict[str, Tensor], Kept]:
             weights = self.weights(small_fc)
-            scales = scatter(self.weights(self._scale_names()), self.groups, kept, self.shapes)
+            scales = scatter(self.weights(scale_names), self.groups, kept, self.shapes)
             return (
                 prune_percent(weights, small_fc, options.prune_step),
                 choose_channels(self.groups, scales, kept, options.channel_fraction, options.channel_floor),
@@ -160,6 +155,3 @@ class SubFedAvgHyClient(SubFedAvgClient):
         percent = missing / (100 - percent_pruned) * 100
         percent = percent - 5 if percent > 16 else percent
         return percent if percent > 0 else 0.01
-
-    def _scale_names(self) -> list[str]:
-        return [name for group in self.groups for name in group.scales]

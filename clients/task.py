@@ -4,19 +4,15 @@ Flower's ``NumPyClient`` takes a list of arrays and a dictionary. The names of t
 those of a neighbour's update, from client 3 say, begin with ``peer/3/``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 from flwr.app import RecordDict
-from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.wire import Schema
 
 NDArrays = list[np.ndarray[Any, Any]]
 _NOTES = "refused"  # the name in Flower's config under which notes come
@@ -42,26 +38,9 @@ class Task:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def state_round(self) -> int | None:
-        """The round of the update that the server last took in from this client.
-
-        It is 0 for none, and None where the server does not say.
-        """
-        value = self.fields.get("state-round")
-        return None if value is None else int(value)
-
-    @property
-    def evaluates(self) -> bool:
-        """Say whether the round ends with an evaluation."""
-        return bool(self.fields.get("evaluates"))
-
-    def without_payloads(self) -> Self:
-        """Return the task as it would be if neither the server nor other clients had sent anything."""
-        return replace(self, payload=Payload({}), peer_updates={})
-
-    def note_unusable(self, sender: int, error: ValueError) -> None:
-        """Note that another client's update, well formed as it is, cannot be used."""
-        self.notes.append(f"{_PEER}{sender} is left out: {error}")
+    def state_round(self) -> int:
+        """The round of the update that the server last took in from this client, 0 for none."""
+        return int(self.fields.get("state-round", 0))
 
     def digest(self) -> str:
         """Return the digest of all payloads together."""
@@ -70,7 +49,7 @@ class Task:
     # --- the threshold ------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_message(cls, content: RecordDict, message_schema: Schema, peer_schema: Schema) -> Self:
+    def from_message(cls, content: RecordDict, message_schema: wire.Schema, peer_schema: wire.Schema) -> Self:
         """Read a message. An update of another client that does not fit is noted and left out.
 
         Raises ``ValueError`` for a payload that cannot be decoded.
@@ -102,18 +81,18 @@ class Task:
 
 def _split_payload(payload: Payload) -> tuple[Payload, dict[int, Payload]]:
     """Undo ``Task._as_one_payload``."""
-    tensors: dict[int | None, dict[str, Tensor]] = {None: {}}
-    masks: dict[int | None, dict[str, Tensor]] = {}
-    for parts, entries in ((tensors, payload.tensors), (masks, payload.masks)):
-        for full_name, tensor in entries.items():
-            sender, name = None, full_name
-            if full_name.startswith(_PEER):
-                _, number, name = full_name.split("/", 2)
-                sender = int(number)
-            parts.setdefault(sender, {})[name] = tensor
-    payloads = {sender: Payload(named_tensors, masks.get(sender, {})) for sender, named_tensors in tensors.items()}
-    own_payload = payloads.pop(None)
-    return own_payload, {sender: update for sender, update in payloads.items() if sender is not None}
+    senders = dict.fromkeys(int(name.split("/")[1]) for name in payload.tensors if name.startswith(_PEER))
+    updates = {}
+    for sender in senders:
+        start = f"{_PEER}{sender}/"
+        parts = [
+            {name.removeprefix(start): tensor for name, tensor in part.items() if name.startswith(start)}
+            for part in (payload.tensors, payload.masks)
+        ]
+        updates[sender] = Payload(*parts)
+    own_tensors = {name: tensor for name, tensor in payload.tensors.items() if not name.startswith(_PEER)}
+    own_masks = {name: mask for name, mask in payload.masks.items() if not name.startswith(_PEER)}
+    return Payload(own_tensors, own_masks), updates
 
 
 def names_of(payload: Payload) -> dict[str, list[str]]:

@@ -25,10 +25,7 @@ log = logging.getLogger("flwr.fedprune")
 app = ClientApp()
 
 
-AnyNode = Node[Any]
-
-
-def make_client(context: Context, message: Message) -> AnyNode:
+def make_client(context: Context, message: Message) -> Node:
     """Make the client that answers a message, of the system's class."""
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
@@ -46,12 +43,12 @@ def make_client(context: Context, message: Message) -> AnyNode:
     return SYSTEMS[config.system].client(config, place)
 
 
-def _task(message: Message, client: AnyNode) -> Task:
+def _task(message: Message, client: Node) -> Task:
     return Task.from_message(message.content, client.message_schema(), client.peer_schema())
 
 
 def _reply(
-    message: Message, client: AnyNode, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
+    message: Message, client: Node, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
 ) -> Message:
     """Pack a reply.
 

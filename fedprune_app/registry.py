@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clients import __name__ as CLIENTS  # in a wheel these packages are below fedprune_app
 from strategies import __name__ as STRATEGIES
@@ -23,7 +23,7 @@ class System:
     """
 
     server_half: str | type[FederatedStrategy]
-    client_half: str | type[Node[Any]]
+    client_half: str | type[Node]
     summary: str
     data: str = "images"  # or "text"
     is_private: bool = False  # in its paper, so that a run without dp.enabled is worth a word
@@ -37,11 +37,11 @@ class System:
         return cls
 
     @property
-    def client(self) -> type[Node[Any]]:
+    def client(self) -> type[Node]:
         """The class of the client half."""
         if not isinstance(self.client_half, str):
             return self.client_half
-        cls: type[Node[Any]] = resolve_name(f"{CLIENTS}.{self.client_half}")
+        cls: type[Node] = resolve_name(f"{CLIENTS}.{self.client_half}")
         return cls
 
 

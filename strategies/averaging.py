@@ -1,7 +1,5 @@
 """Systems that average their clients' models: which average ``robust`` asks for, and how much a client counts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -25,7 +23,7 @@ class AveragingStrategy(FederatedStrategy):
         self, context: RunContext, model: Mapping[str, Tensor] | None = None, prunable: frozenset[str] = frozenset()
     ) -> None:
         super().__init__(context, model, prunable)
-        self.check_robust()
+        self.check_moves(len(self.participation.members))
 
     def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean | TrimmedMean:
         """Return the average that ``robust`` asks for, of at most ``count`` models with the server's coordinates."""
@@ -42,11 +40,7 @@ class AveragingStrategy(FederatedStrategy):
         """
         return self.clients[client].num_examples if self.by_examples and self.config.robust == "none" else 1
 
-    def check_robust(self) -> None:
-        """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
-        self.check_moves(len(self.participation.members), "")
-
-    def check_moves(self, holders: int, of_what: str) -> None:
+    def check_moves(self, holders: int, of_what: str = "") -> None:
         """Refuse a robust average that would never move what so many clients hold; ``of_what`` names it in the error.
 
         Raises :class:`ConfigError`.

@@ -4,8 +4,6 @@ A system's file holds only what is particular to that system. ``fedprune_app/fed
 hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from abc import abstractmethod
@@ -57,16 +55,11 @@ class FederatedStrategy(StreamedStrategy):
         self.model = dict(model or {})
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
-        self.participation = Participation(self.config, self.clients, self.budgets, self.trains_dropped)
+        self.participation = Participation(self.config, self.clients, self.budgets)
         check_min_replies(self.config, self.participation.most, len(self.participation.members))
         self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
-
-    @property
-    def trains_dropped(self) -> bool:
-        """Say whether a sampled client that drops out trains by itself."""
-        return False
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 
@@ -79,12 +72,11 @@ class FederatedStrategy(StreamedStrategy):
         if not dp.enabled:
             return []
         largest = max(self.clients.values(), key=lambda client: client.num_examples)
-        deltas = {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}
         lines = [
             f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: with so large a δ "
             "the promise even allows that an example is published; a meaningful δ is below "
             f"{most_said(1 / largest.num_examples)}"
-            for key, delta in deltas.items()
+            for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
             if delta * largest.num_examples >= 1
         ]
         if 0 < dp.epsilon_budget < dp.target_epsilon:

@@ -4,16 +4,11 @@ Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized 
 Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``clients/dispfl.py``.
 """
 
-from __future__ import annotations
-
-import logging
-
 from fedprune_app.config import DisPFLOptions
 from fedprune_app.engine.wire import Schema
 from strategies.gossip import Gossip
 from strategies.mask_distances import MaskDistances
 
-log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after the last round
 
 
@@ -43,8 +38,7 @@ class DisPFL(Gossip):
         for client in sorted(self.update_rounds)[:_COMPARED_UP_TO]:
             try:
                 update = self.read_update(client)
-            except ValueError as error:
-                log.warning("client %d: its masks are not compared: %s", client, error)
+            except ValueError:  # it is lost, which is in the record already
                 continue
             distances.add(client, update)
             pruned |= {name for name, mask in update.masks.items() if not mask.all()}
@@ -52,7 +46,6 @@ class DisPFL(Gossip):
             return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
         distances.close_layer(num_coordinates)  # the whole model at once
-        last = self.participation.round(
-            int(self.recorder.info["rounds_completed"])
-        )  # a resumed run may have begun no round
+        # a resumed run may have begun no round
+        last = self.participation.round(int(self.recorder.info["rounds_completed"]))
         self.recorder.masks(distances.clients(), distances.matrix(num_coordinates), self.neighbours(last))

@@ -4,8 +4,6 @@ Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Perso
 The personal half is in ``clients/ditto.py``; the server cannot tell it from FedAvg.
 """
 
-from __future__ import annotations
-
 from strategies.fedavg import FedAvg
 
 

@@ -4,8 +4,6 @@ The baseline of Fed-LTP (Shi et al.): McMahan et al. 2017 with instance-level pr
 acceleration, no validation. The client half is FedAvg's: what is private about it is ``dp.enabled``.
 """
 
-from __future__ import annotations
-
 from strategies.fedavg import FedAvg
 
 

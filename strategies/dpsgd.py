@@ -5,8 +5,6 @@ of single steps, as Dis-PFL (section 4.1) compares with it. Its number is the ac
 uniform average of all clients' models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fedprune_app.config import DPSGDOptions

@@ -3,8 +3,6 @@
 Dis-PFL, section 4.1, after Cheng et al. 2021 (FedAvg-FT).
 """
 
-from __future__ import annotations
-
 from strategies.dpsgd import DPSGD
 
 

@@ -3,8 +3,6 @@
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload

@@ -3,8 +3,6 @@
 Cheng, Chadha, Duchi, "Fine-tuning is Fine in Federated Learning", 2021, as Dis-PFL compares with it.
 """
 
-from __future__ import annotations
-
 from strategies.fedavg import FedAvg
 
 

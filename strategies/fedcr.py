@@ -6,8 +6,6 @@ Conditional Mutual Information Regularization", ICML 2023, as its released code 
 Figure 2, right); layer sets follow ``fedp3.assignment``, and so on.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -32,7 +30,6 @@ class FedCR(FedP3):
 
     @property
     def options(self) -> FedP3Options:
-        """Return the system's table of the configuration."""
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def expect(self, round: Round, client: int) -> Schema:
@@ -48,11 +45,11 @@ class FedCR(FedP3):
     def receive(self, round: Round, client: int, update: Payload) -> None:
         experts = {name: update.tensors[name] for name in (PRECISION, WEIGHTED)}
         precision, weighted = experts[PRECISION], experts[WEIGHTED]
-        if bool((precision < 0).any()):
-            raise ValueError(f"tensor '{PRECISION}' has negative values, allowed: 0 or more")
-        if bool((precision > _MOST_PRECISE).any()):
-            largest = float(precision.max())
-            raise ValueError(f"tensor '{PRECISION}' has magnitude {largest:g}, allowed: at most {_MOST_PRECISE:g}")
+        if not bool(((precision >= 0) & (precision <= _MOST_PRECISE)).all()):
+            raise ValueError(
+                f"tensor '{PRECISION}' has magnitude {float(precision.abs().max()):g}, "
+                f"allowed: at most {_MOST_PRECISE:g}, and none below 0"
+            )
         if bool((weighted.abs() > precision * LARGEST).any()):
             raise ValueError(
                 f"tensor '{WEIGHTED}' has magnitude {float(weighted.abs().max()):g}, "

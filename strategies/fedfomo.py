@@ -4,8 +4,6 @@ Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with Firs
 section 3, as Dis-PFL compares with it. The client half is ``clients/fedfomo.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -59,10 +57,9 @@ class FedFomo(Relay):
         names, worth = fields.get("candidates", []), fields.get("worth", [])
         if not (isinstance(names, list) and isinstance(worth, list) and len(names) == len(worth)):
             raise ValueError("fields 'candidates' and 'worth' are not lists of one length")
-        if not all(type(name) is int for name in names):
-            raise ValueError(f"field 'candidates' is {names!r}, allowed: whole numbers")
-        if len(set(names)) < len(names) or not set(names) <= set(self.candidates(round, client)):
-            raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent")
+        are_clients = all(type(name) is int for name in names) and len(set(names)) == len(names)
+        if not (are_clients and set(names) <= set(self.candidates(round, client))):
+            raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent, each once")
         if not all(isinstance(value, float) and abs(value) <= _MOST_WORTH for value in worth):
             raise ValueError(f"field 'worth' is {worth!r}, allowed: numbers from -{_MOST_WORTH:g} to {_MOST_WORTH:g}")
         super().accept(round, client, content)

@@ -21,8 +21,6 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
   the data, and nothing here could say what its release costs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -39,7 +37,6 @@ from fedprune_app.core.tickets import Ticket, at_level, nested_levels
 from fedprune_app.data.partitions import most_held_out
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Outgoing, Round, RunContext
@@ -65,17 +62,16 @@ class FedLTP(DPFed):
         self.best_model = self.model
         iterative = self.options.pruning == "iterative"
         self.num_models = self.participation.most if iterative else 1
+        self.models = range(1, self.num_models + 1)  # their numbers
         self.further_pruned = self.options.further_pruned if iterative else 0.0
 
     @property
     def options(self) -> FedLTPOptions:
-        """Return the system's table of the configuration."""
         return self.config.fedltp
 
     # --- line 2: the ticket and its sub-models ----------------------------------------------------------------------
 
     def find_ticket(self) -> Ticket:
-        """Return the winning ticket of Algorithm 1 for the clients' images."""
         first = next(iter(self.clients.values()))
         assert isinstance(first, ImageClientInfo)
         return winning_ticket(self.config, first.image_shape, first.num_classes)
@@ -88,13 +84,7 @@ class FedLTP(DPFed):
         self.best_model = self.model
         self.recorder.annotate(ticket={**ticket.about, "retention": self.retention()})
 
-    @property
-    def models(self) -> range:
-        """Return the numbers of the sub-models, from 1."""
-        return range(1, self.num_models + 1)
-
     def masks(self, model: int) -> dict[str, Tensor]:
-        """Return the masks of a sub-model, bool, by name of the weight."""
         return at_level(self.levels, model)
 
     def retention(self) -> list[float]:
@@ -121,9 +111,9 @@ class FedLTP(DPFed):
 
     # --- line 9 -----------------------------------------------------------------------------------------------------
 
-    def expect(self, round: Round, client: int) -> Schema:
+    def expect(self, round: Round, client: int) -> wire.Schema:
         """Expect the values of the coordinates that the client has; the server knows their places."""
-        return Schema.like(packed(self.model, self.masks(self.drawn[client])))
+        return wire.Schema.like(packed(self.model, self.masks(self.drawn[client])))
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = self.masks(self.drawn[client])
@@ -135,11 +125,10 @@ class FedLTP(DPFed):
 
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Ask for the new model's scores, and keep the model if they are the best so far."""
-        base_columns = super().after(round, exchanges)
         if self.options.validators == "none":
             self.best, self.best_model = (round.number, 0.0), self.model
-            return base_columns
-        bytes_before = round.log.bytes_up, round.log.bytes_down
+            return {}
+        up_before, down_before = round.log.bytes_up, round.log.bytes_down
         shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
@@ -150,7 +139,7 @@ class FedLTP(DPFed):
             return {}
 
         exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
-        columns: dict[str, Any] = {**base_columns, "validations": len(scores), "validation_score": None}
+        columns: dict[str, Any] = {"validations": len(scores), "validation_score": None}
         if scores:
             client_mean = math.fsum(shares) / len(shares)  # in whatever order they came
             pooled_score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
@@ -160,9 +149,12 @@ class FedLTP(DPFed):
         elif self.best[0] == 0:
             self.best_model = self.model
             round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
-        up, down = round.log.bytes_up - bytes_before[0], round.log.bytes_down - bytes_before[1]
-        columns |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
-        return columns
+        return {
+            **columns,
+            "validation_bytes_up": round.log.bytes_up - up_before,
+            "validation_bytes_down": round.log.bytes_down - down_before,
+            "best_round": self.best[0],
+        }
 
     def _questions(self, round: Round) -> Iterator[Outgoing]:
         eligible = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
@@ -186,7 +178,6 @@ class FedLTP(DPFed):
         return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
-        """Write the best round's model, or the newest one if there was no score."""
         self.model = self.best_model
         self.recorder.annotate(best_round=self.best[0])
 

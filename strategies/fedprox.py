@@ -4,8 +4,6 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heteroge
 Algorithm 2. The term is in ``clients/fedprox.py``; the server's half is FedAvg's.
 """
 
-from __future__ import annotations
-
 from strategies.fedavg import FedAvg
 
 

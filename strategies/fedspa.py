@@ -15,8 +15,6 @@ Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
   sparsified gradients being shorter, which clipping to C does not guarantee.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -36,8 +34,8 @@ from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
 
+# the server's momentum and, of Adam alone, the number of its second moment and what is added to that one's root
 BETA1, BETA2, EPSILON = 0.5, 0.99, 1e-3
-"""The server's momentum and, of Adam alone, the number of its second moment and what is added to that one's root."""
 
 
 class FedSPA(DPFed):
@@ -55,15 +53,7 @@ class FedSPA(DPFed):
                 f"at least {least_said(1 / size)}, so that a client has one",
                 condition=f"with a model of {size:,} coordinates",
             )
-
-    @property
-    def options(self) -> FedSPAOptions:
-        """Return the system's table of the configuration."""
-        return self.config.fedspa
-
-    def check_robust(self) -> None:
-        """Refuse a trimmed mean that would leave out every client that has a coordinate."""
-        super().check_robust()
+        # a trimmed mean would leave out every client that has a coordinate
         if self.config.robust == "trimmed-mean" and self.options.share <= self.config.robust_trim:
             raise ConfigError(
                 "fedspa.share",
@@ -71,6 +61,10 @@ class FedSPA(DPFed):
                 f"above robust-trim, which is {self.config.robust_trim:g}",
                 condition="with robust 'trimmed-mean'",
             )
+
+    @property
+    def options(self) -> FedSPAOptions:
+        return self.config.fedspa
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -84,7 +78,6 @@ class FedSPA(DPFed):
     # --- what is sent -----------------------------------------------------------------------------------------------
 
     def seed_of(self, round: Round, client: int) -> int:
-        """Return the seed of the client's coordinates in this round."""
         return rng.derive_seed(self.config.seed, "coordinates", client, round.number)
 
     def coordinates(self, round: Round, client: int) -> dict[str, Tensor]:

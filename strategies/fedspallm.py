@@ -15,8 +15,6 @@ Where the text leaves a choice, or does not hold:
 A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -33,39 +31,30 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import require
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
-from fedprune_app.federation.clients import TextClientInfo
 from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.models.cutting import Cut
+from fedprune_app.models.llm import LanguageModel, Perplexity
+from fedprune_app.models.saving import PrunedLayers
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.rows import number_in, row_of
 from strategies import perplexities
 from strategies.base import FederatedStrategy, state_rounds_of
 from strategies.mask_distances import MaskDistances
-from strategies.merging import Cutter, HessianMerge, MaskMerge, MeanMerge
-from strategies.perplexities import Perplexity
+from strategies.merging import HessianMerge, MaskMerge, MeanMerge
 from strategies.pruned_model import (
-    DenseModel,
     PrunedModel,
     clients_with_the_model,
     layer_files,
-    layer_share,
     lost_layers,
     together,
 )
 from strategies.recovery import Recovery
 
-_LITTLE = 0.05
-"""A round that changes no greater share of the weights has done next to nothing."""
-Layers = Callable[[int], Payload]
-Measure = Callable[[Layers], Mapping[str, Perplexity]]
-"""Perplexities, by test text, of the model with these pruned layers."""
-Answer = Callable[[Layers], Mapping[str, Mapping[str, Any]]]
-"""Zero-shot accuracies, by task, of the dense model and of the model with these pruned layers; none without tasks."""
-Write = Callable[[Path, Layers], Mapping[str, Any]]
-"""Writes the model with these pruned layers into a folder; what to record of it."""
+_COMPARED = 64  # the first clients, whose masks of one layer are compared with each other
 
 
-def check_pattern(config: Config, dense: DenseModel) -> None:
+def check_pattern(config: Config, dense: LanguageModel) -> None:
     """Refuse a pattern that does not go into every row. Raises :class:`ConfigError`."""
     if not (pattern := config.fedspallm.n_of_m()):
         return
@@ -81,7 +70,11 @@ def check_pattern(config: Config, dense: DenseModel) -> None:
 
 
 class FedSpaLLM(FederatedStrategy):
-    """FedSpaLLM keeps its state between layers on disk: packed layers in ``layers/``, and ``progress/``."""
+    """FedSpaLLM keeps its state between layers on disk: packed layers in ``layers/``, and ``progress/``.
+
+    Of the model with some pruned layers, ``measure`` returns perplexities by test text, and ``answer_tasks`` zero-shot
+    accuracies by task, beside the dense model's. ``write`` writes it into a folder, and returns what to record of it.
+    """
 
     headline = "perplexity_global"
     paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
@@ -89,14 +82,14 @@ class FedSpaLLM(FederatedStrategy):
     def __init__(
         self,
         context: RunContext,
-        dense: DenseModel,
-        measure: Measure,
-        answer_tasks: Answer,
-        write: Write,
+        dense: LanguageModel,
+        measure: Callable[[PrunedLayers], Mapping[str, Perplexity]],
+        answer_tasks: Callable[[PrunedLayers], Mapping[str, Mapping[str, Any]]],
+        write: Callable[[Path, PrunedLayers], Mapping[str, Any]],
         texts: Sequence[str],
         same_inputs: Callable[[], Sequence[Sequence[str]]],
         noise_multiplier: Callable[[int], float],
-        cutter: Cutter | None = None,
+        cut: Cut | None,
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options, self.exchanges = self.config.fedspallm, LayerRounds
@@ -109,7 +102,7 @@ class FedSpaLLM(FederatedStrategy):
         if self.options.merge == "hessians":
             groups = same_inputs()
             noise = noise_multiplier(dense.num_layers * len(groups))  # of clients that release so many in a round
-            self.merge = HessianMerge(self.config, dense, self.clients, groups, noise, cutter)
+            self.merge = HessianMerge(self.config, dense, self.clients, groups, noise, cut)
         self.number = self.layer = 0  # the round, and the layer that is being pruned
         self.pruners: dict[int, list[int]] = {}  # by layer
         self.recovery: Recovery | None = None  # in a round that recovers
@@ -129,7 +122,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def dealt(self, round: Round) -> dict[int, list[int]]:
         """Return for each layer the clients that prune it; each client prunes a share of the layers (lines 5 to 7)."""
-        shares = {client: layer_share(self.config, self.clients[client]) for client in round.participants}
+        shares = {k: self.clients[k].capacity or self.options.layer_share(k) for k in round.participants}
         draw = rng.numpy_generator(self.config.seed, "layers", round=round.number)
         layers_by_client = assign_layers(self.dense.num_layers, shares, draw, first=self.global_model.never_pruned())
         return {
@@ -137,16 +130,8 @@ class FedSpaLLM(FederatedStrategy):
             for layer in range(self.dense.num_layers)
         }
 
-    def begin_layer(self, layer: int) -> None:
-        """Get ready for the replies to a layer."""
-        self.layer = layer
-        self.merge.begin(layer, self.pruners[layer])
-
     def send(self, round: Round) -> Iterator[Outgoing]:
-        """Yield the layer in work (line 8), or nothing where it is the dense layer, which clients have in their cache.
-
-        A client whose cached layer is not the server's gets the whole layer.
-        """
+        """Yield the layer in work (line 8), or nothing where that is dense: clients have it in their cache."""
         fields = {"layer": self.layer, "of-round": self.number}
         if self.recovery is not None:
             yield from self._send_pruned(round, self.dense.num_layers, {**fields, "prunes": True, "recovers": True})
@@ -154,15 +139,9 @@ class FedSpaLLM(FederatedStrategy):
         if not self.merge.clients_prune:
             yield from self._send_pruned(round, self.layer, {**fields, "prunes": True})
             return
-        layer, pruned = self.layer, self.global_model.layer(self.layer)
-        payloads = {True: pruned}  # by whether the layer is cached
+        pruned = self.global_model.layer(self.layer)
         for client in round.participants:
-            info = self.clients[client]
-            assert isinstance(info, TextClientInfo)
-            is_cached = info.layer_digests[layer] == self.dense.layer_digest(layer)
-            if not is_cached and False not in payloads:
-                payloads[False] = Payload({**self.dense.layer_tensors(layer), **pruned.tensors}, pruned.masks)
-            yield Outgoing(client, payloads[is_cached], fields={**fields, "prunes": client in self.pruners[layer]})
+            yield Outgoing(client, pruned, fields={**fields, "prunes": client in self.pruners[self.layer]})
 
     def _send_pruned(self, round: Round, layer: int, fields: Mapping[str, Any]) -> Iterator[Outgoing]:
         """Yield to each participant the pruned layers before ``layer`` that it does not have yet."""
@@ -185,7 +164,7 @@ class FedSpaLLM(FederatedStrategy):
         elif update.tensors:
             self.merge.add(client, update)
             self._known[client] = self.layer
-            if update.masks and self.distances.compares(client, self.clients):
+            if update.masks and client in list(self.clients)[:_COMPARED]:
                 self.distances.add(client, update)
 
     def end_layer(self, row: dict[str, Any]) -> bool:
@@ -214,7 +193,6 @@ class FedSpaLLM(FederatedStrategy):
         return rows
 
     def _install(self, layer: int, payload: Payload, row: dict[str, Any]) -> None:
-        """Make a layer's matrices, expanded, the global model's."""
         previous = self.global_model.layer(layer)
         if previous.tensors:
             row["moved"] = sum(int((payload.tensors[name] != previous.tensors[name]).sum()) for name in payload.tensors)
@@ -277,11 +255,8 @@ class FedSpaLLM(FederatedStrategy):
         versions = {str(layer): version for layer, version in self.global_model.versions.items()}
         has_all_clients = self.config.fraction_train == 1 and self.config.drop_probability == 0
         is_pruning = not self.options.recovery_rounds or self.number < self.options.pruning_rounds(self.config)
-        is_renewed = (
-            has_all_clients
-            and is_pruning
-            and all(layer_share(self.config, info) == 1 for info in self.clients.values())
-        )
+        has_all_layers = all((info.capacity or self.options.layer_share(k)) == 1 for k, info in self.clients.items())
+        is_renewed = has_all_clients and is_pruning and has_all_layers
         return State({}, {**super().state().meta, "versions": versions, "renewed": is_renewed})
 
     def restore(self, state: State) -> None:
@@ -295,7 +270,8 @@ class FedSpaLLM(FederatedStrategy):
     ) -> Iterator[ResumePoint]:
         """Yield the points after the finished layers of the next round, and the one after the round itself.
 
-        Where everybody prunes all layers in every round, the next round makes anew what clients keep.
+        Where everybody prunes all layers in every round, the next round makes anew what clients keep, who keep one
+        version of their state.
         """
         yield from _points_after_layers(folder, run_key, round)
         rounds, files = state_rounds_of(meta), layer_files(folder, run_key)
@@ -306,7 +282,6 @@ class FedSpaLLM(FederatedStrategy):
 
 
 def _progress_store(folder: Path, run_key: str) -> VersionedStore:
-    """Return how far a round has come, by step, as a run folder keeps it."""
     return VersionedStore(folder / "layers" / "progress", keep=2, owner=owner("progress", run_key))
 
 
@@ -336,7 +311,6 @@ class LayerRounds(Exchanges):
         self.dense, self.config, self.recorder = strategy.dense, context.config, context.recorder
         self.progress = _progress_store(context.recorder.folder, context.run_key)
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
-        self._receivers: list[Collection[int]] = []  # by layer, who is sent something in this round
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
         self._renewed = strategy.state_rounds.keys() - point.state_rounds.keys()  # clients that lost their state
         strategy.state_rounds = dict(point.state_rounds)
@@ -350,23 +324,20 @@ class LayerRounds(Exchanges):
         self._by_layer = {}
         if self.strategy.recovery is not None:
             return self._recover(round)
-        pruners = self.strategy.pruners
         has_all_receivers = self.strategy.options.unsampled == "current" and round.number > 1
-        self._receivers = [round.participants if has_all_receivers else pruners[layer] for layer in pruners]
         for layer in range(self._resume(round), self.dense.num_layers):
             start = time.monotonic()
-            self._prune_layer(round, layer)
+            self._prune_layer(round, layer, round.participants if has_all_receivers else self.strategy.pruners[layer])
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - start
             self._save_progress(round, layer + 1)
         self._require_renewed(round)
-        self._note_how_little_moved(round)
         return self._columns(round)
 
-    def _prune_layer(self, round: Round, layer: int) -> None:
-        receivers = self._receivers[layer]
+    def _prune_layer(self, round: Round, layer: int, receivers: Collection[int]) -> None:
         replies_before, failures_before = round.log.replies, len(round.log.failures)
-        self.strategy.begin_layer(layer)
-        self._show_progress(round)
+        self.strategy.layer = layer
+        self.strategy.merge.begin(layer, self.strategy.pruners[layer])
+        self._show_progress()
         if receivers:
             name = f"decoder layer {layer} in round {round.number}"
             self._exchange(name, round, layer, receivers)
@@ -395,8 +366,7 @@ class LayerRounds(Exchanges):
 
     def _recover(self, round: Round) -> dict[str, Any]:
         """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
-        self._receivers = [round.participants]
-        self._show_progress(round)
+        self._show_progress()
         name = f"recovery in round {round.number}"
         self._exchange(name, round, self.strategy.layer, round.participants)
         require(round.log.replies, min(self.config.min_replies, len(round.participants)), name, round.log.failures)
@@ -404,21 +374,11 @@ class LayerRounds(Exchanges):
         losses = [row["recovery_loss"] for row in round.log.clients.values() if row.get("recovery_loss") is not None]
         return {**self._columns(round), "recovery_loss": metrics.summary(losses).mean}
 
-    def _note_how_little_moved(self, round: Round) -> None:
-        """Say so where a later round found every layer pruned to its density already."""
-        rows = self._by_layer.values()
-        num_moved, total = (sum(row.get(key, 0) for row in rows) for key in ("moved", "weights"))
-        if all("moved" in row for row in rows) and num_moved <= _LITTLE * total:
-            explanation = "every layer had its density before, and only a lower density would prune more"
-            round.log.say(f"round {round.number} changed {num_moved:,} of {total:,} weights: {explanation}")
-
-    def _show_progress(self, round: Round, num_arrived: int = 0) -> None:
-        """Show layers times clients, so far. ``round`` may be a layer's exchange."""
-        num_in_round = sum(map(len, self._receivers))
-        num_done = round.log.replies + len(round.log.failures) + num_arrived
-        place = f"layer {self.strategy.layer + 1}/{self.dense.num_layers}"
-        rounds = self.config.num_server_rounds
-        self.recorder.progress((self.strategy.number - 1) * num_in_round + num_done, rounds * num_in_round, place)
+    def _show_progress(self) -> None:
+        layer, num_layers = self.strategy.layer, self.dense.num_layers
+        num_done = self.step(self.strategy.number, layer) - 1
+        total = self.config.num_server_rounds * num_layers
+        self.recorder.progress(num_done, total, f"layer {layer + 1}/{num_layers}")
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -430,7 +390,6 @@ class LayerRounds(Exchanges):
         row = row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
         if strategy.recovery is not None:
             row["recovery_loss"] = number_in("recovery_loss", fields)
-        self._show_progress(round, num_arrived=1)
         return {
             **row,
             "seconds": None if row["seconds"] is None else last_row.get("seconds", 0.0) + row["seconds"],
@@ -460,8 +419,7 @@ class LayerRounds(Exchanges):
         }
 
     def _num_kept(self, key: str) -> int:
-        """Return the numbers of kept weights in the global model; layers that nobody pruned are as they were."""
-        num_kept = self.strategy.global_model.num_kept
+        num_kept = self.strategy.global_model.num_kept  # of layers that nobody pruned, which are as they were
         return sum(row[key] if key in row else num_kept(int(layer)) for layer, row in self._by_layer.items())
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:

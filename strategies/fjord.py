@@ -7,8 +7,6 @@ Only the leading units of a client's largest sub-network travel, as smaller tens
 (alike under ``robust``), so that with all clients at full width it is FedAvg.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
@@ -49,12 +47,10 @@ class FjORD(AveragingStrategy):
         return self.clients[client].capacity or self.config.fjord.width_of(client)
 
     def extents_of(self, client: int) -> Extents:
-        """Return how far the client's sub-network extends into each tensor."""
         width = self.width(client)
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 
     def sub_network(self, client: int) -> dict[str, Tensor]:
-        """Return the leading units of every layer, as many as the client can bear."""
         reach = self.extents_of(client)
         return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 

@@ -4,8 +4,6 @@ The models could go from peer to peer; the server only stands in for the links. 
 peer-to-peer one, from the sizes of the updates that neighbours exchange, and what the star really moved.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -40,18 +38,15 @@ class Gossip(Relay):
     @property
     @abstractmethod
     def options(self) -> GossipOptions:
-        """The system's table of the configuration."""
+        """Return the system's table of the configuration."""
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
         self.densities: dict[int, float] = {}  # of the clients' models, as they last said
         self.reads_updates = self.options.gossip == "server"
+        self.participation.trains_dropped = self.options.trains_alone
 
     # --- who is there, and who receives from whom -----------------------------------------------------------------
-
-    @property
-    def trains_dropped(self) -> bool:
-        return self.options.trains_alone
 
     def neighbours(self, round: Round) -> dict[int, tuple[int, ...]]:
         """Return from whom each participant receives; a client that trains alone receives from nobody."""
@@ -126,8 +121,7 @@ class Gossip(Relay):
             return update
         schema = self.published()
         update = wire.from_arrays(self.update_of(client), schema.max_bytes)
-        if not self.reads_updates:
-            schema.check(update)
+        schema.check(update)
         self.updates.remember(client, round, update)
         return update
 

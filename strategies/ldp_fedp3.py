@@ -12,8 +12,6 @@ Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, with the sketc
   numbers of examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

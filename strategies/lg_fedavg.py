@@ -7,8 +7,6 @@ The released script starts from a model that FedAvg has trained: ``lgfedavg.pret
 FedAvg first. Algorithm 1 starts from the initial model, which is the default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import Tensor
@@ -35,14 +33,6 @@ class LGFedAvg(FedAvg):
         if not self.config.lgfedavg.pretrain_rounds:
             self.model = {name: self.model[name] for name in self.upper}
         self.averaged = list(self.model)
-
-    def doubts(self) -> list[str]:
-        pretrained, rounds = self.config.lgfedavg.pretrain_rounds, self.config.num_server_rounds
-        fedavg = (
-            f"lgfedavg.pretrain-rounds is {pretrained}, and num-server-rounds is {rounds}: all rounds are FedAvg's, "
-            "and no client has layers of its own"
-        )
-        return [*super().doubts(), *([fedavg] if pretrained >= rounds else [])]
 
     def begin(self, round: Round) -> None:
         self.averaged = list(self.model) if round.number <= self.config.lgfedavg.pretrain_rounds else self.upper

@@ -1,16 +1,11 @@
 """How far the masks of clients are apart: of a model at once, or layer by layer and over a whole round."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from fedprune_app.core.payload import Payload
-
-_MOST_CLIENTS = 64  # clients whose masks of one layer are compared with each other
 
 
 class MaskDistances:
@@ -21,15 +16,9 @@ class MaskDistances:
         self.differing: dict[tuple[int, int], int] = {}  # by pair of clients, entries of all layers so far
 
     def add(self, client: int, update: Payload) -> None:
-        """Keep a client's masks of the layer in work."""
         flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
         bits = np.packbits(flat)
         self.masks[client] = np.pad(bits, (0, -len(bits) % 8)).view(np.uint64)  # bits are counted 64 at a time
-
-    @staticmethod
-    def compares(client: int, clients: Collection[int]) -> bool:
-        """Return whether this client is one of those that are compared: the first few of all ``clients``."""
-        return client in list(clients)[:_MOST_CLIENTS]
 
     def close_layer(self, num_entries: int) -> float | None:
         """Return the mean share of a layer's entries that one client keeps and another does not; None of one client."""
@@ -42,7 +31,6 @@ class MaskDistances:
         return sum(shares) / len(shares) if shares else None
 
     def clients(self) -> list[int]:
-        """Return the clients that were compared."""
         return sorted({client for pair in self.differing for client in pair})
 
     def matrix(self, num_entries: int) -> np.ndarray[Any, Any]:

@@ -15,12 +15,10 @@ A merge adds up the replies to one layer at a time. ``clients_prune`` says wheth
 own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +31,9 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt_together
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster
-from strategies.pruned_model import DenseModel, PrunedModel
+from fedprune_app.models.cutting import Cut
+from fedprune_app.models.llm import LanguageModel
+from strategies.pruned_model import PrunedModel
 
 
 class MeanMerge:
@@ -93,17 +93,11 @@ class MaskMerge(MeanMerge):
         return Payload.pruned({name: self._dense[name] for name in masks}, masks)
 
 
-class Cutter(Protocol):
-    """Cuts heads and units out of a layer, by the Hessians of the inputs of which they are."""
-
-    def layer(self, dense: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Payload: ...
-
-
 class HessianMerge:
     """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians.
 
     ``groups`` are the matrices of a layer that have the same inputs. The clients' sums have noise of
-    ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``.
+    ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``. With ``cut`` heads and units go, not weights.
     """
 
     clients_prune = False
@@ -111,13 +105,13 @@ class HessianMerge:
     def __init__(
         self,
         config: Config,
-        dense: DenseModel,
+        dense: LanguageModel,
         clients: Roster,
         groups: Sequence[Sequence[str]],
         noise_multiplier: float,
-        cutter: Cutter | None = None,
+        cut: Cut | None,
     ) -> None:
-        self.cutter = cutter
+        self.cut = cut
         self.config, self.options, self.dense, self.clients = config, config.fedspallm, dense, clients
         self.groups = groups
         shapes = dense.layer_like(0)
@@ -126,12 +120,10 @@ class HessianMerge:
         self._sums: dict[str, hessians.HessianSum] = {}
 
     def answer(self, layer: int) -> Schema:
-        """Return what a reply to a layer holds."""
         sums = hessians.like(self.sizes)
         return replace(Schema.like(sums), unscaled=frozenset(sums))
 
     def begin(self, layer: int, pruners: Iterable[int]) -> None:
-        """Get ready for a layer, whoever prunes it."""
         is_noised = self.config.dp.enabled
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.sizes.items()}
 
@@ -144,12 +136,11 @@ class HessianMerge:
             total.add(name, update.tensors, num_sequences)
 
     def made(self, layer: int, row: dict[str, Any]) -> Payload:
-        """Return the layer, empty if nobody sent its Hessians; ``row`` is what the record says of it."""
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         dense, results = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
-        if self.cutter is not None:
-            payload = self.cutter.layer(dense, {names[0]: self._hessian(names[0]) for names in self.groups})
+        if self.cut is not None:
+            payload = self.cut.layer(dense, {names[0]: self._hessian(names[0]) for names in self.groups})
             row["weights"] = payload.num_elements()
             return payload
         pattern = self.options.n_of_m()

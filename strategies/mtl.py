@@ -10,9 +10,7 @@ tables**, which say no more about it: columns of W are whole models, clients tak
 server computes Ω anew every round. ε makes the inverse exist.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -36,20 +34,19 @@ class MTL(Relay):
         return wire.Schema.like(self.model)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        models = {
-            client: self._flat(self._model(update))
-            for client, update in self.updates_of(sorted(self.update_rounds), round.log).items()
-        }
+        max_bytes, models = wire.Schema.like(self.model).max_bytes, {}
+        for client, update in self.updates_of(sorted(self.update_rounds), round.log).items():
+            tensors = wire.from_arrays(update, max_bytes).tensors
+            models[client] = torch.cat([tensors[name].reshape(-1) for name in self.model])  # in the server's order
         members = list(models)
-        receivers = [client for client in round.participants if client in models]
-        if len(members) < 2 or not receivers:
+        if len(members) < 2:
             yield from map(Outgoing, round.participants)
             return
         # (members, parameters), float64
         columns = torch.stack(list(models.values())).double()
         precision = self._precision(columns)
         for client in round.participants:
-            if client not in receivers:
+            if client not in models:
                 yield Outgoing(client)
                 continue
             position = members.index(client)
@@ -67,10 +64,3 @@ class MTL(Relay):
         omega = roots / roots.sum().clamp(min=1e-300)
         precision: Tensor = (vectors / (omega + self.config.mtl.ridge)) @ vectors.T
         return precision
-
-    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """One vector of a client's tensors, in the order of the server's model, whatever order the client sent."""
-        return torch.cat([tensors[name].reshape(-1) for name in self.model])
-
-    def _model(self, update: wire.EncodedArrays) -> dict[str, Tensor]:
-        return dict(wire.from_arrays(update, wire.Schema.like(self.model).max_bytes).tensors)

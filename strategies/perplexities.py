@@ -1,31 +1,15 @@
 """What FedSpaLLM records of an evaluation: perplexities of clients' own models and of the global one, text by text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fedprune_app.core import metrics
 from fedprune_app.engine import wire
 from fedprune_app.federation.exchanges import Rows
+from fedprune_app.models.llm import Perplexity
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.rows import number_in, round_columns, row_of
 from fedprune_app.results.texts import OWN_TEXT
-
-
-class Perplexity(Protocol):
-    """What was measured on one text."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def windows(self) -> int: ...
-    @property
-    def windows_in_text(self) -> int | None: ...
-    @property
-    def tokens(self) -> int: ...
 
 
 def client_row(
@@ -101,7 +85,6 @@ def over_clients(
 
 
 def _client_summary(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
-    """Return mean and spread of the clients' own models on a text, of those that measured it."""
     values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
     summary = metrics.summary(values)
     return {"personal_mean": summary.mean, "personal_std": summary.std, "personal_models": len(values)}

@@ -1,42 +1,20 @@
 """FedSpaLLM's global model on the server: the dense model, and on disk the layers that were pruned, by round."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import owner
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.clients import ClientInfo, Roster, TextClientInfo
+from fedprune_app.federation.clients import Roster, TextClientInfo
 from fedprune_app.federation.registration import log_left_out
 from fedprune_app.federation.round import RunContext
+from fedprune_app.models.llm import LanguageModel
 
-DENSE = 0
-"""The version of a layer that nobody has pruned yet."""
-
-
-class DenseModel(Protocol):
-    """The model that the run begins with, as the server has it."""
-
-    prefix: str
-    device: torch.device
-
-    @property
-    def num_layers(self) -> int: ...
-    def num_parameters(self) -> tuple[int, int]: ...
-    def prunable(self, layer: int) -> list[str]: ...
-    def layer_like(self, layer: int) -> dict[str, Tensor]: ...
-    def layer_tensors(self, layer: int) -> dict[str, Tensor]: ...
-    def layer_digest(self, layer: int) -> str: ...
-    def shell_digest(self) -> str: ...
+DENSE = 0  # the version of a layer that nobody has pruned yet
 
 
 class PrunedModel:
@@ -45,7 +23,7 @@ class PrunedModel:
     The folder ``layers`` has one packed file per pruned layer and round.
     """
 
-    def __init__(self, dense: DenseModel, folder: Path, run_key: str) -> None:
+    def __init__(self, dense: LanguageModel, folder: Path, run_key: str) -> None:
         self.dense = dense
         self.files = layer_files(folder, run_key)
         self.versions = dict.fromkeys(range(dense.num_layers), DENSE)  # by layer, the round that wrote it
@@ -62,11 +40,9 @@ class PrunedModel:
         return Schema.like({name: shapes[name] for name in names}, frozenset(names))
 
     def never_pruned(self) -> list[int]:
-        """Return the layers that are still dense."""
         return [layer for layer, version in self.versions.items() if version == DENSE]
 
     def num_kept(self, layer: int) -> int:
-        """Return how many weights of the layer's matrices are kept."""
         if self.versions[layer] == DENSE:
             return sum(shape.numel() for shape in self.schema(layer).shapes.values())
         return self.layer(layer).num_kept()
@@ -87,7 +63,6 @@ class PrunedModel:
 
 
 def layer_files(folder: Path, run_key: str) -> LayerFiles:
-    """Return a run folder's pruned layers."""
     return LayerFiles(folder / "layers", owner("layer", run_key))
 
 
@@ -113,33 +88,21 @@ def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]
 # --- who has the model --------------------------------------------------------------------------------------------
 
 
-def layer_share(config: Config, info: ClientInfo) -> float:
-    """Return the share of the layers that the client prunes in a round."""
-    return info.capacity or config.fedspallm.layer_share(info.id)
-
-
-def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
+def clients_with_the_model(context: RunContext, dense: LanguageModel) -> Roster:
     """Return the clients whose dense model is the server's; name the others in the record.
 
-    A decoder layer may differ where the server sends that layer: a client with a share of 1 is sent all layers. Raises
-    :class:`ConfigError` where nobody is left.
+    Raises :class:`ConfigError` where nobody is left.
     """
     config = context.config
-    digests = [dense.layer_digest(layer) for layer in range(dense.num_layers)]
+    layer_digests = tuple(dense.layer_digest(layer) for layer in range(dense.num_layers))
     roster: Roster = {}
     reasons = []
     for client, info in context.clients.items():
         assert isinstance(info, TextClientInfo)
-        if len(info.layer_digests) != len(digests):
-            reasons.append(
-                f"client {client} has a model of {len(info.layer_digests)} layers, the server's has {len(digests)}"
-            )
-        elif info.shell_digest != dense.shell_digest():
-            reasons.append(f"client {client} has other embeddings or norms than the server's model")
-        elif layer_share(config, info) < 1 and (number := _first_difference(info.layer_digests, digests)) is not None:
-            reasons.append(f"client {client} has another decoder layer {number} than the server's model")
-        else:
+        if (info.shell_digest, info.layer_digests) == (dense.shell_digest(), layer_digests):
             roster[client] = info
+        else:
+            reasons.append(f"client {client} has another dense model than the server")
     log_left_out(reasons)
     if reasons:
         old_reasons = context.recorder.info.get("clients_left_out", [])
@@ -152,7 +115,3 @@ def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
             hint=reasons[0],
         )
     return roster
-
-
-def _first_difference(digests: Sequence[str], server_digests: Sequence[str]) -> int | None:
-    return next((i for i, (a, b) in enumerate(zip(digests, server_digests, strict=True)) if a != b), None)

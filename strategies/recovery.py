@@ -4,8 +4,6 @@ After pruning, clients train the kept weights on their text, and the server aver
 alike (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017). Masks stay.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -36,7 +34,6 @@ class Recovery:
         ]
 
     def add(self, update: Payload) -> None:
-        """Add a client's kept weights."""
         self._mean.add(update, 1)
 
     def layers(self) -> dict[int, Payload]:

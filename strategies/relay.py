@@ -1,7 +1,5 @@
 """A server that passes its clients' models on: it keeps the latest update of each, and has no model of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ class Relay(FederatedStrategy):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        self.updates = self._store(self.recorder.folder, context.run_key)
+        self.updates = UpdateStore(self.recorder.folder / "peers", run_key=context.run_key)
         self.update_rounds: dict[int, int] = {}  # by client, the round of the update that may be passed on now
         self.update_bytes: dict[int, int] = {}  # by client, the size of that update in a message
         self._received_bytes: dict[int, int] = {}  # by client, the size of the update received last
@@ -64,27 +62,24 @@ class Relay(FederatedStrategy):
         update = wire.arrays_of(content)
         if update is None:
             raise ValueError(f"the message has no record '{wire.PAYLOAD}'")
-        payload = wire.from_arrays(update, schema.max_bytes) if self.reads_updates else None
-        if payload is not None:
+        if not self.reads_updates:
+            self.updates.put(client, round.number, update, schema.max_bytes)
+        else:
+            payload = wire.from_arrays(update, schema.max_bytes)
             schema.check(payload)
-        self.updates.put(client, round.number, update, schema.max_bytes)
-        if payload is not None:
+            self.updates.put(client, round.number, update, schema.max_bytes)
             self.updates.remember(client, round.number, payload)
         self._received_bytes[client] = wire.item_bytes(wire.peer_update_name(client), update)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         """Take in nothing: :meth:`accept` keeps updates as they came."""
 
-    @staticmethod
-    def _store(folder: Path, run_key: str) -> UpdateStore:
-        return UpdateStore(folder / "peers", run_key=run_key)
-
     @classmethod
     def resume_points(
         cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
         rounds = state_rounds_of(meta)
-        yield ResumePoint(round, rounds, tuple(cls._store(folder, run_key).lost(rounds)))
+        yield ResumePoint(round, rounds, tuple(UpdateStore(folder / "peers", run_key=run_key).lost(rounds)))
 
     def state(self) -> State:
         sizes = {str(k): size for k, size in sorted(self._received_bytes.items())}

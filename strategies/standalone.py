@@ -4,16 +4,12 @@ The baseline of Sub-FedAvg's Tables 1 and 2 and Dis-PFL's Table 1. Clients are s
 that each spends the same local epochs in a comparison; ``fraction-train = 1`` trains all of them every round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round
 from strategies.base import FederatedStrategy
-
-_NOTHING = Payload({})
 
 
 class Standalone(FederatedStrategy):
@@ -23,7 +19,7 @@ class Standalone(FederatedStrategy):
     paper_formula = "nothing is sent"
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(round.participants, _NOTHING)
+        return Outgoing.to_each(round.participants, Payload({}))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({})

@@ -4,8 +4,6 @@ Vahidian, Morafah, Lin, "Personalized Federated Learning by Structured and Unstr
 Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 1 to 10. The client half is ``clients/subfedavg.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload

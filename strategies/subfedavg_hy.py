@@ -3,8 +3,6 @@
 Vahidian, Morafah, Lin, ICDCS workshops 2021, Algorithm 2. The client half is ``clients/subfedavg_hy.py``.
 """
 
-from __future__ import annotations
-
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Round
 from strategies.subfedavg import SubFedAvg

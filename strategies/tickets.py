@@ -1,7 +1,5 @@
 """Fed-LTP's Algorithm 1: winning tickets, which the server trains on public data. Nothing private is read here."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -23,10 +23,11 @@ def check_min_replies(config: Config, max_asked: int, num_clients: int) -> None:
 class Participation:
     """The clients of a run, and which of them are eligible, sampled, and dropped in each round."""
 
-    def __init__(self, config: Config, clients: Roster, budgets: Budgets, trains_dropped: bool = False) -> None:
-        self.config, self.trains_dropped = config, trains_dropped
+    def __init__(self, config: Config, clients: Roster, budgets: Budgets) -> None:
+        self.config = config
         self.clients = clients
         self.budgets = budgets
+        self.trains_dropped = False  # whether a sampled client that drops out trains by itself
         count = config.holdout_clients if has_effect("holdout-clients", config) else 0
         order = rng.numpy_generator(config.seed, "holdout").permutation(len(clients))
         self.holdouts = sorted(list(clients)[place] for place in order[:count])

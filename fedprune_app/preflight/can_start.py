@@ -126,7 +126,7 @@ def _try_network(client: ImageClient, name: str) -> None:
         vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
         options: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
         client.costs.training()
-        train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **options, **client.trial())
+        train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **options)
         evaluate(model, images, labels, device=client.device, precision=config.precision)
     except Exception as error:  # a user's network raises what it likes
         error_text = " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())

@@ -265,7 +265,7 @@ def test_evaluation_is_of_the_small_network_and_as_accurate_as_the_masked_one(cl
     one.accuracy = lambda task, split, **how: (
         sizes.append((split, sum(p.numel() for p in one.model.parameters()))) or real(task, split, **how)
     )
-    _, _, metrics = one.evaluate(*Task(1, received).to_numpy())
+    _, _, metrics = one.evaluate(*Task(1, received, fields={"state-round": 1}).to_numpy())
     # personal, then as received under the masks, then the global model, which is whole
     assert sizes == [("test", SMALL), ("validation", SMALL), ("test", SMALL), ("test", FULL)]
     data, weights = one.data, state.group("weights")
@@ -294,8 +294,8 @@ def test_the_state_on_disk_is_enough_to_go_on(client, tmp_path):
     one = client(1.0)
     received = initial(one)
     for round in (1, 2):
-        arrays = one.fit(*Task(round, received).to_numpy())[0]
-    anew = client(1.0).fit(*Task(2, received).to_numpy())[0]
+        arrays = one.fit(*Task(round, received, fields={"state-round": round - 1}).to_numpy())[0]
+    anew = client(1.0).fit(*Task(2, received, fields={"state-round": 1}).to_numpy())[0]
     assert all((a == b).all() for a, b in zip(arrays, anew, strict=True))
 
 

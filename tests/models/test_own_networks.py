@@ -133,7 +133,6 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
         ("in_training", PRIVATE, "'tuple' object has no attribute"),
         ("scripted", {}, "allowed: torch.nn.Module, no TorchScript"),
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
-        ("attention", {"system": "fjord"}, "which cannot be used for training with fjord"),
     ],
 )
 def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings, reason):

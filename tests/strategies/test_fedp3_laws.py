@@ -438,10 +438,6 @@ def test_a_clients_capacity_bounds_what_is_deployed_to_it(federation, monkeypatc
         ({"fedp3_capacities": "much"}, ("fedp3.capacities", "much")),
         ({"fedp3_layer_set": "capacity", "fedp3_capacities": "0.01"}, ("fedp3.layer-set", "capacity")),
         (
-            {"robust": "trimmed-mean", "robust_trim": 0.2, "fraction_train": 1.0},
-            ("robust-trim", 0.2),
-        ),
-        (
             {"robust": "trimmed-mean", "fedp3_aggregation": "weighted-literal", "fraction_train": 1.0},
             ("robust", "trimmed-mean"),
         ),

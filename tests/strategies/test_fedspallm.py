@@ -386,34 +386,6 @@ def test_the_saved_model_loads_in_plain_transformers_and_the_packed_one_is_the_s
     assert tokenizer("é\n").input_ids == list("é\n".encode())
 
 
-@pytest.mark.few(1)
-def test_a_client_with_another_dense_layer_is_sent_the_servers(run, settings, tmp_path):
-    def query(message, context):
-        reply = client_app.query(message, context)
-        if context.node_config["partition-id"] == 1:
-            fields = wire.fields_of(reply.content)
-            fields["layer-digests"] = ["0" * 64, fields["layer-digests"][1]]
-            reply.content = RecordDict({"fields": wire.pack(None, fields)["fields"]})
-        return reply
-
-    sent = {}
-
-    def train(message, context, honest):
-        fields = wire.fields_of(message.content)
-        key = (context.node_config["partition-id"], fields["layer"])
-        sent[key] = wire.payload_of(message.content, 10**7)
-        return honest(message, context)
-
-    tampered = ClientApp()
-    tampered.query()(query)
-    tampered.train()(lambda message, context: train(message, context, client_app.train))
-    tampered.evaluate()(client_app.evaluate)
-    config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
-    run_in_process(server_app.app, tampered, CLIENTS, config.to_dict())
-    assert [key for key, payload in sent.items() if payload.tensors] == [(1, 0)]
-    assert Finished(tmp_path / "run").sha256 == run().sha256
-
-
 def introducing(**lies):
     """The app, in which client 1 says these things of itself."""
 
@@ -433,22 +405,14 @@ def introducing(**lies):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("lies", "more", "said"),
-    [
-        ({"shell-digest": "0" * 64}, {}, "client 1 has other embeddings or norms than the server's model"),
-        ({"layer-digests": ["0" * 64]}, {}, "client 1 has a model of 1 layers, the server's has 2"),
-        (
-            {"layer-digests": ["0" * 64] * 2},
-            {"fedspallm.layer-shares": "0.5"},
-            "client 1 has another decoder layer 0 than the server's model",
-        ),
-    ],
+    "lies",
+    [{"shell-digest": "0" * 64}, {"layer-digests": ["0" * 64]}, {"layer-digests": ["0" * 64] * 2}],
 )
-def test_a_client_with_another_model_than_the_servers_is_left_out_and_named(settings, tmp_path, lies, more, said):
-    config = parse_config({**settings, **more, "out-dir": str(tmp_path / "run")})
+def test_a_client_with_another_model_than_the_servers_is_left_out_and_named(settings, tmp_path, lies):
+    config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
     run_in_process(server_app.app, introducing(**lies), CLIENTS, config.to_dict())
     done = Finished(tmp_path / "run")
-    assert done.info["clients_left_out"] == [said]
+    assert done.info["clients_left_out"] == ["client 1 has another dense model than the server"]
     assert {row["partition"] for row in done.clients} == {*range(CLIENTS)} - {1}
 
 
@@ -462,7 +426,7 @@ def test_where_everybody_has_another_model_than_the_server_nothing_begins(settin
     app = ClientApp()
     app.query()(query)
     config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
-    with refuses("model", which="0 of 3 clients", hint="client 0 has other embeddings"):
+    with refuses("model", which="0 of 3 clients", hint="client 0 has another dense model"):
         run_in_process(server_app.app, app, CLIENTS, config.to_dict())
 
 
@@ -647,14 +611,11 @@ def test_a_packed_model_trusts_nothing(run, tmp_path):
         unpack(part.read_bytes(), 10**6)
 
 
-def test_a_second_round_at_the_same_density_changes_next_to_nothing_and_says_so(run):
+def test_a_second_round_at_the_same_density_says_how_many_weights_it_changed(run):
     once, twice = run(), run(num_server_rounds=2)
     before, after = global_layers(once), global_layers(twice)
     moved = sum(int((after[key][0] != before[key][0]).sum()) for key in after)
     assert sum(row["moved"] for row in twice.rounds[-1]["layers"].values()) == moved
-    total = sum(mask.numel() for _, mask in after.values())
-    assert [f"changed {moved:,} of {total:,} weights" in note for note in twice.rounds[-1]["notes"]] == [True]
-    assert not once.rounds[-1].get("notes")
     assert all("moved" not in row for row in once.rounds[-1]["layers"].values())
 
 

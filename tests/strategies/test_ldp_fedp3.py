@@ -272,10 +272,10 @@ def test_settings_that_cannot_be_are_refused_on_one_line(settings, said):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"clients": 5}, "clients is 5, allowed: 1 to 4"),
-        ({"clients": 0}, "clients is 0, allowed: 1 to 4"),
-        ({"place": 2}, "place is 2, allowed with 2 clients: 0 to 1"),
-        ({"place": "first"}, "place is 'first', allowed with 2 clients: 0 to 1"),
+        ({"clients": 5}, "clients is 5 and place [01], allowed: 1 to 4 clients"),
+        ({"clients": 0}, "clients is 0 and place [01], allowed: 1 to 4 clients"),
+        ({"place": 2}, "clients is 2 and place 2, allowed: 1 to 4 clients, and a place below their number"),
+        ({"place": "first"}, "clients is 2 and place 'first', allowed: 1 to 4 clients"),
     ],
 )
 def test_a_client_refuses_a_place_that_cannot_be_and_spends_nothing(federation, monkeypatch, tmp_path, fields, said):
