@@ -12,7 +12,7 @@ from clients.ledgers import split_secret
 from clients.node import Place
 from clients.reply_fields import ReplyFields
 from fedprune_app.config import Config
-from fedprune_app.data.augmentation import CropFlip, augmentation
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data, content_sha256, dataset_of, label_counts, record_digests
 
@@ -83,5 +83,7 @@ class Images:
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
         """Return what the key ``augmentation`` asks for, of these training images."""
+        if self.config.augmentation == "none":
+            return None
         black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
-        return augmentation(self.config.augmentation, images, black)
+        return CropFlip(images, black)

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.errors import check_kind
-from fedprune_app.data.labels import same_text
 from fedprune_app.files import locked
 
 Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
@@ -76,8 +74,7 @@ class Dataset:
             step = max(1, -(-images.nbytes // _MOST_DIGESTED))
             total.update(f"{images.shape} {images.dtype}".encode())
             total.update(np.ascontiguousarray(labels).data)
-            for start in range(0, len(images), 1000 * step):  # a thousand images at a time are read
-                total.update(np.ascontiguousarray(images[start : start + 1000 * step : step]).data)
+            total.update(np.ascontiguousarray(images[::step]).data)
         return total.hexdigest()
 
     @property
@@ -93,9 +90,8 @@ def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[ND
     It is that of the name among all names of training examples in order. It is -1 for an empty name, and for somebody
     who has test examples alone.
     """
-    names = [[same_text(name) for name in part] for part in (owners, test_owners)]
-    numbers = {name: number for number, name in enumerate(sorted({*names[0]} - {""}))}
-    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in names)
+    numbers = {name: number for number, name in enumerate(sorted({*owners} - {""}))}
+    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in (owners, test_owners))
     return train, test
 
 
@@ -140,22 +136,10 @@ def checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...]
     return images, labels
 
 
-def missing(name: str, folder: Path, expected: str, marker: Path, advice: str = "") -> str:
-    """Return the error for a folder without ``expected``, with the folder that was probably meant.
-
-    ``marker`` is a file or folder, relative to the right folder, that would be there. No other name is told: on a node
-    names of files may tell whom they are about.
-    """
-    if not folder.exists():
-        return f"data-dir '{folder}' does not exist; dataset '{name}' is read from {expected} in it{advice}"
+def missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
     if not folder.is_dir():
-        return f"data-dir '{folder}' is a file, allowed: a folder with {expected}; an archive has to be unpacked"
-    folders = {"the folder above has it": folder.parent, "the folder two above has it": folder.parent.parent}
-    places = [place for place, path in folders.items() if (path / marker).exists()]
-    if not places and any((Path(entry) / marker).exists() for entry in visible(folder) if entry.is_dir()):
-        places = ["a folder in it has it"]
-    hint = f"; {places[0]}, give that one" if places else advice
-    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{hint}"
+        return f"data-dir '{folder}' is no folder; dataset '{name}' is read from {expected} in it{advice}"
+    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{advice}"
 
 
 def require(
@@ -172,18 +156,15 @@ def require(
                 if not all(file.exists() for file in files):
                     fetch()
         except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = " ".join(str(error).split())
             raise ValueError(f"data-dir '{folder}': download of dataset '{name}' failed: {reason}") from error
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"
-            path = file.relative_to(folder)
-            raise ValueError(missing(name, folder, f"{path}{alternatives}", path, advice))
-        check_kind(file)
+            raise ValueError(missing(name, folder, f"{file.relative_to(folder)}{alternatives}", advice))
 
 
 def fetch_archive(url: str, folder: Path, md5: str) -> None:
-    """Download an archive with this MD5 digest, and unpack it in ``folder``."""
     from torchvision.datasets.utils import download_and_extract_archive
 
     download_and_extract_archive(url, str(folder), md5=md5)

@@ -6,7 +6,6 @@ from ``.npy`` files.
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,6 @@ from fedprune_app.data.dataset import (
 from fedprune_app.data.idx import IDX, idx_dataset
 from fedprune_app.data.names import DATASETS, LOADERS
 from fedprune_app.data.partitions import stratified_holdout
-
-log = logging.getLogger("flwr.fedprune")
 
 
 def load_dataset(

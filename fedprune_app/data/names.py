@@ -32,7 +32,7 @@ PARTITIONS: dict[str, str] = {
     "classes": "a fixed number of classes per client, equal volumes (FedP3's class-wise, Dis-PFL's pathological)",
     "dirichlet-class": "each class split over the clients by a Dirichlet draw, unequal volumes (Fed-LTP)",
     "dirichlet-client": "each client draws its label preferences, equal volumes (Dis-PFL, FedP3)",
-    "owners": "each client has its own: data-dir/<client>/<class>/*, or as data-dir/owners.csv says; LEAF by writer",
+    "owners": "each client has its own: data-dir/<client>/<class>/*, a table's owner-column, LEAF's writers",
 }
 
 OWNERS = "owners"

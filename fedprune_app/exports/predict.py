@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.data import tables
-from fedprune_app.data.errors import SPECIAL
 from fedprune_app.data.folders import read_image
 from fedprune_app.exports.file import ExportInfo, load_model, read_export_info
 from fedprune_app.models.vision import Build
@@ -92,7 +91,7 @@ class _Classifier:
 
 def _check_file(path: Path, kind: str) -> None:
     if not path.is_file():
-        reason = "is a folder" if path.is_dir() else SPECIAL if path.exists() else "does not exist"
+        reason = "is no file" if path.exists() else "does not exist"
         raise ValueError(f"{kind} {str(path)!r} {reason}, allowed: files of {kind}s")
 
 

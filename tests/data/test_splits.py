@@ -1,12 +1,10 @@
 """A client's training, validation and test data: disjoint, of one label law, a function of the configuration."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprune_app.data import pool, splits
 from fedprune_app.data.data_config import DataConfig
@@ -218,7 +216,7 @@ def test_normalisation_is_that_of_torchvision():
 @every_scheme
 def test_everything_derives_from_the_seed(partition):
     def everything(seed):
-        splits._partition.cache_clear()
+        partition_indices.cache_clear()
         splits._split_indices.cache_clear()
         chosen = config(partition=partition, test_split="proportional", seed=seed)
         return [splits._split_indices(chosen, client, CLIENTS) for client in range(CLIENTS)]
@@ -249,7 +247,7 @@ def test_test_tensors_are_made_only_when_read(monkeypatch):
         "images",
         lambda pool, indices, *how: built.append(len(indices)) or images(pool, indices, *how),
     )
-    splits._client_data.cache_clear()
+    client_data.cache_clear()
     data = client_data(config(), 0, CLIENTS)
     assert isinstance(data, ClientData)
     assert built == []
@@ -263,47 +261,6 @@ def test_a_process_keeps_the_tensors_of_few_clients():
     for client in range(1, CLIENTS):
         client_data(config(), client, CLIENTS)
     assert client_data(config(), 0, CLIENTS) is not first
-
-
-class Uploads(TorchDispatchMode):
-    """How many bytes go from the CPU to another device within the block."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        given = [each for each in args if isinstance(each, torch.Tensor)]
-        if isinstance(found, torch.Tensor) and given and not found.is_cpu and all(each.is_cpu for each in given):
-            self.num_bytes += given[0].nbytes
-        return found
-
-
-def all_images(device):
-    data = [client_data(config(partition="iid"), client, CLIENTS, torch.device(device)) for client in range(CLIENTS)]
-    return [images for each in data for images in (each.train_images, each.validation_images, each.test_images)]
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_the_pixels_of_all_clients_go_to_a_device_once_if_there_is_room(has_room, monkeypatch):
-    monkeypatch.setattr(pool, "_room", lambda device: math.inf if has_room else 1000)
-    splits.forget()
-    with Uploads() as uploads:
-        images = all_images("meta")
-    pixels = splits._pool(config(partition="iid")).dataset
-    whole, indices = pixels.train_images.nbytes + pixels.test_images.nbytes, 8 * sum(map(len, images))
-    each_client = sum(map(len, images)) * 64  # a byte for each pixel
-    assert uploads.num_bytes == (whole + indices if has_room else each_client)
-    assert all(each.is_meta and each.dtype == torch.float32 for each in images)
-
-
-def test_resident_pixels_give_the_same_images(monkeypatch):
-    splits.forget()
-    expected = all_images("cpu")
-    splits.forget()
-    monkeypatch.setattr(pool, "CPU", torch.device("meta"))  # so that the CPU counts as a device apart
-    found = all_images("cpu")
-    assert splits._pool(config(partition="iid"))._on_device[torch.device("cpu")] is not None
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_client_data_can_be_made_of_tensors_and_not_changed():
@@ -321,12 +278,13 @@ def test_shares_cannot_be_written_to():
         partition_indices(config(), CLIENTS)[0][0] = 1
 
 
-def test_a_size_that_is_given_twice_is_refused():
-    with pytest.raises(ValueError, match="samples-per-client is 500"):
-        config(samples_per_client=500, shard_size=250)
-
-
 @pytest.mark.parametrize("partition_id", [-1, CLIENTS])
 def test_a_client_that_is_not_there_is_an_error(partition_id):
     with pytest.raises(ValueError, match=f"partition is {partition_id}, allowed: 0 to 9"):
         client_data(config(), partition_id, CLIENTS)
+
+
+@pytest.mark.parametrize("num_clients", [0, 1439])
+def test_there_are_at_most_as_many_clients_as_samples(num_clients):
+    with pytest.raises(ValueError, match=f"clients is {num_clients}, allowed: 1 to 1438 for 1438 training samples"):
+        partition_indices(config(partition="iid"), num_clients)
