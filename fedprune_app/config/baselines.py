@@ -32,7 +32,6 @@ class FedFomoOptions(Table):
     candidates: int = option(10, "The number of other clients' models that a client gets in a round (M).", least=1)
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where FedFomo has no validation data to weigh models by."""
         if common.system == "fedfomo" and common.validation_fraction == 0:
             raise ConfigError(
                 "validation-fraction", 0.0, "above 0", condition="with system 'fedfomo', which weighs by it"

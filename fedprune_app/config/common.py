@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -449,9 +448,7 @@ class CommonOptions:
         return _LearningRates(self.learning_rate, self.lr_decay)
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` where two of these options do not go together."""
-        if class_names(self.classes) and self.dataset not in _NAMED["dataset"]:
-            raise ConfigError("classes", self.classes, "nothing", condition=f"with dataset {self.dataset!r}")
+        class_names(self.classes)
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
             raise ConfigError("evaluate-clients", self.evaluate_clients, allowed)
@@ -499,7 +496,7 @@ class Table:
 
 def class_names(text: str) -> tuple[str, ...]:
     """Return the names in ``text``, 'cat, dog'; none where ``text`` is empty. Raises :class:`ConfigError`."""
-    names = tuple(unicodedata.normalize("NFC", name.strip()) for name in text.split(",")) if text else ()
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
     if text and (not all(names) or len(set(names)) < max(len(names), 2)):
         raise ConfigError("classes", text, "at least two names, each once")
     return names

@@ -109,15 +109,10 @@ class FedLTPOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where validators have no validation data."""
         if common.system == "fedltp" and self.validators != "none" and common.validation_fraction == 0:
             raise ConfigError(
                 "validation-fraction", 0.0, "above 0", condition=f"with fedltp.validators {self.validators!r}"
             )
-
-    def public_share(self, common: CommonOptions) -> float:
-        """Return the share of the training images that tickets need, where ``common`` gives none."""
-        return public_share(common.system, self.tickets, self.public_dataset)
 
 
 def public_share(system: object, tickets: object, public_dataset: object) -> float:

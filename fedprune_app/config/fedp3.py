@@ -28,18 +28,13 @@ FEDP3_BLOCKS: dict[str, tuple[str, ...]] = {
 """FedP3's Table 1: the parts of ResNet-18 that clients leave out, in turn or at random."""
 
 
-def _count_choices() -> dict[str, str]:
-    def words(counts: tuple[int, ...]) -> str:
-        return f"{' or '.join(map(str, counts))} hidden layer{'s' if counts != (1,) else ''}"
-
-    return {name: words(counts) for name, counts in FEDP3_COUNTS.items()}
-
-
-def _block_choices() -> dict[str, str]:
-    def words(patterns: tuple[str, ...]) -> str:
-        return f"of ResNet-18 all but {', or all but '.join(pattern.removeprefix('-') for pattern in patterns)}"
-
-    return {name: words(patterns) for name, patterns in FEDP3_BLOCKS.items()}
+_COUNT_CHOICES = {
+    "lowerb": "1 hidden layer",
+    "opu2": "2 hidden layers",
+    "opu3": "3 hidden layers",
+    "opu1-2-3": "1 or 2 or 3 hidden layers",
+    "opu2-3": "2 or 3 hidden layers",
+}
 
 
 @dataclass(frozen=True)
@@ -57,9 +52,11 @@ class FedP3Options(Table):
         "lowerb",
         "The hidden layers that a client trains in full and uploads. The last layer always belongs to them.",
         choices={
-            **_count_choices(),
+            **_COUNT_CHOICES,
             "all": "all hidden layers",
-            **_block_choices(),
+            "b2-b3-full": "of ResNet-18 all but layer2, or all but layer3",
+            "b2-part": "of ResNet-18 all but layer2.0, or all but layer2.1",
+            "b3-part": "of ResNet-18 all but layer3.0, or all but layer3.1",
             "capacity": "as many as a client can hold, see capacities",
             "by-hand": "the sets in the key layers",
         },
@@ -128,7 +125,6 @@ class FedP3Options(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for lists that cannot be, or options that the system does not take."""
         self.density_of(0, common.density)
         self.capacity_of(0)
         if (self.layer_set == "by-hand") != bool(self.layers):
@@ -173,7 +169,7 @@ class FedCROptions(Table):
     layer_set: str = option(
         "all",
         "The hidden layers that a client trains in full and sends, as in fedp3.layer-set.",
-        choices={**_count_choices(), "all": "all hidden layers"},
+        choices={**_COUNT_CHOICES, "all": "all hidden layers"},
     )
 
     def as_fedp3(self, options: FedP3Options) -> FedP3Options:

@@ -146,7 +146,6 @@ class FedSpaLLMOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for texts that cannot be read, or options that do not go together."""
         if common.system == "fedspallm" and common.precision == "bf16":
             raise ConfigError(
                 "precision", "bf16", "float32, tf32 (and fedspallm.dtype)", condition="with system 'fedspallm'"
@@ -154,9 +153,6 @@ class FedSpaLLMOptions(Table):
         self.layer_share(0)
         self.more_texts()
         self.tasks()
-        for key, length in (("segment-length", self.segment_length), ("window", self.window)):
-            if length == 1:
-                raise ConfigError(f"fedspallm.{key}", 1, "0, or at least 2")
         if common.system == "fedspallm" and self.pruning_rounds(common) < 1:
             raise ConfigError(
                 "fedspallm.recovery-rounds",

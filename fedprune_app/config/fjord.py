@@ -21,7 +21,6 @@ class FjORDOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for widths that cannot be."""
         self.width_of(0)
 
     def width_of(self, client: int) -> float:

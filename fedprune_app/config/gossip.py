@@ -99,7 +99,6 @@ class DisPFLOptions(GossipOptions):
         return self.dropped == "trains-alone"
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for densities that cannot be."""
         self.density_of(0, common.density)
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:

@@ -70,7 +70,6 @@ class SubFedAvgOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where a decision lacks its data, or a share is meant."""
         for key, percentage in (("target-rate", self.target_rate), ("accuracy-threshold", self.accuracy_threshold)):
             if 0 < percentage < 1:
                 suggestion = f"{100 * percentage:g}"
