@@ -167,7 +167,6 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         (["audit", *PRIVATE, "--json", "/etc/passwd/audit.json"], "'/etc/passwd/audit.json' cannot be written"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
         (["run", "seed"], "setting is 'seed'"),
-        (["run", "seed=1", "seed=1"], "seed is 1, which is given twice"),
         (["sweep", "missing.yaml"], "matrix is 'missing.yaml'"),
         (["audit", "system=fedavg"], "dp.enabled is false"),
         (["audit", "a.toml", "b.toml"], "config file is 'a.toml'"),

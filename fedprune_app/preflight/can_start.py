@@ -28,7 +28,6 @@ from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning.evaluate import evaluate
-from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models import vision
@@ -86,41 +85,31 @@ def doubts(config: Config, placement: Placement) -> list[str]:
 def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     """Raise :class:`ConfigError` where no client's privacy budget bears the training of a round.
 
-    ``sizes`` has each client's number of training examples, on which the cost depends.
+    ``sizes`` has each client's number of training examples. The one with the most spends the least.
     """
-    system, client_by_size = SYSTEMS[config.system], {size: k for k, size in reversed([*enumerate(sizes)])}
-    costs = []
-    for k in sorted(client_by_size.values()):
-        client = system.client(config, Place(k, len(sizes), folder / "clients"))
-        assert isinstance(client, ImageClient)
-        if client.privacy is None or client.privacy.affords_a_round:
-            return
-        costs.append((client.privacy.round_epsilon(), k))
-    least_epsilon, cheapest_client = min(costs)
+    k = sizes.index(max(sizes))
+    client = SYSTEMS[config.system].client(config, Place(k, len(sizes), folder / "clients"))
+    assert isinstance(client, ImageClient)
+    assert client.privacy is not None
+    if client.privacy.affords_a_round:
+        return
     key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
     limit = config.dp.epsilon_budget or config.dp.target_epsilon
-    raise ConfigError(
-        key,
-        limit,
-        f"at least {least_said(least_epsilon)}, which one round of client {cheapest_client} spends",
-        condition="with these settings",
-    )
+    allowed = f"at least {least_said(client.privacy.round_epsilon())}, which one round of client {k} spends"
+    raise ConfigError(key, limit, allowed, condition="with these settings")
 
 
-def _try_network(client: ImageClient, name: str) -> list[str]:
+def _try_network(client: ImageClient, name: str) -> None:
     """Have the client send and take its network, train it for a step on two examples, and test it, as in round 1.
 
-    Return a line if clients cannot be trained together though the network has no layer that prevents it. Raises
-    :class:`ConfigError` where the network fails.
+    Raises :class:`ConfigError` where the network fails.
     """
     config, private = client.config, None
     indices = torch.arange(2) % client.num_examples
     images, labels = client.data.train_images[indices], client.data.train_labels[indices]
     if client.privacy is not None:
         from fedprune_app.privacy.dpsgd import DPSGD
-        from fedprune_app.privacy.suitable import check_model
 
-        check_model(client.model, name)
         private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)
     try:
         model, schema = copied(client.model), client.message_schema()
@@ -136,12 +125,6 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
         raise ConfigError(
             "model", name, which=f"cannot be used for {purpose} with {config.system}", hint=error_text
         ) from error
-    try:
-        grouped_form(client.model, client.dataset.image_shape)
-    except NoGroupedForm as error:
-        if error.is_wrong and private is None:
-            return [f"model is {name!r}: its clients are trained one by one, since {error}"]
-    return []
 
 
 def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
@@ -150,7 +133,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
     check_repeatable(client.images.data_config, num_clients)
-    lines = _try_network(client, str(chosen_name(config.model, config.dataset)))
+    _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # the promise depends on how many examples each client has
         sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
@@ -166,4 +149,4 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
-    return [*unread(client.images.data_config), *lines, *strategy.doubts()]
+    return [*unread(client.images.data_config), *strategy.doubts()]

@@ -50,17 +50,12 @@ class Given:
 def given_in(
     files: Sequence[Path] | None, overrides: Sequence[str] | None, more_plugins: Sequence[str] | None = None
 ) -> Given:
-    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``.
+    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``, the last of a key.
 
     ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
     """
-    on_command_line: dict[str, Scalar] = {}
-    for key, value in map(parse_override, overrides or []):
-        if key in on_command_line:
-            raise ConfigError(key, value, "once", which="is given twice")
-        on_command_line[key] = value
     in_files = [read_toml(config_file(file)) for file in files or []]
-    return with_plugins(in_files, on_command_line, more_plugins)
+    return with_plugins(in_files, dict(map(parse_override, overrides or [])), more_plugins)
 
 
 def with_plugins(
@@ -69,9 +64,6 @@ def with_plugins(
     more_plugins: Sequence[str] | None = None,
 ) -> Given:
     """Return settings, when the plug-ins that they name are loaded."""
-    for name in more_plugins or ():
-        if not name.strip():
-            raise ConfigError("--plugin", name, "a module, or a file that ends in .py")
     given = Given(files=files, on_command_line=on_command_line)
     if more_plugins:
         names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))

@@ -115,8 +115,6 @@ def _check_folder(given: Given, placement: Placement) -> None:
     from fedprune_app.results.ownership import check_free
     from fedprune_app.results.recorder import holds_run
 
-    if given.accept_loss and not given.resume:
-        raise ConfigError("--accept-loss", True, "false", condition="with a new run")
     if given.resume:
         return
     if not placement.superlink:
@@ -127,11 +125,9 @@ def _check_folder(given: Given, placement: Placement) -> None:
 
 
 def check_out(folder: Path) -> None:
-    """Raise ``ValueError`` for a file, and for a folder that is in use, or in which this process may not write."""
+    """Raise ``ValueError`` for a folder that is in use, or in which this process may not write."""
     from fedprune_app.results.lock import is_held
 
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("--out", folder, "a new folder", which="is a file")
     if not may_write(folder):
         raise ConfigError("--out", folder, "a folder in which you may write")
     if is_held(folder):
