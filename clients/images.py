@@ -14,7 +14,7 @@ from clients.reply_fields import ReplyFields
 from fedprune_app.config import Config
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data, content_sha256, dataset_of, label_counts, record_digests
+from fedprune_app.data.splits import client_data, dataset_of, label_counts, record_digests
 
 _SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir"})
 _LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
@@ -64,7 +64,7 @@ class Images:
             fields |= {f"labels-{part}": [int(n) for n in values] for part, values in counts.items()}
         if not (is_private or is_own):
             fields |= {f"normalisation-{name}": values for name, values in self._normalisation().items()}
-            fields["data-sha256"] = content_sha256(self.data_config)
+            fields["data-sha256"] = dataset_of(self.data_config).content_sha256
         return fields
 
     def facts_to_keep(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.dataset import Dataset, Form, Images, Labels, missing, scale
+from fedprune_app.data.dataset import Dataset, Form, Images, Labels, scale
 from fedprune_app.data.errors import shortened
 from fedprune_app.data.labels import coded, in_order, text_of
 from fedprune_app.data.partitions import Indices
@@ -81,9 +81,6 @@ def on_disk(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
         import datasets
     except ImportError:
         raise ValueError("dataset 'huggingface' needs Hugging Face's datasets: install fedprune[data]") from None
-    markers = ("dataset_dict.json", "state.json")
-    if not any((folder / marker).is_file() for marker in markers):
-        raise ValueError(missing("huggingface", folder, "dataset that save_to_disk wrote"))
     datasets.disable_progress_bars()
 
     def load(data_dir: str) -> Any:
@@ -139,7 +136,6 @@ def _error(name: str, problem: str, allowed: str) -> ValueError:
 
 
 def _classes(name: str, train: _Part, test: _Part, form: Form) -> tuple[tuple[str, ...], Labels, Labels]:
-    """Return the names of the classes, and the labels of both parts as their numbers."""
     texts = {}
     for split, part in {"training": train, "test": test}.items():
         texts[split] = [str(label) for label in part.labels.tolist()]
@@ -207,7 +203,6 @@ def _examples(part: Any, keys: tuple[Any, Any], labels: list[Any]) -> Iterator[A
 
 
 def _checked_labels(name: str, split: str, labels: NDArray[Any]) -> NDArray[Any]:
-    """Return labels (N,) as whole numbers from 0 on, or as texts."""
     if labels.dtype == object:  # they may all be of one type
         labels = np.array(labels.tolist())
     if labels.dtype.kind in "biu" and labels.min() >= 0:

@@ -19,12 +19,13 @@ from fedprune_app.files import locked
 Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]
+Scale = tuple[tuple[float, ...], tuple[float, ...]]  # a mean and a standard deviation by channel
 _MOST_DIGESTED = 256 << 20  # bytes of each part: 0.2 s
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset is a labelled image set in memory (or mapped from a cache file); its arrays are read-only.
+    """A dataset is a labelled image set in memory, or mapped from a cache file.
 
     Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A dataset of
     a plug-in may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they
@@ -49,10 +50,6 @@ class Dataset:
     features: tuple[str, ...] = ()
     is_measured: bool = False
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
-            array.setflags(write=False)  # one copy serves every client of a process
 
     @property
     def num_classes(self) -> int:
@@ -99,41 +96,12 @@ def visible(folder: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder in the order of their names; an absent folder has none."""
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:
-        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-
-
-def channel_stats(*parts: tuple[Images, NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram.
-
-    A part has images, and the positions of those that count. A thousand images at a time are read.
-    """
-    levels = np.arange(256) / 255
-    mean, std = [], []
-    histograms = np.zeros((parts[0][0].shape[1], 256), dtype=np.int64)
-    for images, positions in parts:
-        for start in range(0, len(positions), 1000):
-            block = images[positions[start : start + 1000]]
-            for channel, histogram in enumerate(histograms):
-                histogram += np.bincount(block[:, channel].ravel(), minlength=256)
-    for histogram in histograms:
-        average = float(histogram @ levels / histogram.sum())
-        mean.append(average)
-        std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)
-    return tuple(mean), tuple(std)
+    entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def first_folder(*folders: Path, inside: str) -> Path | None:
     return next((folder for folder in folders if (folder / inside).is_dir()), None)
-
-
-def checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...]) -> Split:
-    """Return images and labels as read from a file. Raises ``ValueError`` where they do not go together."""
-    if len(images) != len(labels):
-        raise ValueError(f"'{path}' has {len(labels)} labels for {len(images)} images")
-    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ValueError(f"'{path}' has a label outside the {len(classes)} classes")
-    return images, labels
 
 
 def missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
@@ -156,8 +124,9 @@ def require(
                 if not all(file.exists() for file in files):
                     fetch()
         except (OSError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"data-dir '{folder}': download of dataset '{name}' failed: {reason}") from error
+            raise ValueError(
+                f"data-dir '{folder}': download of dataset '{name}' failed: {' '.join(str(error).split())}"
+            ) from error
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"
@@ -170,7 +139,7 @@ def fetch_archive(url: str, folder: Path, md5: str) -> None:
     download_and_extract_archive(url, str(folder), md5=md5)
 
 
-def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def scale(examples: NDArray[Any], public_scale: bool) -> Scale:
     """Return the mean and the standard deviation by channel that examples are normalised with."""
     channels = examples.shape[1]
     if public_scale:
@@ -179,17 +148,30 @@ def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...]
     return measured_scale((examples, np.arange(len(examples))))
 
 
-def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> Scale:
     """Return mean and standard deviation by channel: of images in [0, 1], or of numbers as they are.
 
-    A part has examples, and the positions of those that count.
+    A part has examples, and the positions of those that count. Those of images are exact, from a histogram, for which a
+    thousand images at a time are read.
     """
-    if parts[0][0].dtype == np.uint8:
-        return channel_stats(*parts)
-    numbers = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
-    axes = (0, 2, 3)
-    std = np.where(np.ptp(numbers, axis=axes) > 0, numbers.std(axis=axes), 1.0)  # a constant's is not 0 by rounding
-    return tuple(map(float, numbers.mean(axis=axes))), tuple(map(float, std))
+    if parts[0][0].dtype != np.uint8:
+        numbers = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
+        axes = (0, 2, 3)
+        deviations = np.where(np.ptp(numbers, axis=axes) > 0, numbers.std(axis=axes), 1.0)  # not 0 for a constant
+        return tuple(map(float, numbers.mean(axis=axes))), tuple(map(float, deviations))
+    levels = np.arange(256) / 255
+    mean, std = [], []
+    histograms = np.zeros((parts[0][0].shape[1], 256), dtype=np.int64)
+    for images, positions in parts:
+        for start in range(0, len(positions), 1000):
+            block = images[positions[start : start + 1000]]
+            for channel, histogram in enumerate(histograms):
+                histogram += np.bincount(block[:, channel].ravel(), minlength=256)
+    for histogram in histograms:
+        average = float(histogram @ levels / histogram.sum())
+        mean.append(average)
+        std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)
+    return tuple(mean), tuple(std)
 
 
 @dataclass(frozen=True)

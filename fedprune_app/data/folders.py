@@ -18,17 +18,18 @@ from fedprune_app.data.dataset import (
     Dataset,
     Form,
     Images,
+    Scale,
     Split,
-    channel_stats,
     fetch_archive,
     first_folder,
     missing,
     owned_by,
     require,
+    scale,
     visible,
 )
 from fedprune_app.data.errors import FileError
-from fedprune_app.data.pictures import as_deep_as, in_grey, resized, stacked
+from fedprune_app.data.pictures import as_deep_as, picture_of, resized, stacked
 from fedprune_app.files import locked, may_write, replacing
 
 _READING = b"npy3"  # version of the way in which files become pixels: a cache of another version is not used
@@ -37,52 +38,36 @@ Member = tuple[os.DirEntry[str], int]  # a file, and its label
 
 
 def image_folder(
-    name: str,
-    folder: Path,
-    mean: tuple[float, ...] = (),
-    std: tuple[float, ...] = (),
-    form: Form = AS_IT_IS,
+    name: str, folder: Path, form: Form = AS_IT_IS, norm: Scale | None = None, *, public_scale: bool = False
 ) -> Dataset:
-    """Read ``folder/train/<class>/*`` and ``folder/test/<class>/*``; by owner also ``folder/<owner>/<class>/*``.
+    """Read ``folder/train/<class>/*`` and ``folder/test/<class>/*``; by owner ``folder/<owner>/<class>/*``.
 
-    Images are normalised by ``mean`` and ``std``, by default by the statistics of the training images. Raises a
-    one-line ``ValueError``.
+    Images are normalised by ``norm``, a mean and a deviation by channel, or else as :func:`scale` says. By owner all
+    images are training images, and none is for tests. Raises a one-line ``ValueError``.
     """
+    places_by_part: dict[str, list[Path]] = {}
     if form.by_owner:
-        return _read_owner_folders(name, folder, mean, std, form)
-    parts = ["train", "test"] if form.needs_test or (folder / "test").is_dir() else ["train"]
-    for part in parts:
-        if not (folder / part).is_dir():
-            advice = (
-                "" if part == "train" else "; or test-split=holdout, which holds out a share of each client's images"
-            )
+        if form.needs_test:
+            raise ValueError("test-split is not 'holdout', allowed with partition 'owners' and images in folders")
+        places_by_part["owners"] = [Path(item) for item in visible(folder) if item.is_dir()]
+    for part in () if form.by_owner else ("train", "test"):
+        if (folder / part).is_dir():
+            places_by_part[part] = [folder / part]
+        elif part == "train" or form.needs_test:
+            advice = "" if part == "train" else "; test-split=holdout holds out a share of each client's images"
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", advice))
-    classes = form.classes or tuple(sorted(_class_names(folder / "train")))
-    members = {part: _members(folder / part, classes) for part in parts}
-    splits = [_read_split(folder, part, members[part], form) for part in parts]
-    notes = _unread_notes(folder, parts, sum(map(len, members.values())))
-    return _build_dataset(name, folder, splits, classes, mean, std, notes=notes)
-
-
-def _read_owner_folders(
-    name: str, folder: Path, mean: tuple[float, ...], std: tuple[float, ...], form: Form
-) -> Dataset:
-    """Read ``folder/<owner>/<class>/*``: all images are training images, and none is for tests."""
-    if form.needs_test:
-        raise ValueError("test-split is not 'holdout', allowed with partition 'owners' and an image folder: 'holdout'")
-    people = [item for item in visible(folder) if item.is_dir()]
-    class_names = {class_name for person in people for class_name in _class_names(Path(person))}
+    training_places = next(iter(places_by_part.values()))
+    class_names = {class_name for place in training_places for class_name in _class_names(place)}
     classes = form.classes or tuple(sorted(class_names))
-    members, owners = [], []
-    for person in people:
-        own_members = _members(Path(person), classes)
-        members += own_members
-        owners += [person.name] * len(own_members)
-    if not members:
-        raise ValueError(missing(name, folder, "<client>/<class>/* (images)"))
-    splits = [_read_split(folder, "owners", members, form)]
-    notes = _unread_notes(folder, [person.name for person in people], len(members))
-    return _build_dataset(name, folder, splits, classes, mean, std, owners, notes)
+    members = {
+        part: [member for place in places for member in _members(place, classes)]
+        for part, places in places_by_part.items()
+    }
+    splits = [_read_split(folder, part, part_members, form) for part, part_members in members.items()]
+    owners = [Path(item).relative_to(folder).parts[0] for item, _ in members["owners"]] if form.by_owner else None
+    places = [place for places in places_by_part.values() for place in places]
+    notes = _unread_notes(places, sum(map(len, members.values())))
+    return _build_dataset(name, folder, splits, classes, norm, public_scale, owners, notes)
 
 
 def _class_names(folder: Path) -> set[str]:
@@ -101,9 +86,9 @@ def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:
     ]
 
 
-def _unread_notes(folder: Path, parts: Sequence[str], num_read: int) -> tuple[str, ...]:
-    """Return how many files below the parts of ``folder`` are not read, since they are no images or too deep."""
-    num_files = sum(len(files) for part in parts for _, _, files in os.walk(folder / part))
+def _unread_notes(places: Sequence[Path], num_read: int) -> tuple[str, ...]:
+    """Return how many files in these places are not read, since they are no images or too deep."""
+    num_files = sum(len(files) for place in places for _, _, files in os.walk(place))
     note = f"files that are no images in the folder of a class ({', '.join(sorted(_SUFFIXES))}) are not read"
     return (f"{note}: {num_files - num_read:,}",) if num_files > num_read else ()
 
@@ -123,9 +108,9 @@ def tiny_imagenet(folder: Path, download: bool) -> Dataset:
     rows = (line.split("\t")[:2] for line in annotations.read_text().splitlines())
     label_of = {file: index[wnid] for file, wnid in rows if wnid in index}
     test = [(item, label_of[item.name]) for item in visible(root / "val" / "images") if item.name in label_of]
-    half = (0.5, 0.5, 0.5)  # as Dis-PFL's code
     splits = [_read_split(root, "train", train, AS_IT_IS), _read_split(root, "val", test, AS_IT_IS)]
-    return _build_dataset("tiny-imagenet", root, splits, classes, half, half)
+    norm = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # as Dis-PFL's code
+    return _build_dataset("tiny-imagenet", root, splits, classes, norm)
 
 
 def _build_dataset(
@@ -133,8 +118,8 @@ def _build_dataset(
     folder: Path,
     splits: list[Split],
     classes: tuple[str, ...],
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
+    norm: Scale | None,
+    public_scale: bool = False,
     owners: Sequence[str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Dataset:
@@ -143,11 +128,8 @@ def _build_dataset(
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"{train[0].shape[1:]} in train, {test[0].shape[1:]} in test"
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
-    is_measured = not mean
-    if is_measured:
-        mean, std = channel_stats((train[0], np.arange(len(train[0]))))
-    elif len(mean) == 1:
-        mean, std = mean * train[0].shape[1], std * train[0].shape[1]
+    mean, std = norm or scale(train[0], public_scale)
+    is_measured = norm is None and not public_scale
     owner_numbers = owned_by(owners)[0] if owners is not None else None
     return Dataset(name, *train, *test, classes, mean, std, owner_numbers, is_measured=is_measured, notes=notes)
 
@@ -213,7 +195,9 @@ def read_image(path: Path, shape: tuple[int, int, int], fit: str = "crop") -> Im
     """
     channels, height, width = shape
     image = resized(_decode(path.parent, [str(path)])[0], (height, width), fit)
-    return in_grey(image) if channels == 1 else np.broadcast_to(image, (3, height, width))
+    if channels == 1 and len(image) == 3:
+        return np.asarray(picture_of(image).convert("L"))[None]
+    return np.broadcast_to(image, shape)
 
 
 def _image_error(path: str, folder: Path, reason: str) -> FileError:

@@ -17,7 +17,6 @@ import numpy as np
 from fedprune_app.data.dataset import Dataset, Images, Labels, missing, owned_by, scale, visible
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
-_SIDE = 28
 
 
 def femnist(folder: Path, *, public_scale: bool) -> Dataset:
@@ -57,7 +56,7 @@ def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
 
 
 def _user_images(user_data: Any) -> tuple[Images, Labels]:
-    pixels = np.asarray(user_data["x"], dtype=np.float64).reshape(-1, 1, _SIDE, _SIDE)
+    pixels = np.asarray(user_data["x"], dtype=np.float64).reshape(-1, 1, 28, 28)
     labels = np.asarray(user_data["y"], dtype=np.int64)
     in_range = ((pixels >= 0) & (pixels <= 1)).all() and ((labels >= 0) & (labels < len(CLASSES))).all()
     if labels.shape != (len(pixels),) or not in_range:

@@ -75,13 +75,8 @@ def resized(image: Pixels, size: tuple[int, int], fit: str) -> Pixels:
     if image.shape[1:] == size:
         return image
     method = ImageOps.fit if fit == "crop" else Image.Image.resize
-    array = np.asarray(method(_picture(image), size[::-1], Image.Resampling.BICUBIC))
+    array = np.asarray(method(picture_of(image), size[::-1], Image.Resampling.BICUBIC))
     return array[None] if len(image) == 1 else array.transpose(2, 0, 1)
-
-
-def in_grey(image: Pixels) -> Pixels:
-    """Return pixels (C, H, W) with one channel: colours become grey by their luminance."""
-    return image if len(image) == 1 else np.asarray(_picture(image).convert("L"))[None]
 
 
 def as_deep_as(reference: Pixels, images: Pixels) -> Pixels:
@@ -89,7 +84,7 @@ def as_deep_as(reference: Pixels, images: Pixels) -> Pixels:
     return np.repeat(images, 3, axis=1) if (images.shape[1], reference.shape[-3]) == (1, 3) else images
 
 
-def _picture(image: Pixels) -> Picture:
+def picture_of(image: Pixels) -> Picture:
     from PIL import Image
 
     return Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))

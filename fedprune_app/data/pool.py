@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprune_app.data.dataset import Dataset, Labels
+from fedprune_app.data.dataset import Dataset, Labels, Scale
 from fedprune_app.data.partitions import Indices
 
-Scale = tuple[tuple[float, ...], tuple[float, ...]]
-"""A mean and a standard deviation by channel."""
 CPU = torch.device("cpu")
 
 
@@ -43,8 +41,8 @@ class Pool:
         """Return the SHA-256 digests of the images at these indices, each of that image alone.
 
         They take 0.25 s for 2,000 images of 224 x 224 pixels in colour, on one core. A grey image has the same digest
-        among grey images, which have one channel here, as among coloured ones, which have three. A ledger has the digests of a table's numbers as float32, as the ledgers of
-        earlier versions have.
+        among grey images, which have one channel here, as among coloured ones, which have three. A ledger has the
+        digests of a table's numbers as float32, as the ledgers of earlier versions have.
         """
         digests = []
         for i in indices.tolist():

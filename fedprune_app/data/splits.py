@@ -21,11 +21,11 @@ from fedprune_app.config.lists import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
 from fedprune_app.data.data_config import DataConfig
-from fedprune_app.data.dataset import Dataset, Labels, measured_scale
+from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, OWNERS
 from fedprune_app.data.partitions import Indices
-from fedprune_app.data.pool import CPU, Pool, Scale
+from fedprune_app.data.pool import CPU, Pool
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +66,6 @@ def unread(config: DataConfig) -> list[str]:
     num_unowned = 0 if data.owners is None else int((data.owners < 0).sum())
     line = f"{num_unowned:,} training examples are nobody's; partition 'owners' leaves them out"
     return [*data.notes, *([line] if num_unowned else [])]
-
-
-def content_sha256(config: DataConfig) -> str:
-    """Return a digest of the whole dataset that is dealt out, see :attr:`Dataset.content_sha256`."""
-    return _pool(config).dataset.content_sha256  # `dataset_of` makes copies, which would all read the images
 
 
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
@@ -189,7 +184,7 @@ def partition_indices(config: DataConfig, num_clients: int) -> tuple[Indices, ..
     """Return, per client, the sorted indices of its samples in the training set, validation share included.
 
     With ``test_split="holdout"`` indices run over the training set followed by the test set, and the client's
-    test share is included. The arrays are read-only.
+    test share is included.
     """
     pool = _pool(config)
     if config.is_own:
@@ -216,10 +211,7 @@ def partition_indices(config: DataConfig, num_clients: int) -> tuple[Indices, ..
         case _:
             alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
             parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)
-    parts = [indices[part] for part in parts]
-    for part in parts:
-        part.setflags(write=False)
-    return tuple(parts)
+    return tuple(indices[part] for part in parts)
 
 
 def _owner_parts(config: DataConfig, dataset: Dataset, indices: Indices, num_clients: int) -> list[Indices]:
@@ -258,7 +250,6 @@ def _indices_to_deal(labels: Labels, config: DataConfig, num_clients: int) -> In
 
 
 def _public_indices(config: DataConfig) -> Indices:
-    """Return the sorted indices of the training images that are public: a share of each label."""
     labels = _pool(config).dataset.train_labels
     rng = numpy_generator(config.seed, "public split")
     return partitions.stratified_holdout(labels, config.public_share, rng)[1]
@@ -298,7 +289,6 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
 
 
 def _holds_out_tests(config: DataConfig) -> bool:
-    """Return whether each client's test examples are a share of the examples that it has."""
     if config.is_own:
         return not len(_pool(config).dataset.test_labels)
     return config.test_split == "holdout"

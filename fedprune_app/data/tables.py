@@ -31,7 +31,8 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     """
     label, owner, ignored = form.label_column, form.owner_column, form.ignore_columns
     texts = [label, owner] if owner else [label]
-    files = {part: path for part in ("train", "test") if (path := _file(folder, part))}
+    places = [folder / f"{part}{suffix}" for part in ("train", "test") for suffix in _SUFFIXES]
+    files = {path.stem: path for path in places if path.exists()}  # of two forms Parquet is taken
     if "train" not in files or (form.needs_test and "test" not in files):
         part = "test" if "train" in files else "train"
         advice = "; test-split=holdout holds out a share of each client's rows" if part == "test" else ""
@@ -43,8 +44,6 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
         _check_columns(files[part], frame, texts[1:], "owner-column names")
     _check_columns(files["train"], train, ignored, "ignore-columns names")
     features = [name for name in train.columns if name not in (*texts, *ignored)]
-    if not features:
-        raise FileError(files["train"], "a table", "has no column but the label's, allowed: at least one feature")
     arrays = {part: _features(files[part], frame, features, label) for part, frame in frames.items()}
     labels = {part: frame[label].tolist() for part, frame in frames.items()}
     classes = form.classes or in_order(labels["train"])
@@ -78,14 +77,6 @@ def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"file {str(path)!r} is no table, allowed: a file that ends in {' or '.join(_SUFFIXES)}")
     return _features(path, _read(path, []), features)
-
-
-def _file(folder: Path, part: str) -> Path | None:
-    paths = [path for suffix in _SUFFIXES if (path := folder / f"{part}{suffix}").exists()]
-    if len(paths) > 1:
-        names = " and ".join(path.name for path in paths)
-        raise ValueError(f"data-dir '{folder}' has {names}, allowed: one of them")
-    return paths[0] if paths else None
 
 
 def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:

@@ -19,8 +19,8 @@ from torch import Tensor
 from fedprune_app.core import rng
 from fedprune_app.data.errors import FileError
 
+# An encoder maps a text to its token ids (tokens,).
 Encoder = Callable[[str], Tensor]
-"""An encoder maps a text to its token ids (tokens,)."""
 
 # Clients hold _PRIVATE and perplexity is measured on _HELD_OUT; no model here is trained on either. The first packages
 # of _PRIVATE are large and most unlike each other: networking, mail, a window toolkit, tables of characters, tests, a
@@ -150,7 +150,6 @@ def _test_text(name: str, path: Path) -> tuple[str, int]:
 
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
-    """Give the open file; raise :class:`FileError` where the file cannot be read."""
     try:
         with path.open(encoding="utf-8-sig") as file:  # tools of Windows put a mark before the text
             yield file

@@ -273,11 +273,6 @@ def test_client_data_can_be_made_of_tensors_and_not_changed():
             frozen.train_labels = empty
 
 
-def test_shares_cannot_be_written_to():
-    with pytest.raises(ValueError, match="read-only"):
-        partition_indices(config(), CLIENTS)[0][0] = 1
-
-
 @pytest.mark.parametrize("partition_id", [-1, CLIENTS])
 def test_a_client_that_is_not_there_is_an_error(partition_id):
     with pytest.raises(ValueError, match=f"partition is {partition_id}, allowed: 0 to 9"):
