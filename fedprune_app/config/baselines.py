@@ -26,8 +26,8 @@ class FedFomoOptions(Table):
     """These options are FedFomo's."""
 
     needs: ClassVar[Needs] = {"system": ("fedfomo",)}
+    # The probability that candidates are drawn at random, not by their past weight.
     exploration: ClassVar[float] = 0.5
-    """The probability that candidates are drawn at random, not by their past weight."""
 
     candidates: int = option(10, "The number of other clients' models that a client gets in a round (M).", least=1)
 
@@ -69,7 +69,7 @@ class MTLOptions(Table):
     """These options are MTL's, a surrogate for MOCHA on networks."""
 
     needs: ClassVar[Needs] = {"system": ("mtl",)}
+    # The number that is added to the diagonal of the task covariance before the inverse is taken (ε).
     ridge: ClassVar[float] = 0.1
-    """The number that is added to the diagonal of the task covariance before the inverse is taken (ε)."""
 
     strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)

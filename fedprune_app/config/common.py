@@ -9,20 +9,21 @@ from typing import ClassVar
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
+# What only systems need that learn from images.
 IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
-"""What only systems need that learn from images."""
 
+# These datasets hold the same examples wherever they are. All others hold what their data-dir has.
 PUBLISHED = frozenset(
     {"digits", "mnist", "fashion-mnist", "emnist-digits", "emnist-letters", "emnist-letters-10"}
     | {"cifar10", "cifar100", "tiny-imagenet", "stdlib"}
 )
-"""These datasets hold the same examples wherever they are. All others hold what their data-dir has."""
 
+# These data have classes with names of their own, columns, or pictures; a plug-in's data may have them.
 _NAMED: Needs = {**IMAGES, "dataset": NoneOf((*sorted(PUBLISHED), "femnist"))}
 _COLUMNS: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "image-folder"))}
 _PICTURES: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "table"))}
-"""These data have classes with names of their own, columns, or pictures; a plug-in's data may have them."""
 
+# These keys decide which data each client of a run has, beside the folder of a dataset that is not published.
 DEALT_BY = (
     *("dataset", "classes", "label-column", "image-column", "owner-column", "ignore-columns"),
     *("image-size", "image-fit"),
@@ -30,7 +31,6 @@ DEALT_BY = (
     *("dirichlet-alpha", "dirichlet-groups", "samples-per-client", "public-fraction"),
     *("validation-fraction", "test-split", "test-samples", "test-fraction", "seed"),
 )
-"""These keys decide which data each client of a run has, beside the folder of a dataset that is not published."""
 
 
 @dataclass(frozen=True)
@@ -483,8 +483,8 @@ class Table:
     """
 
     needs: ClassVar[Needs] = {}
+    # The name in keys; empty for the product's own tables, whose name is their field's.
     name: ClassVar[str] = ""
-    """The name in keys; empty for the product's own tables, whose name is their field's."""
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where these options do not go together, or not with the ``common`` ones."""

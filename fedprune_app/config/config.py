@@ -110,10 +110,10 @@ def _with_needs(key: str, option: Option, config: Config) -> Option:
 
 
 _OPTIONS = {key: _with_needs(key, option, Config()) for key, _, option in flat(Config())}
+# Every option by its key: those of the product, and those of the plug-ins that are loaded.
 OPTIONS: Mapping[str, Option] = MappingProxyType(_OPTIONS)
-"""Every option by its key: those of the product, and those of the plug-ins that are loaded."""
+# The default of every option of the product; Flower's pyproject.toml declares these keys.
 DEFAULTS: Mapping[str, Scalar] = {key: option.default for key, option in OPTIONS.items()}
-"""The default of every option of the product; Flower's pyproject.toml declares these keys."""
 
 
 def register_keys(prefix: str, options: Mapping[str, Option]) -> None:

@@ -9,6 +9,7 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Needs, NoneOf, Scalar
 from fedprune_app.config.plugged import is_used
 
+# By key and system: the keys that a system has for the same quantity, as the end of a sentence.
 _INSTEAD = {
     ("density", "subfedavg"): "; system 'subfedavg' has subfedavg.target-rate, the percentage that is pruned",
     ("density", "subfedavg-hy"): "; system 'subfedavg-hy' has subfedavg.target-rate, the percentage that is pruned",
@@ -18,15 +19,14 @@ _INSTEAD = {
     ("density", "fjord"): "; system 'fjord' has fjord.widths",
     ("local-epochs", "ditto"): "; system 'ditto' has ditto.global-epochs and ditto.personal-epochs",
 }
-"""By key and system: the keys that a system has for the same quantity, as the end of a sentence."""
 
 _PRUNED_FOR_FEDCR = ("density", "fedp3.densities", "fedp3.assignment")
+# By key and system: what a key of all systems needs beside, with one of them.
 _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
     # of a client that trains all layers nothing is chosen or pruned
     **{(key, "fedcr"): {"fedcr.layer-set": NoneOf(("all",))} for key in _PRUNED_FOR_FEDCR},
 }
-"""By key and system: what a key of all systems needs beside, with one of them."""
 
 
 def has_effect(key: str, config: Config) -> bool:
@@ -48,7 +48,6 @@ def check_effects(keys: Iterable[str], config: Config) -> None:
 
 
 def _unmet_need(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
-    """Return the first need of an option that a configuration does not meet, or None."""
     if not (needs := {**OPTIONS[key].needs, **_ALSO.get((key, config.system), {})}):
         return None
     values = config.to_dict()

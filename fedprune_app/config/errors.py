@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import PurePath
 
+# An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found.
 REFUSED = "refused setting: "
-"""An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found."""
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 _PUBLIC_SHARE = 0.2
+# What the keys need that make tickets or choose one.
 _TICKETS: Needs = {".tickets": NoneOf((0,))}
-"""What the keys need that make tickets or choose one."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class FedLTPOptions(Table):
     """
 
     needs: ClassVar[Needs] = {"system": ("fedltp",)}
+    # The number of public images in a training step of a ticket, as in Frankle and Carbin.
     ticket_batch_size: ClassVar[int] = 60
-    """The number of public images in a training step of a ticket, as in Frankle and Carbin."""
+    # The learning rate on public data, as in the text.
     ticket_learning_rate: ClassVar[float] = 1.2e-3
-    """The learning rate on public data, as in the text."""
 
     public_dataset: str = option(
         "",

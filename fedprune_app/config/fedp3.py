@@ -12,6 +12,7 @@ from fedprune_app.config.options import Needs, option
 
 _OF_FEDP3: Needs = {"system": ("fedp3",)}
 _OF_BOTH: Needs = {"system": ("fedp3", "fedcr")}
+# FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one.
 FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "lowerb": (1,),
     "opu2": (2,),
@@ -19,13 +20,12 @@ FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "opu1-2-3": (1, 2, 3),
     "opu2-3": (2, 3),
 }
-"""FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one."""
+# FedP3's Table 1: the parts of ResNet-18 that clients leave out, in turn or at random.
 FEDP3_BLOCKS: dict[str, tuple[str, ...]] = {
     "b2-b3-full": ("-layer2", "-layer3"),
     "b2-part": ("-layer2.0", "-layer2.1"),
     "b3-part": ("-layer3.0", "-layer3.1"),
 }
-"""FedP3's Table 1: the parts of ResNet-18 that clients leave out, in turn or at random."""
 
 
 _COUNT_CHOICES = {
@@ -45,8 +45,8 @@ class FedP3Options(Table):
     """
 
     needs: ClassVar[Needs] = {"system": ("fedp3", "fedcr", "ldp-fedp3")}
+    # That of attention's softmax over distances from the mean, as a multiple of the mean distance.
     temperature: ClassVar[float] = 1.0
-    """That of attention's softmax over distances from the mean, as a multiple of the mean distance."""
 
     layer_set: str = option(
         "lowerb",
@@ -160,10 +160,10 @@ class FedCROptions(Table):
     """These options are FedCR's; names are as in the released code where the code has one."""
 
     needs: ClassVar[Needs] = {"system": ("fedcr",)}
+    # The number of draws of an image's code in training, as in the released code.
     train_draws: ClassVar[int] = 15
-    """The number of draws of an image's code in training, as in the released code."""
+    # The number of draws of an image's code in testing, as in the released code.
     test_draws: ClassVar[int] = 30
-    """The number of draws of an image's code in testing, as in the released code."""
 
     beta: float = option(0.001, "The strength of the divergence between prior and encoder (β).", least=0)
     layer_set: str = option(

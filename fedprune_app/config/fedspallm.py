@@ -12,8 +12,8 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
+# This pattern removes heads and feed-forward units.
 CUT = "cut"
-"""This pattern removes heads and feed-forward units."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,6 @@ class FedSpaLLMOptions(Table):
 
 
 def _named_files(key: str, value: str, *, needs_path: bool) -> dict[str, Path | None]:
-    """Return a list of ``name=path`` as name → path. Raises :class:`ConfigError`."""
     path_by_name: dict[str, Path | None] = {}
     for text in filter(None, (part.strip() for part in value.split(","))):
         name, equals, path = (part.strip() for part in text.partition("="))

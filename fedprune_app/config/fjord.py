@@ -24,5 +24,4 @@ class FjORDOptions(Table):
         self.width_of(0)
 
     def width_of(self, client: int) -> float:
-        """Return the width of client number ``client``. Raises :class:`ConfigError`."""
         return share_in_turn("fjord.widths", self.widths, client, 1.0)

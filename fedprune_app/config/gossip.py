@@ -95,7 +95,6 @@ class DisPFLOptions(GossipOptions):
 
     @property
     def trains_alone(self) -> bool:
-        """Whether a client that drops out of a round still trains, alone."""
         return self.dropped == "trains-alone"
 
     def check(self, common: CommonOptions) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from fedprune_app.config.errors import ConfigError
 
+# These words for a key are common elsewhere.
 _OTHER_WORDS = {
     "lr": "learning-rate",
     "rounds": "num-server-rounds",
@@ -30,7 +31,6 @@ _OTHER_WORDS = {
     "sigma": "dp.noise-multiplier",
     "clip": "dp.clip-norm",
 }
-"""These words for a key are common elsewhere."""
 _COMMAND_LINE = {"clients": "--clients", "num-clients": "--clients", "workers": "--workers", "out": "--out"}
 _COMMAND_LINE |= {"output": "--out", "engine": "--engine", "resume": "--resume", "config": "-c"}
 

@@ -35,8 +35,8 @@ class Kind(Enum):
         return self in (Kind.FOLDER, Kind.STATE_FOLDER, Kind.RUN_FOLDER)
 
 
+# One end of a range: how an error names it, the limit, and what holds of a value and the limit.
 Bound = tuple[str, float, Callable[[float, float], bool]]
-"""One end of a range: how an error names it, the limit, and what holds of a value and the limit."""
 
 
 class NoneOf(tuple[Scalar, ...]):
@@ -46,8 +46,8 @@ class NoneOf(tuple[Scalar, ...]):
         return not super().__contains__(value)
 
 
+# These are keys, with the values of each with which an option has an effect. ".key" is a key of the same table.
 Needs = Mapping[str, tuple[Scalar, ...]]
-"""These are keys, with the values of each with which an option has an effect. ".key" is a key of the same table."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,10 @@ class Option:
         if not isinstance(parsed, str) and not all(holds(parsed, limit) for _, limit, holds in self.bounds):
             raise ConfigError(key, parsed, self.range)
         if isinstance(parsed, str) and parsed and self.kind.is_folder:
-            return _absolute(key, parsed)
+            expanded = os.path.expanduser(parsed)  # unlike pathlib's, leaves the folder of an unknown user as it is
+            if not os.path.isabs(expanded):
+                raise ConfigError(key, parsed, "an absolute path")
+            return str(Path(expanded))
         return parsed
 
     def from_here(self, value: Scalar) -> Scalar:
@@ -88,8 +91,7 @@ class Option:
             return value
         if self.kind.is_folder:
             return _real_path(value)
-        is_file = value.endswith(".gguf")
-        if self.kind is Kind.MODEL and (is_file or Path(os.path.expanduser(value)).is_dir()):
+        if self.kind is Kind.MODEL and (value.endswith(".gguf") or Path(os.path.expanduser(value)).is_dir()):
             return _real_path(value)
         if self.kind in (Kind.CODE, Kind.MODEL):
             return ",".join(_code_from_here(part.strip()) for part in value.split(","))
@@ -157,17 +159,10 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
         if kind in (float, str):  # a list of one number, as `layer-shares=0.5`, is read as a number by TOML and YAML
             value = kind(value)
     if not isinstance(value, bool | int | float | str) or type(value) is not kind:
-        lower = str(value).lower()
-        suggestion = f"did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
+        is_text_of_bool = kind is bool and str(value).lower() in ("true", "false")
+        suggestion = f"did you mean {str(value).lower()}?" if is_text_of_bool else ""
         raise ConfigError(key, value, _TYPE_NAMES[kind], hint=suggestion)
     return value
-
-
-def _absolute(key: str, path: str) -> str:
-    expanded = os.path.expanduser(path)  # unlike pathlib's, leaves the folder of an unknown user as it is
-    if not os.path.isabs(expanded):
-        raise ConfigError(key, path, "an absolute path")
-    return str(Path(expanded))
 
 
 def _code_from_here(code: str) -> str:

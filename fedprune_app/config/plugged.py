@@ -15,10 +15,10 @@ from fedprune_app.config.config import OPTIONS, Config, flat, register_keys
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Scalar
 
+# By system of a plug-in: its table.
 _TABLES: dict[str, type[Table]] = {}
-"""By system of a plug-in: its table."""
+# By system of a plug-in: the keys and tables of other systems that it reads as well.
 uses_of: dict[str, tuple[str, ...]] = {}
-"""By system of a plug-in: the keys and tables of other systems that it reads as well."""
 _TYPES = ("bool", "int", "float", "str")
 CARRIER = "plugin-options"
 
@@ -70,10 +70,8 @@ def is_used(system: str, key: str) -> bool:
 
 def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
     """Return ``values`` with the options that ``plugin-options`` carries under keys of their own."""
-    text = values.get(CARRIER)
+    text = values.get(CARRIER) or "{}"
     settings = {key: value for key, value in values.items() if key != CARRIER}
-    if not text:
-        return settings
     try:
         carried = json.loads(str(text))
     except ValueError:
@@ -89,6 +87,5 @@ def with_carrier(config: Config) -> dict[str, Scalar]:
     values = config.to_dict()
     prefix = f"{config.own.name}."
     carried = {key: value for key, value in values.items() if config.own.name and key.startswith(prefix)}
-    if not carried:
-        return values
-    return {**{key: value for key, value in values.items() if key not in carried}, CARRIER: json.dumps(carried)}
+    others = {key: value for key, value in values.items() if key not in carried}
+    return {**others, CARRIER: json.dumps(carried) if carried else ""}

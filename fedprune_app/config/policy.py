@@ -97,7 +97,6 @@ class Policy:
             raise declined("label-column", config.label_column, "allowed-label-columns", allowed)
 
     def check_noise(self, noise_multiplier: float, key: str) -> None:
-        """Raise :class:`PolicyError` where the noise that a run has is too little."""
         if noise_multiplier < self.min_noise_multiplier:
             allowed = f"at least {self.min_noise_multiplier}"
             raise declined(key, noise_multiplier, "min-noise-multiplier", allowed)
@@ -118,9 +117,9 @@ def declined(key: str, value: object, node_key: str, allowed: str) -> PolicyErro
     return PolicyError(key, value, allowed, condition=f"by its {node_key}", where="the node declines the run")
 
 
+# Every key of a policy.
 POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item) for item in fields(Policy)}
-"""Every key of a policy."""
+# A node without a policy takes part in every run.
 NO_POLICY = Policy()
-"""A node without a policy takes part in every run."""
+# The key of a node-config that names a file with the policy.
 POLICY_FILE = "policy-file"
-"""The key of a node-config that names a file with the policy."""

@@ -18,10 +18,8 @@ from clients.node import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
-from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.splits import check_repeatable, label_counts, unread
-from fedprune_app.engine import wire
 from fedprune_app.engine.run_folder import new_run_key
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
@@ -30,7 +28,6 @@ from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import vision
 from fedprune_app.models.initial import copied
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
@@ -100,7 +97,7 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
 
 
 def _try_network(client: ImageClient, name: str) -> None:
-    """Have the client send and take its network, train it for a step on two examples, and test it, as in round 1.
+    """Have the client train its network for a step on two examples, and test it, as in round 1.
 
     Raises :class:`ConfigError` where the network fails.
     """
@@ -112,9 +109,7 @@ def _try_network(client: ImageClient, name: str) -> None:
 
         private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)
     try:
-        model, schema = copied(client.model), client.message_schema()
-        arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
-        vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
+        model = copied(client.model)
         options: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
         client.costs.training()
         train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **options, **client.trial())

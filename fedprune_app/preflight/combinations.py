@@ -27,8 +27,7 @@ def check_names(config: Config) -> None:
     system = SYSTEMS.get(config.system)
     if system and system.data == "text":
         if config.dataset not in TEXTS:
-            texts = ", ".join(TEXTS)
-            raise ConfigError("dataset", config.dataset, texts, condition=f"with system {config.system!r}")
+            raise ConfigError("dataset", config.dataset, ", ".join(TEXTS), condition=f"with system {config.system!r}")
         return
     values = config.to_dict()
     for key, names in allowed.items():
@@ -88,7 +87,6 @@ def _is_method(name: str, value: object) -> bool:
 
 
 def _check_private(config: Config) -> None:
-    """Raise :class:`ConfigError` for settings that no system can be private with."""
     if config.augmentation != "none":
         raise ConfigError(
             "augmentation",

@@ -16,7 +16,7 @@ from fedprune_app.data.errors import shortened
 from fedprune_app.data.splits import dataset_of, digests, label_counts, unread
 from fedprune_app.data.text import calibration_documents, own_documents
 from fedprune_app.learning.device import device_of
-from fedprune_app.models.initial import initial_model, layer_flops
+from fedprune_app.models.initial import initial_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names
 from fedprune_app.preflight.prepare import Prepared
@@ -90,14 +90,9 @@ def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         (f"test text '{name}'", f"{len(windows):,} windows of {windows.shape[1]:,} tokens")
         for name, windows in windows_by_name.items()
     ]
-    doubts = []
-    if short_documents := [document.name for document, size in zip(documents, sizes, strict=True) if size < length]:
-        examples = shortened([repr(name) for name in short_documents], 3)
-        doubts.append(f"{len(short_documents):,} documents are shorter than a segment and give none: {examples}")
     shared_texts = {document.text for document in documents}
     shared_names = [name for name, (text, _) in evaluation_texts(config).items() if text in shared_texts]
-    doubts += [f"test text '{name}' is a document of the clients too" for name in shared_names]
-    return rows, doubts
+    return rows, [f"test text '{name}' is a document of the clients too" for name in shared_names]
 
 
 def _dataset_row(config: Config, dataset: Dataset) -> tuple[str, str]:
@@ -121,10 +116,8 @@ def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     )
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     prunable = sum(sizes[name] for name in prunable_names(model))
-    flops = sum(layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes).values())
     name = chosen_name(config.model, config.dataset)
     yield "model", f"{name}: {sum(sizes.values()):,} parameters, of which {prunable:,} can be pruned"
-    yield "forward pass", f"{flops / 1e6:,.2f} MFLOP for an example"
 
 
 def _spread(numbers: list[int]) -> str:

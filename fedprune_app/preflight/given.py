@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import OPTIONS, ConfigError, Kind, Scalar, parse_override, paths_from_here, read_toml
-from fedprune_app.config.meant import unknown_key
+from fedprune_app.config import Scalar, parse_override, paths_from_here, read_toml
 from fedprune_app.config.shipped import config_file
 
 
@@ -63,13 +62,11 @@ def with_plugins(
     on_command_line: Mapping[str, Scalar],
     more_plugins: Sequence[str] | None = None,
 ) -> Given:
-    """Return settings, when the plug-ins that they name are loaded."""
     given = Given(files=files, on_command_line=on_command_line)
     if more_plugins:
         names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
         given = replace(given, on_command_line={**on_command_line, "plugins": names})
     plugins.load(given.chosen)
-    check_chosen(given.on_command_line)
     return given
 
 
@@ -82,15 +79,3 @@ def of_run(settings: Mapping[str, object], trusted: Collection[str]) -> Given:
     """Return the settings that a run folder holds, whose code may be loaded where ``trusted`` names it."""
     plugins.check_named(settings, {"plugins": ",".join(trusted)})
     return Given(settings)
-
-
-def check_chosen(settings: Mapping[str, object]) -> None:
-    """Raise :class:`ConfigError` for a key that there is not, and for the run's own folder.
-
-    The command decides the folder.
-    """
-    for key, value in settings.items():
-        if key not in OPTIONS:
-            raise unknown_key(key, OPTIONS)
-        if OPTIONS[key].kind is Kind.RUN_FOLDER and value:
-            raise ConfigError(key, value, which="the command decides", hint="out and resume say it")

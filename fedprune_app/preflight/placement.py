@@ -71,8 +71,9 @@ class Placement:
             return self
         num_recorded = clients_of(info)
         if self.num_clients and num_recorded not in (0, self.num_clients):
-            allowed = f"{num_recorded}, as the run began"
-            raise ConfigError("--clients", self.num_clients, allowed, condition="when resuming")
+            raise ConfigError(
+                "--clients", self.num_clients, f"{num_recorded}, as the run began", condition="when resuming"
+            )
         return replace(self, num_clients=self.num_clients or num_recorded or None)
 
     def with_nodes_for(self, config: Config) -> Placement:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from clients.fedspallm import FedSpaLLMClient, evaluation_texts, evaluation_windows
+from clients.fedspallm import FedSpaLLMClient, evaluation_windows
 from clients.node import Place
 from fedprune_app.config import Config, written_below
 from fedprune_app.data.text import stdlib_training_text
@@ -25,7 +25,6 @@ def check_texts(config: Config, num_clients: int) -> None:
     kind computes.
     """
     check_min_replies(config, num_clients, num_clients)
-    evaluation_texts(config)
     check_tasks(config.fedspallm.tasks())
     with scratch_folder() as folder, with_a_model(config) as local_config:
         client_config = written_below(folder, local_config)  # no client's ledger is touched
