@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import PurePath
 
+_SHORT = reprlib.Repr()  # a few lines of YAML aliases can stand for billions of entries
+_SHORT.maxstring = _SHORT.maxother = 1000
 # An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found.
 REFUSED = "refused setting: "
 
@@ -48,7 +51,7 @@ class ConfigError(ValueError):
 def _value_text(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return repr(str(value) if isinstance(value, PurePath) else value)
+    return _SHORT.repr(str(value) if isinstance(value, PurePath) else value)
 
 
 @contextmanager

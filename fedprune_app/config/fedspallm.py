@@ -165,8 +165,12 @@ class FedSpaLLMOptions(Table):
         if self.merge != "hessians" and self.pattern == CUT:
             raise ConfigError("fedspallm.pattern", CUT, "empty, n:m", condition=condition)
         if self.merge != "mean" and self.pruning_rounds(common) > 1:
-            suffix = " more than fedspallm.recovery-rounds" if self.recovery_rounds else ""
-            raise ConfigError("num-server-rounds", common.num_server_rounds, f"1{suffix}", condition=condition)
+            raise ConfigError(
+                "num-server-rounds",
+                common.num_server_rounds,
+                "1 more than fedspallm.recovery-rounds",
+                condition=condition,
+            )
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             raise ConfigError(
                 "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"

@@ -56,7 +56,7 @@ def image_folder(
         elif part == "train" or form.needs_test:
             advice = "" if part == "train" else "; test-split=holdout holds out a share of each client's images"
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", advice))
-    training_places = next(iter(places_by_part.values()))
+    training_places = places_by_part["owners" if form.by_owner else "train"]
     class_names = {class_name for place in training_places for class_name in _class_names(place)}
     classes = form.classes or tuple(sorted(class_names))
     members = {

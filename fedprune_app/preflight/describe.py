@@ -96,9 +96,11 @@ def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _dataset_row(config: Config, dataset: Dataset) -> tuple[str, str]:
-    counts = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test examples"
     shape = "x".join(map(str, dataset.image_shape))
-    return "dataset", f"{config.dataset}: {counts} of {shape}, {dataset.num_classes} classes"
+    return "dataset", (
+        f"{config.dataset}: {len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test examples of "
+        f"{shape}, {dataset.num_classes} classes"
+    )
 
 
 def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
@@ -116,8 +118,8 @@ def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     )
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     prunable = sum(sizes[name] for name in prunable_names(model))
-    name = chosen_name(config.model, config.dataset)
-    yield "model", f"{name}: {sum(sizes.values()):,} parameters, of which {prunable:,} can be pruned"
+    yield "model", str(chosen_name(config.model, config.dataset))
+    yield "parameters", f"{sum(sizes.values()):,}, of which {prunable:,} can be pruned"
 
 
 def _spread(numbers: list[int]) -> str:

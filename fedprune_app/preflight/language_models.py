@@ -18,8 +18,8 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
     This happens before Flower starts, since the clients have only startup-seconds to introduce themselves. Raises
     ``ValueError`` for a model that cannot be had.
     """
-    models = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
-    for model, download in models:  # in the order of the runs
+    # each of them once, in the order of the runs
+    for model, download in dict.fromkeys((run.model, run.download) for run in configs if run.system == "fedspallm"):
         if model == "auto":
             embedded_model(console)
             continue

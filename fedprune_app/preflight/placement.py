@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Placement:
         if self.ray_address:
             _check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
-            if value is not None and (type(value) is not int or value < 1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
                 raise ConfigError(option, value, "a whole number, at least 1")
         if self.num_workers is not None and (self.engine == "inprocess" or not self.is_simulation):
             raise ConfigError(
@@ -60,7 +61,7 @@ class Placement:
 
     @property
     def clients(self) -> int:
-        return self.num_clients or 20
+        return 20 if self.num_clients is None else int(self.num_clients)  # it may be a number of NumPy
 
     def resumed(self, info: Mapping[str, Any]) -> Placement:
         """Return the placement of a run whose run.json is ``info``, or of a new one where that is empty.
@@ -119,5 +120,9 @@ def _check_ray_address(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError, OverflowError) as error:
-        allowed = "HOST:PORT of a running cluster, as `ray start --head` prints it"
-        raise ConfigError("--ray-address", address, allowed, hint=f"there: {error}") from None
+        raise ConfigError(
+            "--ray-address",
+            address,
+            "HOST:PORT of a running cluster, as `ray start --head` prints it",
+            hint=f"there: {error}",
+        ) from None

@@ -25,6 +25,7 @@ from fedprune_app.preflight.placement import Placement
         (ConfigError("seed", ..., "once", which="is given twice"), "seed is given twice, allowed: once"),
         (ConfigError("seeds", [0, 0], where="matrix 'm'"), "matrix 'm': seeds is [0, 0]"),
         (ConfigError("--out", Path("a b")), "--out is 'a b'"),
+        (ConfigError("seed", 10**99), "seed is 100000000000000000...0000000000000000000"),
         (ConfigError("a whole sentence"), "a whole sentence"),
         (
             declined("dp.enabled", False, "require-dp", "true"),

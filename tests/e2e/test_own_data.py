@@ -117,7 +117,7 @@ def test_what_files_are_called_stays_on_the_node_unless_all_have_the_same_data(o
     path = next((bad / "train").glob("*/*.png"))
     path.rename(path.with_name("smith-john-1961.png")).write_bytes(b"no image")
     (left_out,) = own(places([*folders, bad])).info["clients_left_out"]
-    assert f"an image in train/{path.parent.name} cannot be read as an image" in left_out
+    assert f"an image in train/{path.parent.name} cannot be used; the node's log says which one and why" in left_out
     assert "smith" not in left_out
     assert any("smith-john-1961.png' cannot be read" in line for line in caplog.messages)
 
