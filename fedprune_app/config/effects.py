@@ -20,12 +20,13 @@ _INSTEAD = {
     ("local-epochs", "ditto"): "; system 'ditto' has ditto.global-epochs and ditto.personal-epochs",
 }
 
-_PRUNED_FOR_FEDCR = ("density", "fedp3.densities", "fedp3.assignment")
 # By key and system: what a key of all systems needs beside, with one of them.
 _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
     # of a client that trains all layers nothing is chosen or pruned
-    **{(key, "fedcr"): {"fedcr.layer-set": NoneOf(("all",))} for key in _PRUNED_FOR_FEDCR},
+    ("density", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
+    ("fedp3.densities", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
+    ("fedp3.assignment", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
 }
 
 

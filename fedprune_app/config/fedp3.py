@@ -138,7 +138,6 @@ class FedP3Options(Table):
             raise ConfigError("fedp3.local", self.local, "'fixed'", condition="with system 'fedcr'")
 
     def density_of(self, client: int, default: float) -> float:
-        """Return the density of the layers that ``client`` does not train. Raises :class:`ConfigError`."""
         return share_in_turn("fedp3.densities", self.densities, client, default)
 
     def capacity_of(self, client: int) -> float:

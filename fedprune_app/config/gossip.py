@@ -108,7 +108,6 @@ class DisPFLOptions(GossipOptions):
         return {}
 
     def density_of(self, client: int, default: float) -> float:
-        """Return the density of client number ``client``, from the list or ``default``. Raises :class:`ConfigError`."""
         return share_in_turn("dispfl.densities", self.densities, client, default)
 
 

@@ -146,7 +146,6 @@ def option_of(item: Field[Any]) -> Option:
 
 
 _TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-_MOST = 1e300
 
 
 def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
@@ -154,7 +153,7 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
         with suppress(ValueError):
             value = float(value)  # 1e-3 is a text in YAML, as .1 is in TOML
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not abs(value) < _MOST:  # nor is NaN
+        if not abs(value) < 1e300:  # nor is NaN
             raise ConfigError(key, value, "a finite number")
         if kind in (float, str):  # a list of one number, as `layer-shares=0.5`, is read as a number by TOML and YAML
             value = kind(value)

@@ -113,7 +113,6 @@ class Policy:
 
 
 def declined(key: str, value: object, node_key: str, allowed: str) -> PolicyError:
-    """Return the error of a run whose ``key`` has a value that the node's ``node_key`` does not allow."""
     return PolicyError(key, value, allowed, condition=f"by its {node_key}", where="the node declines the run")
 
 

@@ -72,8 +72,12 @@ class SubFedAvgOptions(Table):
     def check(self, common: CommonOptions) -> None:
         for key, percentage in (("target-rate", self.target_rate), ("accuracy-threshold", self.accuracy_threshold)):
             if 0 < percentage < 1:
-                hint = f"{100 * percentage:g} is meant?"
-                raise ConfigError(f"subfedavg.{key}", percentage, "0, or a percentage from 1", hint=hint)
+                raise ConfigError(
+                    f"subfedavg.{key}",
+                    percentage,
+                    "0, or a percentage from 1",
+                    hint=f"{100 * percentage:g} is meant?",
+                )
         prunes = self.target_rate > 0 or common.system == "subfedavg-hy"  # channels go whatever the target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"
         if asks_validation and common.validation_fraction == 0 and prunes:

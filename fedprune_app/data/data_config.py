@@ -58,7 +58,6 @@ class DataConfig:
 
 
 def data_config(config: Config, is_own: bool = False, split_secret: str = "") -> DataConfig:
-    """Return the part of the run's configuration that determines every client's data."""
     names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "split_secret"}
     fields = {name: getattr(config, name) for name in names}
     classes = class_names(config.classes)

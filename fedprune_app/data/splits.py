@@ -121,7 +121,6 @@ def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> l
 
 
 def digests(config: DataConfig) -> tuple[list[bytes], list[bytes]]:
-    """Return the SHA-256 digests of all training images and of all test images, in their order."""
     pool = _pool(config)
     hashes = pool.digests(np.arange(len(pool.labels)))
     return hashes[: pool.num_train], hashes[pool.num_train :]

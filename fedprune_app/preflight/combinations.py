@@ -8,7 +8,7 @@ from functools import lru_cache
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
-from fedprune_app.models.names import MODELS
+from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
 from fedprune_app.registry import SYSTEMS
 
 
@@ -102,4 +102,16 @@ def _check_private(config: Config) -> None:
             "'holdout' (with dp.accuracies 'none' every split)",
             condition="with dp.enabled",
             hint="the labels that a client trains on decide what it is tested on, so an accuracy tells them",
+        )
+    from torch import nn
+
+    from fedprune_app.models.vision import architecture
+
+    name = chosen_name(config.model, config.dataset)
+    if name in BUILDERS:  # the network may take images of one shape alone: each client checks it
+        return
+    layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
+        raise ConfigError(
+            "model", name, "one without BatchNorm, which mixes the examples of a batch", condition="with dp.enabled"
         )
