@@ -10,9 +10,9 @@ from clients.ledgers import split_secret
 from clients.node import Place
 from clients.reply_fields import ReplyFields
 from fedprune_app.config import Config
-from fedprune_app.data.augmentation import CropFlip, augmentation
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data, content_sha256, dataset_of, label_counts, record_digests
+from fedprune_app.data.splits import client_data, dataset_of, label_counts, record_digests
 
 # how many of which class is nobody's business with privacy, and the others may follow from the images
 _OF_THE_DATA = frozenset(
@@ -60,7 +60,7 @@ class Images:
             fields |= {f"labels-{part}": [int(n) for n in values] for part, values in counts.items()}
         if not (is_private or is_own):
             fields |= {f"normalisation-{name}": values for name, values in self._normalisation().items()}
-            fields["data-sha256"] = content_sha256(self.data_config)
+            fields["data-sha256"] = dataset_of(self.data_config).content_sha256
         return fields
 
     def facts_to_keep(self) -> dict[str, Any]:
@@ -77,5 +77,7 @@ class Images:
         return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in constants.items()}
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
+        if self.config.augmentation == "none":
+            return None
         black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
-        return augmentation(self.config.augmentation, images, black)
+        return CropFlip(images, black)

@@ -125,7 +125,7 @@ def test_a_model_is_exported_where_its_data_have_moved(tmp_path):
     model = {key: value for key, value in run.info["model"].items() if key != "normalisation"}
     write_info(run.folder, {**run.info, "model": model})  # as a private run leaves it
     run = fedprune_app.load_run(run.folder)
-    with pytest.raises(ValueError, match="does not exist; dataset 'table' is read from"):
+    with pytest.raises(ValueError, match="is no folder; dataset 'table' is read from"):
         fedprune_app.export(run, tmp_path / "a.safetensors")
     path = fedprune_app.export(run, tmp_path / "a.safetensors", data_dir=there)
     assert path.read_bytes() == whole

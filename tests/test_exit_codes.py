@@ -21,17 +21,13 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         (["dataset=cifar10"], "data-dir is empty: dataset 'cifar10' is read from files"),
         (
             ["dataset=cifar10", "data-dir=nowhere"],
-            "does not exist; dataset 'cifar10' is read from cifar-10-batches-bin",
+            "is no folder; dataset 'cifar10' is read from cifar-10-batches-bin",
         ),
-        (["dataset=mnist", "data-dir=nowhere"], "does not exist; dataset 'mnist' is read from MNIST/raw"),
-        (["dataset=image-folder", "data-dir=float"], "has floating-point numbers, allowed: 8 or 16 bits"),
+        (["dataset=mnist", "data-dir=nowhere"], "is no folder; dataset 'mnist' is read from MNIST/raw"),
+        (["dataset=image-folder", "data-dir=float"], "has more than 8 bits per channel, allowed: 8 bits"),
         (
             ["dataset=table", "augmentation=crop-flip"],
             "augmentation is 'crop-flip'",
-        ),
-        (
-            ["evaluate-every=9223372036854775808"],
-            "evaluate-every is 9223372036854775808",
         ),
         (["partition=classes", "classes-per-client=11"], "classes-per-client is 11"),
         (["samples-per-client=100000"], "samples-per-client is 100000"),

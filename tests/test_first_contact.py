@@ -186,9 +186,8 @@ def test_a_run_is_checked_without_being_started(fedprune, tmp_path, monkeypatch,
     code, said = fedprune("check", "system=dispfl", "--clients", "5", "dispfl.neighbours=2", "shards-per-client=3")
     assert code == 0, said
     for words in (
-        "test images of 1x8x8, 10 classes",
+        "test examples of 1x8x8, 10 classes",
         "of which",
-        "50% of 5 clients in each of 20 rounds",
         "checked: a run can start",
     ):
         assert words in said

@@ -26,13 +26,12 @@ class FedFomoOptions(Table):
     """These options are FedFomo's."""
 
     needs: ClassVar[Needs] = {"system": ("fedfomo",)}
+    # The probability that candidates are drawn at random, not by their past weight.
     exploration: ClassVar[float] = 0.5
-    """The probability that candidates are drawn at random, not by their past weight."""
 
     candidates: int = option(10, "The number of other clients' models that a client gets in a round (M).", least=1)
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where FedFomo has no validation data to weigh models by."""
         if common.system == "fedfomo" and common.validation_fraction == 0:
             raise ConfigError(
                 "validation-fraction", 0.0, "above 0", condition="with system 'fedfomo', which weighs by it"
@@ -70,7 +69,7 @@ class MTLOptions(Table):
     """These options are MTL's, a surrogate for MOCHA on networks."""
 
     needs: ClassVar[Needs] = {"system": ("mtl",)}
+    # The number that is added to the diagonal of the task covariance before the inverse is taken (ε).
     ridge: ClassVar[float] = 0.1
-    """The number that is added to the diagonal of the task covariance before the inverse is taken (ε)."""
 
     strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,20 +9,21 @@ from typing import ClassVar
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
+# What only systems need that learn from images.
 IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
-"""What only systems need that learn from images."""
 
+# These datasets hold the same examples wherever they are. All others hold what their data-dir has.
 PUBLISHED = frozenset(
     {"digits", "mnist", "fashion-mnist", "emnist-digits", "emnist-letters", "emnist-letters-10"}
     | {"cifar10", "cifar100", "tiny-imagenet", "stdlib"}
 )
-"""These datasets hold the same examples wherever they are. All others hold what their data-dir has."""
 
+# These data have classes with names of their own, columns, or pictures; a plug-in's data may have them.
 _NAMED: Needs = {**IMAGES, "dataset": NoneOf((*sorted(PUBLISHED), "femnist"))}
 _COLUMNS: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "image-folder"))}
 _PICTURES: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "table"))}
-"""These data have classes with names of their own, columns, or pictures; a plug-in's data may have them."""
 
+# These keys decide which data each client of a run has, beside the folder of a dataset that is not published.
 DEALT_BY = (
     *("dataset", "classes", "label-column", "image-column", "owner-column", "ignore-columns"),
     *("image-size", "image-fit"),
@@ -31,7 +31,6 @@ DEALT_BY = (
     *("dirichlet-alpha", "dirichlet-groups", "samples-per-client", "public-fraction"),
     *("validation-fraction", "test-split", "test-samples", "test-fraction", "seed"),
 )
-"""These keys decide which data each client of a run has, beside the folder of a dataset that is not published."""
 
 
 @dataclass(frozen=True)
@@ -449,9 +448,7 @@ class CommonOptions:
         return _LearningRates(self.learning_rate, self.lr_decay)
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` where two of these options do not go together."""
-        if class_names(self.classes) and self.dataset not in _NAMED["dataset"]:
-            raise ConfigError("classes", self.classes, "nothing", condition=f"with dataset {self.dataset!r}")
+        class_names(self.classes)
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
             raise ConfigError("evaluate-clients", self.evaluate_clients, allowed)
@@ -486,8 +483,8 @@ class Table:
     """
 
     needs: ClassVar[Needs] = {}
+    # The name in keys; empty for the product's own tables, whose name is their field's.
     name: ClassVar[str] = ""
-    """The name in keys; empty for the product's own tables, whose name is their field's."""
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where these options do not go together, or not with the ``common`` ones."""
@@ -499,7 +496,7 @@ class Table:
 
 def class_names(text: str) -> tuple[str, ...]:
     """Return the names in ``text``, 'cat, dog'; none where ``text`` is empty. Raises :class:`ConfigError`."""
-    names = tuple(unicodedata.normalize("NFC", name.strip()) for name in text.split(",")) if text else ()
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
     if text and (not all(names) or len(set(names)) < max(len(names), 2)):
         raise ConfigError("classes", text, "at least two names, each once")
     return names

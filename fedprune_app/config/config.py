@@ -15,7 +15,7 @@ from fedprune_app.config.baselines import (
     MTLOptions,
 )
 from fedprune_app.config.common import CommonOptions, Table
-from fedprune_app.config.fedltp import FedLTPOptions
+from fedprune_app.config.fedltp import FedLTPOptions, public_share
 from fedprune_app.config.fedp3 import FedCROptions, FedP3Options
 from fedprune_app.config.fedspa import FedSPAOptions
 from fedprune_app.config.fedspallm import FedSpaLLMOptions
@@ -51,13 +51,12 @@ class Config(CommonOptions):
 
     @property
     def tables(self) -> list[Table]:
-        """The tables, in their order."""
         return [value for item in fields(self) if isinstance(value := getattr(self, item.name), Table)]
 
     @property
     def public_share(self) -> float:
         """The share of the training images that no client gets."""
-        return self.public_fraction or self.fedltp.public_share(self)
+        return self.public_fraction or public_share(self.system, self.fedltp.tickets, self.fedltp.public_dataset)
 
     def settled(self) -> Self:
         """Return the configuration with the test split that 'auto' stands for."""
@@ -67,7 +66,6 @@ class Config(CommonOptions):
         return replace(self, test_split="holdout" if holds_out else "labels")
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` where options do not go together, in any table."""
         super().check()
         for table in self.tables:
             table.check(self)
@@ -112,10 +110,10 @@ def _with_needs(key: str, option: Option, config: Config) -> Option:
 
 
 _OPTIONS = {key: _with_needs(key, option, Config()) for key, _, option in flat(Config())}
+# Every option by its key: those of the product, and those of the plug-ins that are loaded.
 OPTIONS: Mapping[str, Option] = MappingProxyType(_OPTIONS)
-"""Every option by its key: those of the product, and those of the plug-ins that are loaded."""
+# The default of every option of the product; Flower's pyproject.toml declares these keys.
 DEFAULTS: Mapping[str, Scalar] = {key: option.default for key, option in OPTIONS.items()}
-"""The default of every option of the product; Flower's pyproject.toml declares these keys."""
 
 
 def register_keys(prefix: str, options: Mapping[str, Option]) -> None:

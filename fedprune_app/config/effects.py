@@ -9,24 +9,25 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Needs, NoneOf, Scalar
 from fedprune_app.config.plugged import is_used
 
+# By key and system: the keys that a system has for the same quantity, as the end of a sentence.
 _INSTEAD = {
-    ("density", "subfedavg"): "subfedavg.target-rate, the percentage that is pruned",
-    ("density", "subfedavg-hy"): "subfedavg.target-rate, the percentage that is pruned",
-    ("density", "dpsgd"): "dpsgd.density",
-    ("density", "dpsgd-ft"): "dpsgd.density",
-    ("density", "fedspa"): "fedspa.share",
-    ("density", "fjord"): "fjord.widths",
-    ("local-epochs", "ditto"): "ditto.global-epochs and ditto.personal-epochs",
+    ("density", "subfedavg"): "; system 'subfedavg' has subfedavg.target-rate, the percentage that is pruned",
+    ("density", "subfedavg-hy"): "; system 'subfedavg-hy' has subfedavg.target-rate, the percentage that is pruned",
+    ("density", "dpsgd"): "; system 'dpsgd' has dpsgd.density",
+    ("density", "dpsgd-ft"): "; system 'dpsgd-ft' has dpsgd.density",
+    ("density", "fedspa"): "; system 'fedspa' has fedspa.share",
+    ("density", "fjord"): "; system 'fjord' has fjord.widths",
+    ("local-epochs", "ditto"): "; system 'ditto' has ditto.global-epochs and ditto.personal-epochs",
 }
-"""By key and system: the keys that a system has for the same quantity."""
 
-_PRUNED_FOR_FEDCR = ("density", "fedp3.densities", "fedp3.assignment")
+# By key and system: what a key of all systems needs beside, with one of them.
 _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
     # of a client that trains all layers nothing is chosen or pruned
-    **{(key, "fedcr"): {"fedcr.layer-set": NoneOf(("all",))} for key in _PRUNED_FOR_FEDCR},
+    ("density", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
+    ("fedp3.densities", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
+    ("fedp3.assignment", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
 }
-"""By key and system: what a key of all systems needs beside, with one of them."""
 
 
 def has_effect(key: str, config: Config) -> bool:
@@ -43,12 +44,11 @@ def check_effects(keys: Iterable[str], config: Config) -> None:
                 key,
                 settings.get(key, ...),
                 which=f"has no effect with {name} {settings[name]!r}",
-                hint=f"{key} needs {name} {_words(values)}{_alternative(key, config.system)}",
+                hint=f"{key} needs {name} {_words(values)}{_INSTEAD.get((key, config.system), '')}",
             )
 
 
 def _unmet_need(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
-    """Return the first need of an option that a configuration does not meet, or None."""
     if not (needs := {**OPTIONS[key].needs, **_ALSO.get((key, config.system), {})}):
         return None
     values = config.to_dict()
@@ -60,12 +60,3 @@ def _unmet_need(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | No
 def _words(values: tuple[Scalar, ...]) -> str:
     words = " or ".join(str(value).lower() if isinstance(value, bool) else repr(value) for value in tuple(values))
     return f"other than {words}" if isinstance(values, NoneOf) else words
-
-
-def _alternative(key: str, system: str) -> str:
-    """Return the system's own key for the same quantity, as the end of a sentence."""
-    last = key.rpartition(".")[2]
-    names = [name for name, option in OPTIONS.items() if name.endswith(f".{last}") and name != key]
-    names = [name for name in names if system in OPTIONS[name].needs.get("system", ())]
-    alternative = _INSTEAD.get((key, system)) or (names[0] if names else "")
-    return f"; system {system!r} has {alternative}" if alternative else ""

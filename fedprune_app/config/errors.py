@@ -10,8 +10,8 @@ from pathlib import PurePath
 
 _SHORT = reprlib.Repr()  # a few lines of YAML aliases can stand for billions of entries
 _SHORT.maxstring = _SHORT.maxother = 1000
+# An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found.
 REFUSED = "refused setting: "
-"""An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,6 @@ class ConfigError(ValueError):
 
 
 def _value_text(value: object) -> str:
-    """Return a value as a file of settings has it; a long one is cut."""
     if isinstance(value, bool):
         return str(value).lower()
     return _SHORT.repr(str(value) if isinstance(value, PurePath) else value)

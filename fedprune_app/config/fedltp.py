@@ -10,8 +10,8 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 _PUBLIC_SHARE = 0.2
+# What the keys need that make tickets or choose one.
 _TICKETS: Needs = {".tickets": NoneOf((0,))}
-"""What the keys need that make tickets or choose one."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class FedLTPOptions(Table):
     """
 
     needs: ClassVar[Needs] = {"system": ("fedltp",)}
+    # The number of public images in a training step of a ticket, as in Frankle and Carbin.
     ticket_batch_size: ClassVar[int] = 60
-    """The number of public images in a training step of a ticket, as in Frankle and Carbin."""
+    # The learning rate on public data, as in the text.
     ticket_learning_rate: ClassVar[float] = 1.2e-3
-    """The learning rate on public data, as in the text."""
 
     public_dataset: str = option(
         "",
@@ -109,15 +109,10 @@ class FedLTPOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where validators have no validation data."""
         if common.system == "fedltp" and self.validators != "none" and common.validation_fraction == 0:
             raise ConfigError(
                 "validation-fraction", 0.0, "above 0", condition=f"with fedltp.validators {self.validators!r}"
             )
-
-    def public_share(self, common: CommonOptions) -> float:
-        """Return the share of the training images that tickets need, where ``common`` gives none."""
-        return public_share(common.system, self.tickets, self.public_dataset)
 
 
 def public_share(system: object, tickets: object, public_dataset: object) -> float:

@@ -12,6 +12,7 @@ from fedprune_app.config.options import Needs, option
 
 _OF_FEDP3: Needs = {"system": ("fedp3",)}
 _OF_BOTH: Needs = {"system": ("fedp3", "fedcr")}
+# FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one.
 FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "lowerb": (1,),
     "opu2": (2,),
@@ -19,27 +20,21 @@ FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "opu1-2-3": (1, 2, 3),
     "opu2-3": (2, 3),
 }
-"""FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one."""
+# FedP3's Table 1: the parts of ResNet-18 that clients leave out, in turn or at random.
 FEDP3_BLOCKS: dict[str, tuple[str, ...]] = {
     "b2-b3-full": ("-layer2", "-layer3"),
     "b2-part": ("-layer2.0", "-layer2.1"),
     "b3-part": ("-layer3.0", "-layer3.1"),
 }
-"""FedP3's Table 1: the parts of ResNet-18 that clients leave out, in turn or at random."""
 
 
-def _count_choices() -> dict[str, str]:
-    def words(counts: tuple[int, ...]) -> str:
-        return f"{' or '.join(map(str, counts))} hidden layer{'s' if counts != (1,) else ''}"
-
-    return {name: words(counts) for name, counts in FEDP3_COUNTS.items()}
-
-
-def _block_choices() -> dict[str, str]:
-    def words(patterns: tuple[str, ...]) -> str:
-        return f"of ResNet-18 all but {', or all but '.join(pattern.removeprefix('-') for pattern in patterns)}"
-
-    return {name: words(patterns) for name, patterns in FEDP3_BLOCKS.items()}
+_COUNT_CHOICES = {
+    "lowerb": "1 hidden layer",
+    "opu2": "2 hidden layers",
+    "opu3": "3 hidden layers",
+    "opu1-2-3": "1 or 2 or 3 hidden layers",
+    "opu2-3": "2 or 3 hidden layers",
+}
 
 
 @dataclass(frozen=True)
@@ -50,16 +45,18 @@ class FedP3Options(Table):
     """
 
     needs: ClassVar[Needs] = {"system": ("fedp3", "fedcr", "ldp-fedp3")}
+    # That of attention's softmax over distances from the mean, as a multiple of the mean distance.
     temperature: ClassVar[float] = 1.0
-    """That of attention's softmax over distances from the mean, as a multiple of the mean distance."""
 
     layer_set: str = option(
         "lowerb",
         "The hidden layers that a client trains in full and uploads. The last layer always belongs to them.",
         choices={
-            **_count_choices(),
+            **_COUNT_CHOICES,
             "all": "all hidden layers",
-            **_block_choices(),
+            "b2-b3-full": "of ResNet-18 all but layer2, or all but layer3",
+            "b2-part": "of ResNet-18 all but layer2.0, or all but layer2.1",
+            "b3-part": "of ResNet-18 all but layer3.0, or all but layer3.1",
             "capacity": "as many as a client can hold, see capacities",
             "by-hand": "the sets in the key layers",
         },
@@ -128,7 +125,6 @@ class FedP3Options(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for lists that cannot be, or options that the system does not take."""
         self.density_of(0, common.density)
         self.capacity_of(0)
         if (self.layer_set == "by-hand") != bool(self.layers):
@@ -142,7 +138,6 @@ class FedP3Options(Table):
             raise ConfigError("fedp3.local", self.local, "'fixed'", condition="with system 'fedcr'")
 
     def density_of(self, client: int, default: float) -> float:
-        """Return the density of the layers that ``client`` does not train. Raises :class:`ConfigError`."""
         return share_in_turn("fedp3.densities", self.densities, client, default)
 
     def capacity_of(self, client: int) -> float:
@@ -164,16 +159,16 @@ class FedCROptions(Table):
     """These options are FedCR's; names are as in the released code where the code has one."""
 
     needs: ClassVar[Needs] = {"system": ("fedcr",)}
+    # The number of draws of an image's code in training, as in the released code.
     train_draws: ClassVar[int] = 15
-    """The number of draws of an image's code in training, as in the released code."""
+    # The number of draws of an image's code in testing, as in the released code.
     test_draws: ClassVar[int] = 30
-    """The number of draws of an image's code in testing, as in the released code."""
 
     beta: float = option(0.001, "The strength of the divergence between prior and encoder (β).", least=0)
     layer_set: str = option(
         "all",
         "The hidden layers that a client trains in full and sends, as in fedp3.layer-set.",
-        choices={**_count_choices(), "all": "all hidden layers"},
+        choices={**_COUNT_CHOICES, "all": "all hidden layers"},
     )
 
     def as_fedp3(self, options: FedP3Options) -> FedP3Options:

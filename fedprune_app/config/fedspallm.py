@@ -12,8 +12,8 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
+# This pattern removes heads and feed-forward units.
 CUT = "cut"
-"""This pattern removes heads and feed-forward units."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,6 @@ class FedSpaLLMOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for texts that cannot be read, or options that do not go together."""
         if common.system == "fedspallm" and common.precision == "bf16":
             raise ConfigError(
                 "precision", "bf16", "float32, tf32 (and fedspallm.dtype)", condition="with system 'fedspallm'"
@@ -154,9 +153,6 @@ class FedSpaLLMOptions(Table):
         self.layer_share(0)
         self.more_texts()
         self.tasks()
-        for key, length in (("segment-length", self.segment_length), ("window", self.window)):
-            if length == 1:
-                raise ConfigError(f"fedspallm.{key}", 1, "0, or at least 2")
         if common.system == "fedspallm" and self.pruning_rounds(common) < 1:
             raise ConfigError(
                 "fedspallm.recovery-rounds",
@@ -169,8 +165,12 @@ class FedSpaLLMOptions(Table):
         if self.merge != "hessians" and self.pattern == CUT:
             raise ConfigError("fedspallm.pattern", CUT, "empty, n:m", condition=condition)
         if self.merge != "mean" and self.pruning_rounds(common) > 1:
-            suffix = " more than fedspallm.recovery-rounds" if self.recovery_rounds else ""
-            raise ConfigError("num-server-rounds", common.num_server_rounds, f"1{suffix}", condition=condition)
+            raise ConfigError(
+                "num-server-rounds",
+                common.num_server_rounds,
+                "1 more than fedspallm.recovery-rounds",
+                condition=condition,
+            )
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             raise ConfigError(
                 "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"
@@ -207,7 +207,6 @@ class FedSpaLLMOptions(Table):
 
 
 def _named_files(key: str, value: str, *, needs_path: bool) -> dict[str, Path | None]:
-    """Return a list of ``name=path`` as name → path. Raises :class:`ConfigError`."""
     path_by_name: dict[str, Path | None] = {}
     for text in filter(None, (part.strip() for part in value.split(","))):
         name, equals, path = (part.strip() for part in text.partition("="))

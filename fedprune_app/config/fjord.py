@@ -21,9 +21,7 @@ class FjORDOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for widths that cannot be."""
         self.width_of(0)
 
     def width_of(self, client: int) -> float:
-        """Return the width of client number ``client``. Raises :class:`ConfigError`."""
         return share_in_turn("fjord.widths", self.widths, client, 1.0)

@@ -95,11 +95,9 @@ class DisPFLOptions(GossipOptions):
 
     @property
     def trains_alone(self) -> bool:
-        """Whether a client that drops out of a round still trains, alone."""
         return self.dropped == "trains-alone"
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` for densities that cannot be."""
         self.density_of(0, common.density)
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
@@ -110,7 +108,6 @@ class DisPFLOptions(GossipOptions):
         return {}
 
     def density_of(self, client: int, default: float) -> float:
-        """Return the density of client number ``client``, from the list or ``default``. Raises :class:`ConfigError`."""
         return share_in_turn("dispfl.densities", self.densities, client, default)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from fedprune_app.config.errors import ConfigError
 
+# These words for a key are common elsewhere.
 _OTHER_WORDS = {
     "lr": "learning-rate",
     "rounds": "num-server-rounds",
@@ -30,7 +31,6 @@ _OTHER_WORDS = {
     "sigma": "dp.noise-multiplier",
     "clip": "dp.clip-norm",
 }
-"""These words for a key are common elsewhere."""
 _COMMAND_LINE = {"clients": "--clients", "num-clients": "--clients", "workers": "--workers", "out": "--out"}
 _COMMAND_LINE |= {"output": "--out", "engine": "--engine", "resume": "--resume", "config": "-c"}
 
@@ -47,14 +47,9 @@ def unknown_key(key: str, keys: Collection[str]) -> ConfigError:
 def _suggestion_for(key: str, keys: Collection[str]) -> str:
     if key in _COMMAND_LINE:
         return f"it is the command's option {_COMMAND_LINE[key]}"
-    if key in keys:
-        return f"did you mean {key!r}?"
-    if _OTHER_WORDS.get(key) in keys:
-        return f"did you mean {_OTHER_WORDS[key]!r}?"
-    if in_tables := [name for name in keys if name.endswith(f".{key}")]:
-        return f"did you mean {' or '.join(map(repr, in_tables))}?"
-    matches = difflib.get_close_matches(key, keys, n=1)
-    return f"did you mean {matches[0]!r}?" if matches else "see `fedprune list --keys`"
+    meant = [_OTHER_WORDS[key]] if key in _OTHER_WORDS else [name for name in keys if f".{name}".endswith(f".{key}")]
+    meant = meant or difflib.get_close_matches(key, keys, n=1)
+    return f"did you mean {' or '.join(map(repr, meant))}?" if meant else "see `fedprune list --keys`"
 
 
 def not_allowed(key: str, value: object, allowed: Collection[str]) -> ConfigError:

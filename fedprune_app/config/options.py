@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import os.path
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ class Kind(Enum):
     """A kind says whether a value is a path, and who reads or writes there."""
 
     PLAIN = auto()  # no path
-    FILE = auto()  # is read
     FOLDER = auto()  # is read
     STATE_FOLDER = auto()  # is written in every round, and may be shared by runs
     RUN_FOLDER = auto()  # holds one run; a command line says it with --out and --resume
@@ -33,25 +31,12 @@ class Kind(Enum):
 
     @property
     def is_folder(self) -> bool:
-        """The value is always a folder."""
+        """The value is always a folder, absolute once it is parsed."""
         return self in (Kind.FOLDER, Kind.STATE_FOLDER, Kind.RUN_FOLDER)
 
-    @property
-    def is_path(self) -> bool:
-        """The value is always one path, absolute once it is parsed."""
-        return self.is_folder or self is Kind.FILE
 
-
-@dataclass(frozen=True)
-class Bound:
-    """A bound is one end of a range, and how an error names it."""
-
-    words: str
-    limit: float
-    holds: Callable[[float, float], bool]
-
-    def __str__(self) -> str:
-        return f"{self.words} {self.limit}"
+# One end of a range: how an error names it, the limit, and what holds of a value and the limit.
+Bound = tuple[str, float, Callable[[float, float], bool]]
 
 
 class NoneOf(tuple[Scalar, ...]):
@@ -61,8 +46,8 @@ class NoneOf(tuple[Scalar, ...]):
         return not super().__contains__(value)
 
 
+# These are keys, with the values of each with which an option has an effect. ".key" is a key of the same table.
 Needs = Mapping[str, tuple[Scalar, ...]]
-"""These are keys, with the values of each with which an option has an effect. ".key" is a key of the same table."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +66,20 @@ class Option:
     @property
     def range(self) -> str:
         """The bounds in words, "at least 0 and below 1"; empty where there are none."""
-        return " and ".join(map(str, self.bounds))
+        return " and ".join(f"{words} {limit}" for words, limit, _ in self.bounds)
 
     def parse(self, key: str, value: object) -> Scalar:
         """Return ``value`` as this option's, of the default's type. Raises :class:`ConfigError` naming ``key``."""
         parsed = _as_type(key, value, type(self.default))
         if self.choices and parsed not in self.choices:
             raise not_allowed(key, parsed, self.choices)
-        if not isinstance(parsed, str) and not all(bound.holds(parsed, bound.limit) for bound in self.bounds):
+        if not isinstance(parsed, str) and not all(holds(parsed, limit) for _, limit, holds in self.bounds):
             raise ConfigError(key, parsed, self.range)
-        if isinstance(parsed, str) and parsed and self.kind.is_path:
-            return _absolute(key, parsed)
+        if isinstance(parsed, str) and parsed and self.kind.is_folder:
+            expanded = os.path.expanduser(parsed)  # unlike pathlib's, leaves the folder of an unknown user as it is
+            if not os.path.isabs(expanded):
+                raise ConfigError(key, parsed, "an absolute path")
+            return str(Path(expanded))
         return parsed
 
     def from_here(self, value: Scalar) -> Scalar:
@@ -101,10 +89,9 @@ class Option:
         """
         if not isinstance(value, str) or not value or self.kind is Kind.RUN_FOLDER:
             return value
-        if self.kind.is_path:
+        if self.kind.is_folder:
             return _real_path(value)
-        is_file = value.endswith(".gguf")
-        if self.kind is Kind.MODEL and (is_file or Path(os.path.expanduser(value)).is_dir()):
+        if self.kind is Kind.MODEL and (value.endswith(".gguf") or Path(os.path.expanduser(value)).is_dir()):
             return _real_path(value)
         if self.kind in (Kind.CODE, Kind.MODEL):
             return ",".join(_code_from_here(part.strip()) for part in value.split(","))
@@ -145,7 +132,7 @@ def option(
         ("at most", most, operator.le),
         ("below", below, operator.lt),
     )
-    bounds = tuple(Bound(words, limit, holds) for words, limit, holds in ends if limit is not None)
+    bounds = tuple((words, limit, holds) for words, limit, holds in ends if limit is not None)
     declaration = Option(default, help, choices or {}, bounds, kind, changes_results, resumable, needs or {})
     return field(default=default, metadata={_OPTION: declaration})
 
@@ -153,13 +140,7 @@ def option(
 _OPTION = "option"
 
 
-def declares_option(item: Field[Any]) -> bool:
-    """Return whether a field declares an option."""
-    return _OPTION in item.metadata
-
-
 def option_of(item: Field[Any]) -> Option:
-    """Return the option that a field declares."""
     declaration: Option = item.metadata[_OPTION]
     return declaration
 
@@ -167,41 +148,20 @@ def option_of(item: Field[Any]) -> Option:
 _TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
-_TOO_LARGE = 1 << 63  # a record of the run could not be read with it
-
-
 def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
     if kind is float and isinstance(value, str):
         with suppress(ValueError):
             value = float(value)  # 1e-3 is a text in YAML, as .1 is in TOML
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if kind is float:
-            value = _as_float(key, value)
-        elif kind is str:
-            value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
+        if not abs(value) < 1e300:  # nor is NaN
+            raise ConfigError(key, value, "a finite number")
+        if kind in (float, str):  # a list of one number, as `layer-shares=0.5`, is read as a number by TOML and YAML
+            value = kind(value)
     if not isinstance(value, bool | int | float | str) or type(value) is not kind:
-        lower = str(value).lower()
-        suggestion = f"did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
+        is_text_of_bool = kind is bool and str(value).lower() in ("true", "false")
+        suggestion = f"did you mean {str(value).lower()}?" if is_text_of_bool else ""
         raise ConfigError(key, value, _TYPE_NAMES[kind], hint=suggestion)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(key, value, "a finite number")
-    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
-        raise ConfigError(key, value, "a whole number below 2^63")
     return value
-
-
-def _as_float(key: str, value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise ConfigError(key, value, "a finite number") from None
-
-
-def _absolute(key: str, path: str) -> str:
-    expanded = os.path.expanduser(path)  # unlike pathlib's, leaves the folder of an unknown user as it is
-    if not os.path.isabs(expanded):
-        raise ConfigError(key, path, "an absolute path")
-    return str(Path(expanded))
 
 
 def _code_from_here(code: str) -> str:

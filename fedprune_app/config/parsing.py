@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,18 +30,14 @@ def parse_config(values: Mapping[str, object]) -> Config:
     for key in values:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
-    own_options = table_of(values.get("system"))
-    for key, value in values.items():
-        if not isinstance(value, Hashable):  # no option takes it
-            OPTIONS[key].parse(key, value)
-    return _checked_config(frozenset((key, type(value), value) for key, value in values.items()), own_options)
+    parsed = {key: OPTIONS[key].parse(key, value) for key, value in values.items()}
+    return _checked_config(frozenset(parsed.items()), table_of(values.get("system")))
 
 
 @lru_cache(maxsize=16)  # a client is told its run's configuration with every message
-def _checked_config(items: frozenset[tuple[str, type, object]], own_options: Table) -> Config:
-    parsed = {key: OPTIONS[key].parse(key, value) for key, _, value in items}
-    defaults = {key: option.parse(key, option.default) for key, option in OPTIONS.items()}
-    config = _with_values(Config(own=own_options), defaults | parsed).settled()
+def _checked_config(items: frozenset[tuple[str, Scalar]], own_options: Table) -> Config:
+    defaults = {key: option.default for key, option in OPTIONS.items()}
+    config = _with_values(Config(own=own_options), defaults | dict(items)).settled()
     config.check()
     return config
 

@@ -6,22 +6,20 @@ declare, so such options travel as JSON in the one declared key ``plugin-options
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import get_type_hints
+from dataclasses import fields, replace
 
 from fedprune_app.config.common import Table
 from fedprune_app.config.config import OPTIONS, Config, flat, register_keys
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Scalar, declares_option
+from fedprune_app.config.options import Scalar
 
+# By system of a plug-in: its table.
 _TABLES: dict[str, type[Table]] = {}
-"""By system of a plug-in: its table."""
+# By system of a plug-in: the keys and tables of other systems that it reads as well.
 uses_of: dict[str, tuple[str, ...]] = {}
-"""By system of a plug-in: the keys and tables of other systems that it reads as well."""
-_TYPES = (bool, int, float, str)
+_TYPES = ("bool", "int", "float", "str")
 CARRIER = "plugin-options"
 
 
@@ -32,12 +30,13 @@ def register_table(system: str, kind: type[Table]) -> None:
     :class:`ConfigError` for a class that is no frozen dataclass of options, and for a name that is taken.
     """
     where = f"system {system!r}"
-    if not (isinstance(kind, type) and issubclass(kind, Table) and is_dataclass(kind)):
-        raise ConfigError("options", kind, "a frozen dataclass that extends Table", where=where)
-    own_keys = [key for key, hint in inspect.get_annotations(kind).items() if "ClassVar" not in str(hint)]
-    if own_keys and "__dataclass_params__" not in vars(kind):
-        raise ConfigError("options", kind.__name__, "a class with @dataclass(frozen=True)", where=where)
-    _check_fields(system, kind)
+    if not (isinstance(kind, type) and issubclass(kind, Table) and "__dataclass_params__" in vars(kind)):
+        raise ConfigError("options", kind, "a class that extends Table, with @dataclass(frozen=True)", where=where)
+    for item in fields(kind):
+        type_name = getattr(item.type, "__name__", item.type)  # a text, where annotations are not evaluated
+        if not item.metadata or type(item.default).__name__ != type_name or type_name not in _TYPES:
+            allowed = f"NAME: TYPE = option(DEFAULT of that TYPE, HELP), TYPE being one of {', '.join(_TYPES)}"
+            raise ConfigError(item.name, ..., allowed, which="declares no option", where=where)
     kind.name = kind.name or system
     if kind.name in {item.name.replace("_", "-") for item in fields(Config)}:
         raise ConfigError("name of the options", kind.name, "a name that no table has", where=where)
@@ -50,26 +49,8 @@ def register_table(system: str, kind: type[Table]) -> None:
     )
 
 
-def _check_fields(system: str, kind: type[Table]) -> None:
-    """Raise :class:`ConfigError` for a field that declares no option, or has a default of another type than it says."""
-    try:
-        hints = get_type_hints(kind)
-    except Exception:  # a name in an annotation may be known where the class was made alone
-        hints = {}
-    for item in fields(kind):
-        where = f"system {system!r}: options {kind.__name__}"
-        if not declares_option(item):
-            raise ConfigError(item.name, ..., "TYPE = option(DEFAULT, HELP)", which="declares no option", where=where)
-        default, hint = item.default, hints.get(item.name, type(item.default))
-        if type(default) not in _TYPES or (hint in _TYPES and type(default) is not hint):
-            type_names = hint.__name__ if hint in _TYPES else "bool, int, float or str"
-            raise ConfigError(f"default of {item.name}", default, f"one of type {type_names}", where=where)
-
-
 def check_uses(system: str, uses: Collection[str]) -> tuple[str, ...]:
     """Return the keys and tables that a plug-in's ``system`` uses. Raises :class:`ConfigError` for unknown ones."""
-    if isinstance(uses, str) or not isinstance(uses, Collection):
-        raise ConfigError("uses", uses, "a tuple of keys and tables", where=f"system {system!r}")
     names = {*OPTIONS, *(key.rpartition(".")[0] for key in OPTIONS)} - {""}
     for name in uses:
         if name not in names:
@@ -89,23 +70,15 @@ def is_used(system: str, key: str) -> bool:
 
 def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
     """Return ``values`` with the options that ``plugin-options`` carries under keys of their own."""
-    text = values.get(CARRIER)
+    text = values.get(CARRIER) or "{}"
     settings = {key: value for key, value in values.items() if key != CARRIER}
-    if not text:
-        return settings
     try:
         carried = json.loads(str(text))
     except ValueError:
         carried = None
-    if not isinstance(carried, dict):
-        raise ConfigError(CARRIER, text, "a JSON object such as '{\"my-system.mu\": 0.1}'")
     tables = {kind.name for kind in _TABLES.values()}
-    for key in carried:
-        if key.rpartition(".")[0] not in tables:
-            allowed = ", ".join(name for name in OPTIONS if name.rpartition(".")[0] in tables) or "none here"
-            raise ConfigError(CARRIER, key, f"the options of plug-ins, {allowed}")
-        if key in settings:
-            raise ConfigError(key, settings[key], "one of them", which=f"is in {CARRIER} too")
+    if not isinstance(carried, dict) or any(key.rpartition(".")[0] not in tables for key in carried):
+        raise ConfigError(CARRIER, text, "a JSON object of options of plug-ins, such as '{\"my-system.mu\": 0.1}'")
     return {**settings, **carried}
 
 
@@ -114,6 +87,5 @@ def with_carrier(config: Config) -> dict[str, Scalar]:
     values = config.to_dict()
     prefix = f"{config.own.name}."
     carried = {key: value for key, value in values.items() if config.own.name and key.startswith(prefix)}
-    if not carried:
-        return values
-    return {**{key: value for key, value in values.items() if key not in carried}, CARRIER: json.dumps(carried)}
+    others = {key: value for key, value in values.items() if key not in carried}
+    return {**others, CARRIER: json.dumps(carried) if carried else ""}

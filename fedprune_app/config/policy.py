@@ -70,21 +70,6 @@ class Policy:
         return cls(**parsed)
 
     @property
-    def systems(self) -> tuple[str, ...]:
-        """The names in ``allowed-systems``; none means that every system is allowed."""
-        return tuple(self.allowed_systems.split())
-
-    @property
-    def plugins(self) -> tuple[str, ...]:
-        """The modules and files in ``allowed-plugins``."""
-        return listed(self.allowed_plugins)
-
-    @property
-    def label_columns(self) -> tuple[str, ...]:
-        """The names in ``allowed-label-columns``."""
-        return listed(self.allowed_label_columns)
-
-    @property
     def why_private(self) -> str:
         """The first key that asks for ``dp.enabled``; empty if none does."""
         asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
@@ -92,8 +77,9 @@ class Policy:
 
     def check(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
-        if self.systems and config.system not in self.systems:
-            raise declined("system", config.system, "allowed-systems", ", ".join(self.systems))
+        systems = self.allowed_systems.split()
+        if systems and config.system not in systems:
+            raise declined("system", config.system, "allowed-systems", ", ".join(systems))
         if self.why_private and not config.dp.enabled:
             raise declined("dp.enabled", False, self.why_private, "true")
         if not config.dp.enabled:
@@ -106,12 +92,11 @@ class Policy:
     def check_own_labels(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a private run takes as labels what the node's data must not tell."""
         has_columns = config.dataset == "table" or config.label_column != OPTIONS["label-column"].default
-        if config.dp.enabled and has_columns and config.label_column not in self.label_columns:
-            allowed = ", ".join(self.label_columns) or "none"
+        if config.dp.enabled and has_columns and config.label_column not in listed(self.allowed_label_columns):
+            allowed = self.allowed_label_columns or "none"
             raise declined("label-column", config.label_column, "allowed-label-columns", allowed)
 
     def check_noise(self, noise_multiplier: float, key: str) -> None:
-        """Raise :class:`PolicyError` where the noise that a run has is too little."""
         if noise_multiplier < self.min_noise_multiplier:
             allowed = f"at least {self.min_noise_multiplier}"
             raise declined(key, noise_multiplier, "min-noise-multiplier", allowed)
@@ -128,13 +113,12 @@ class Policy:
 
 
 def declined(key: str, value: object, node_key: str, allowed: str) -> PolicyError:
-    """Return the error of a run whose ``key`` has a value that the node's ``node_key`` does not allow."""
     return PolicyError(key, value, allowed, condition=f"by its {node_key}", where="the node declines the run")
 
 
+# Every key of a policy.
 POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item) for item in fields(Policy)}
-"""Every key of a policy."""
+# A node without a policy takes part in every run.
 NO_POLICY = Policy()
-"""A node without a policy takes part in every run."""
+# The key of a node-config that names a file with the policy.
 POLICY_FILE = "policy-file"
-"""The key of a node-config that names a file with the policy."""

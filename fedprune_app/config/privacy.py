@@ -101,7 +101,6 @@ class DPOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where a private run lacks its noise, or a private system is not private."""
         if common.system == "ldp-fedp3" and not self.enabled:
             raise ConfigError("dp.enabled", False, "true", condition="with system 'ldp-fedp3', which promises privacy")
         if not self.enabled:

@@ -18,12 +18,12 @@ class SubFedAvgOptions(Table):
     """These options are those of systems ``subfedavg`` and ``subfedavg-hy``."""
 
     needs: ClassVar[Needs] = {"system": ("subfedavg", "subfedavg-hy")}
+    # The largest percentage that Un's last step before the target prunes, as in the released code.
     final_step_cap: ClassVar[float] = 5.0
-    """The largest percentage that Un's last step before the target prunes, as in the released code."""
+    # The share of a layer's scales, smallest first, whose channels Hy removes in one step, as in the released code.
     channel_fraction: ClassVar[float] = 0.45
-    """The share of a layer's scales, smallest first, whose channels Hy removes in one step, as in the released code."""
+    # The share of a layer's channels that Hy never removes, as in the released code.
     channel_floor: ClassVar[float] = 0.5
-    """The share of a layer's channels that Hy never removes, as in the released code."""
 
     target_rate: float = option(50.0, "The percentage of all parameters that is pruned in the end.", least=0, below=100)
     prune_step: float = option(
@@ -70,12 +70,13 @@ class SubFedAvgOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where a decision lacks its data, or a share is meant."""
         for key, percentage in (("target-rate", self.target_rate), ("accuracy-threshold", self.accuracy_threshold)):
             if 0 < percentage < 1:
-                suggestion = f"{100 * percentage:g}"
                 raise ConfigError(
-                    f"subfedavg.{key}", percentage, "0, or a percentage from 1", hint=f"{suggestion} is meant?"
+                    f"subfedavg.{key}",
+                    percentage,
+                    "0, or a percentage from 1",
+                    hint=f"{100 * percentage:g} is meant?",
                 )
         prunes = self.target_rate > 0 or common.system == "subfedavg-hy"  # channels go whatever the target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"

@@ -37,8 +37,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError("config file", path, which="does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("config file", path, which="cannot be read", hint=str(error)) from None
-    except RecursionError:
-        raise ConfigError("config file", path, which="is nested too deeply") from None
 
 
 def parse_override(text: str) -> tuple[str, Scalar]:
@@ -52,7 +50,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
         raise ConfigError("setting", text, "KEY=VALUE")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except tomllib.TOMLDecodeError:
         parsed = value
     option = OPTIONS.get(key.strip())
     if isinstance(parsed, str):
@@ -74,7 +72,6 @@ def to_toml(values: Mapping[str, Scalar]) -> str:
 
 
 def toml_value(value: Scalar) -> str:
-    """Return one value as TOML writes it."""
     if isinstance(value, str):
         # JSON's escapes are TOML's, but for the delete character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

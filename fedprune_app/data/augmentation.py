@@ -5,11 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AUGMENTATIONS: dict[str, str] = {
-    "none": "images as they are",
-    "crop-flip": "a random crop of the image padded by 4 black pixels, mirrored every other time (Dis-PFL)",
-}
-
 
 class CropFlip:
     """A crop-flip shifts each image of a batch by -4 to 4 pixels along both axes and mirrors it with probability 1/2.
@@ -34,7 +29,6 @@ class CropFlip:
         self._pixels = padded.view(-1, channels)  # of all images, row by row
 
     def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
-        """Return a choice for each of the positions."""
         count = len(positions)
         down, right = torch.randint(0, 2 * self.PADDING + 1, (2, count), generator=rng)
         mirrored = torch.randint(0, 2, (count,), generator=rng)
@@ -51,11 +45,3 @@ class CropFlip:
         # One selection of whole pixels: three times as fast as indexing by image, row and column.
         batch = self._pixels.index_select(0, pixel.flatten())
         return batch.view(count, self._height, self._width, -1).permute(0, 3, 1, 2)
-
-
-def augmentation(name: str, images: Tensor, black: Tensor) -> CropFlip | None:
-    """Return the augmentation ``name`` of :data:`AUGMENTATIONS` for these images; None for "none".
-
-    See :class:`CropFlip`.
-    """
-    return CropFlip(images, black) if name == "crop-flip" else None

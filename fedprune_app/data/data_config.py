@@ -56,16 +56,8 @@ class DataConfig:
     private: bool = False
     split_secret: str = field(default="", repr=False)
 
-    def __post_init__(self) -> None:
-        if self.samples_per_client and self.partition == "shards" and self.shard_size:
-            raise ValueError(
-                f"samples-per-client is {self.samples_per_client}, allowed: 0 with shard-size {self.shard_size}, "
-                "which says it already"
-            )
-
 
 def data_config(config: Config, is_own: bool = False, split_secret: str = "") -> DataConfig:
-    """Return the part of the run's configuration that determines every client's data."""
     names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "split_secret"}
     fields = {name: getattr(config, name) for name in names}
     classes = class_names(config.classes)

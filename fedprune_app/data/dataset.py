@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.errors import check_kind
-from fedprune_app.data.labels import same_text
 from fedprune_app.files import locked
 
 Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]
+Scale = tuple[tuple[float, ...], tuple[float, ...]]  # a mean and a standard deviation by channel
 _MOST_DIGESTED = 256 << 20  # bytes of each part: 0.2 s
 
 
@@ -76,8 +75,7 @@ class Dataset:
             step = max(1, -(-images.nbytes // _MOST_DIGESTED))
             total.update(f"{images.shape} {images.dtype}".encode())
             total.update(np.ascontiguousarray(labels).data)
-            for start in range(0, len(images), 1000 * step):  # a thousand images at a time are read
-                total.update(np.ascontiguousarray(images[start : start + 1000 * step : step]).data)
+            total.update(np.ascontiguousarray(images[::step]).data)
         return total.hexdigest()
 
     @property
@@ -93,9 +91,8 @@ def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[ND
     It is that of the name among all names of training examples in order. It is -1 for an empty name, and for somebody
     who has test examples alone.
     """
-    names = [[same_text(name) for name in part] for part in (owners, test_owners)]
-    numbers = {name: number for number, name in enumerate(sorted({*names[0]} - {""}))}
-    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in names)
+    numbers = {name: number for number, name in enumerate(sorted({*owners} - {""}))}
+    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in (owners, test_owners))
     return train, test
 
 
@@ -103,59 +100,18 @@ def visible(folder: Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder in the order of their names; an absent folder has none."""
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:
-        return sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
-
-
-def channel_stats(*parts: tuple[Images, NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram.
-
-    A part has images, and the positions of those that count. A thousand images at a time are read.
-    """
-    levels = np.arange(256) / 255
-    mean, std = [], []
-    histograms = np.zeros((parts[0][0].shape[1], 256), dtype=np.int64)
-    for images, positions in parts:
-        for start in range(0, len(positions), 1000):
-            block = images[positions[start : start + 1000]]
-            for channel, histogram in enumerate(histograms):
-                histogram += np.bincount(block[:, channel].ravel(), minlength=256)
-    for histogram in histograms:
-        average = float(histogram @ levels / histogram.sum())
-        mean.append(average)
-        std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)
-    return tuple(mean), tuple(std)
+    entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+    return sorted(entries, key=lambda entry: entry.name)
 
 
 def first_folder(*folders: Path, inside: str) -> Path | None:
     return next((folder for folder in folders if (folder / inside).is_dir()), None)
 
 
-def checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...]) -> Split:
-    """Return images and labels as read from a file. Raises ``ValueError`` where they do not go together."""
-    if len(images) != len(labels):
-        raise ValueError(f"'{path}' has {len(labels)} labels for {len(images)} images")
-    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ValueError(f"'{path}' has a label outside the {len(classes)} classes")
-    return images, labels
-
-
-def missing(name: str, folder: Path, expected: str, marker: Path, advice: str = "") -> str:
-    """Return the error for a folder without ``expected``, with the folder that was probably meant.
-
-    ``marker`` is a file or folder, relative to the right folder, that would be there. No other name is told: on a node
-    names of files may tell whom they are about.
-    """
-    if not folder.exists():
-        return f"data-dir '{folder}' does not exist; dataset '{name}' is read from {expected} in it{advice}"
+def missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
     if not folder.is_dir():
-        return f"data-dir '{folder}' is a file, allowed: a folder with {expected}; an archive has to be unpacked"
-    folders = {"the folder above has it": folder.parent, "the folder two above has it": folder.parent.parent}
-    places = [place for place, path in folders.items() if (path / marker).exists()]
-    if not places and any((Path(entry) / marker).exists() for entry in visible(folder) if entry.is_dir()):
-        places = ["a folder in it has it"]
-    hint = f"; {places[0]}, give that one" if places else advice
-    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{hint}"
+        return f"data-dir '{folder}' is no folder; dataset '{name}' is read from {expected} in it{advice}"
+    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{advice}"
 
 
 def require(
@@ -172,24 +128,22 @@ def require(
                 if not all(file.exists() for file in files):
                     fetch()
         except (OSError, RuntimeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"data-dir '{folder}': download of dataset '{name}' failed: {reason}") from error
+            raise ValueError(
+                f"data-dir '{folder}': download of dataset '{name}' failed: {' '.join(str(error).split())}"
+            ) from error
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"
-            path = file.relative_to(folder)
-            raise ValueError(missing(name, folder, f"{path}{alternatives}", path, advice))
-        check_kind(file)
+            raise ValueError(missing(name, folder, f"{file.relative_to(folder)}{alternatives}", advice))
 
 
 def fetch_archive(url: str, folder: Path, md5: str) -> None:
-    """Download an archive with this MD5 digest, and unpack it in ``folder``."""
     from torchvision.datasets.utils import download_and_extract_archive
 
     download_and_extract_archive(url, str(folder), md5=md5)
 
 
-def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def scale(examples: NDArray[Any], public_scale: bool) -> Scale:
     """Return the mean and the standard deviation by channel that examples are normalised with."""
     channels = examples.shape[1]
     if public_scale:
@@ -198,17 +152,30 @@ def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...]
     return measured_scale((examples, np.arange(len(examples))))
 
 
-def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> Scale:
     """Return mean and standard deviation by channel: of images in [0, 1], or of numbers as they are.
 
-    A part has examples, and the positions of those that count.
+    A part has examples, and the positions of those that count. Those of images are exact, from a histogram, for which a
+    thousand images at a time are read.
     """
-    if parts[0][0].dtype == np.uint8:
-        return channel_stats(*parts)
-    numbers = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
-    axes = (0, 2, 3)
-    std = np.where(np.ptp(numbers, axis=axes) > 0, numbers.std(axis=axes), 1.0)  # a constant's is not 0 by rounding
-    return tuple(map(float, numbers.mean(axis=axes))), tuple(map(float, std))
+    if parts[0][0].dtype != np.uint8:
+        numbers = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
+        axes = (0, 2, 3)
+        deviations = np.where(np.ptp(numbers, axis=axes) > 0, numbers.std(axis=axes), 1.0)  # not 0 for a constant
+        return tuple(map(float, numbers.mean(axis=axes))), tuple(map(float, deviations))
+    levels = np.arange(256) / 255
+    mean, std = [], []
+    histograms = np.zeros((parts[0][0].shape[1], 256), dtype=np.int64)
+    for images, positions in parts:
+        for start in range(0, len(positions), 1000):
+            block = images[positions[start : start + 1000]]
+            for channel, histogram in enumerate(histograms):
+                histogram += np.bincount(block[:, channel].ravel(), minlength=256)
+    for histogram in histograms:
+        average = float(histogram @ levels / histogram.sum())
+        mean.append(average)
+        std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)
+    return tuple(mean), tuple(std)
 
 
 @dataclass(frozen=True)

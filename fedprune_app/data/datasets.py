@@ -6,7 +6,6 @@ from ``.npy`` files.
 
 from __future__ import annotations
 
-import logging
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from fedprune_app.data.cifar import CIFAR10_NORM, cifar_binary
 from fedprune_app.data.dataset import (
     Dataset,
     Form,
-    channel_stats,
     first_folder,
+    measured_scale,
 )
 from fedprune_app.data.idx import IDX, idx_dataset
-from fedprune_app.data.names import DATASETS, LOADERS
+from fedprune_app.data.names import LOADERS
 from fedprune_app.data.partitions import stratified_holdout
-
-log = logging.getLogger("flwr.fedprune")
 
 
 def load_dataset(
@@ -40,7 +37,7 @@ def load_dataset(
       normalised to [-1, 1], whatever they are, and numbers stay as they are.
     * ``form`` has fields of :class:`Form`, which say how data of a user's own are read.
 
-    Raises a one-line ``ValueError`` for an unknown name, for missing files (with the expected files and how to get
+    Raises a one-line ``ValueError`` for missing files (with the expected files and how to get
     them) and for damaged files. The error names the damaged file. The exception are images of folders, which only the
     log names.
     """
@@ -49,8 +46,6 @@ def load_dataset(
 
 @lru_cache(maxsize=2)
 def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bool) -> Dataset:
-    if name not in DATASETS:
-        raise ValueError(f"dataset is '{name}', allowed: {', '.join(DATASETS)}")
     if name == "digits":
         return _digits()
     if name in LOADERS:
@@ -69,10 +64,9 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     if name == "table":
         return tables.table(folder, form, public_scale=public_scale)
     if name == "image-folder":
-        half = (0.5,) if public_scale else ()
-        return folders.image_folder(name, folder, half, half, form)
+        return folders.image_folder(name, folder, form, public_scale=public_scale)
     if name == "cifar10" and (images := first_folder(folder / "cifar10", folder, inside="train")):
-        return folders.image_folder(name, images, *CIFAR10_NORM)
+        return folders.image_folder(name, images, norm=CIFAR10_NORM)
     return cifar_binary(name, folder, download)
 
 
@@ -93,5 +87,5 @@ def _digits() -> Dataset:
     train, test = stratified_holdout(labels, 0.2, numpy_generator(0, "digits test split"))
     names = tuple(str(digit) for digit in range(10))
     return Dataset(
-        "digits", images[train], labels[train], images[test], labels[test], names, *channel_stats((images, train))
+        "digits", images[train], labels[train], images[test], labels[test], names, *measured_scale((images, train))
     )

@@ -10,7 +10,6 @@ import numpy as np
 from fedprune_app.data.dataset import (
     Dataset,
     Images,
-    checked,
     require,
 )
 
@@ -88,7 +87,7 @@ def idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
         images, labels = _read_idx(image_file, 3)[:, None], _read_idx(label_file, 1).astype(np.int64)
         if kind.transposed:
             images = images.swapaxes(2, 3)
-        images, labels = checked(label_file, np.ascontiguousarray(images), labels - kind.first_label, kind.classes)
+        images, labels = np.ascontiguousarray(images), labels - kind.first_label
         selection = slice(None) if kind.num_classes is None else labels < kind.num_classes
         splits.append((images[selection], labels[selection]))
     return Dataset(name, *splits[0], *splits[1], kind.classes[: kind.num_classes], (kind.mean,), (kind.std,))

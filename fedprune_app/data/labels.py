@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import unicodedata
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-
-def same_text(text: str) -> str:
-    """Return a name as it is compared: what looks the same in Unicode's two forms, composed or not, is one name.
-
-    >>> same_text("cafe" + chr(0x301)) == "caf" + chr(0xE9)
-    True
-    """
-    return unicodedata.normalize("NFC", text)
 
 
 def text_of(value: object) -> str:
@@ -26,20 +15,17 @@ def text_of(value: object) -> str:
     ('cat', '1', '1.0')
     """
     if isinstance(value, bytes):
-        return same_text(value.decode())
-    return same_text(str(int(value) if isinstance(value, float | np.floating) and value.is_integer() else value))
+        return value.decode()
+    return str(int(value) if isinstance(value, float | np.floating) and value.is_integer() else value)
 
 
 def in_order(labels: Collection[str]) -> tuple[str, ...]:
     """Return the different labels in order: numbers by their value, texts by their letters."""
     sorted_labels = sorted({*labels})  # it also orders 01 and 1
     try:
-        values = {label: float(label) for label in sorted_labels}
+        return tuple(sorted(sorted_labels, key=float))
     except ValueError:
         return tuple(sorted_labels)
-    return tuple(
-        sorted_labels if any(map(math.isnan, values.values())) else sorted(sorted_labels, key=values.__getitem__)
-    )
 
 
 def coded(

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 
 from fedprune_app.data.dataset import Dataset, Images, Labels, missing, owned_by, scale, visible
-from fedprune_app.data.errors import check_kind
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
-_SIDE = 28
 
 
 def femnist(folder: Path, *, public_scale: bool) -> Dataset:
@@ -42,34 +40,25 @@ def femnist(folder: Path, *, public_scale: bool) -> Dataset:
 def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
     files = [Path(item.path) for item in visible(folder / part) if item.name.endswith(".json")]
     if not files:
-        raise ValueError(missing("femnist", folder, f"{part}/*.json (of LEAF's preprocess.sh)", Path(part)))
+        raise ValueError(missing("femnist", folder, f"{part}/*.json (of LEAF's preprocess.sh)"))
     images, labels, writers = [], [], []
     for path in files:
-        for writer, user_data in _users(path):
-            pixels, own_labels = _user_images(path, writer, user_data)
-            images.append(pixels)
-            labels.append(own_labels)
-            writers += [writer] * len(own_labels)
+        try:
+            content = json.loads(path.read_bytes())
+            for writer in content["users"]:
+                pixels, own_labels = _user_images(content["user_data"][writer])
+                images.append(pixels)
+                labels.append(own_labels)
+                writers += [str(writer)] * len(own_labels)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"'{path}' is no file of LEAF's ({type(error).__name__}: {error})") from None
     return np.concatenate(images), np.concatenate(labels), writers
 
 
-def _users(path: Path) -> list[tuple[str, Any]]:
-    try:
-        check_kind(path)
-        content = json.loads(path.read_bytes())
-        return [(str(writer), content["user_data"][writer]) for writer in content["users"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"'{path}' is no file of LEAF's ({type(error).__name__})") from None
-
-
-def _user_images(path: Path, writer: str, user_data: Any) -> tuple[Images, Labels]:
-    try:
-        pixels = np.asarray(user_data["x"], dtype=np.float64).reshape(-1, 1, _SIDE, _SIDE)
-        labels = np.asarray(user_data["y"], dtype=np.int64)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"'{path}': the images of user '{writer}' cannot be read ({type(error).__name__})") from None
-    in_range = not len(pixels) or (pixels.min() >= 0 and pixels.max() <= 1)  # False for NaN
-    if labels.shape != (len(pixels),) or not in_range or (len(labels) and not 0 <= labels.min() <= labels.max() < 62):
-        allowed = "as many labels from 0 to 61 as images of numbers from 0 to 1"
-        raise ValueError(f"'{path}': the images of user '{writer}' do not fit, allowed: {allowed}")
+def _user_images(user_data: Any) -> tuple[Images, Labels]:
+    pixels = np.asarray(user_data["x"], dtype=np.float64).reshape(-1, 1, 28, 28)
+    labels = np.asarray(user_data["y"], dtype=np.int64)
+    in_range = ((pixels >= 0) & (pixels <= 1)).all() and ((labels >= 0) & (labels < len(CLASSES))).all()
+    if labels.shape != (len(pixels),) or not in_range:
+        raise ValueError("allowed: as many labels from 0 to 61 as images of numbers from 0 to 1")
     return np.rint(pixels * 255).astype(np.uint8), labels

@@ -32,11 +32,11 @@ PARTITIONS: dict[str, str] = {
     "classes": "a fixed number of classes per client, equal volumes (FedP3's class-wise, Dis-PFL's pathological)",
     "dirichlet-class": "each class split over the clients by a Dirichlet draw, unequal volumes (Fed-LTP)",
     "dirichlet-client": "each client draws its label preferences, equal volumes (Dis-PFL, FedP3)",
-    "owners": "each client has its own: data-dir/<client>/<class>/*, or as data-dir/owners.csv says; LEAF by writer",
+    "owners": "each client has its own: data-dir/<client>/<class>/*, a table's owner-column, LEAF's writers",
 }
 
 OWNERS = "owners"
+# By dataset of a plug-in: the function that loads it, given the key data-dir. See ``data/brought.py``.
 LOADERS: dict[str, Callable[[str], Any]] = {}
-"""By dataset of a plug-in: the function that loads it, given the key data-dir. See ``data/brought.py``."""
+# By partition of a plug-in: the function that deals (labels, number of clients, generator), as for LOADERS.
 DEALERS: dict[str, Callable[..., Any]] = {}
-"""By partition of a plug-in: the function that deals (labels, number of clients, generator), as for LOADERS."""

@@ -2,6 +2,7 @@
 
 Every function is deterministic in its ``rng``, never gives a sample to two clients, and deals out every sample
 except where its docstring names the samples it leaves out. Impossible parameters raise a one-line ``ValueError``.
+There are at most as many clients as samples, which the caller checks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ _MAX_DRAWS = 1000
 
 def iid(labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
     """Shuffle and deal out: volumes differ by at most one sample, and every sample is used."""
-    _check_clients(labels, num_clients)
     return _sort_parts(np.array_split(rng.permutation(len(labels)), num_clients))
 
 
@@ -40,7 +40,6 @@ def shards(
     Source: Sub-FedAvg, section 4 (CIFAR-10: 100 clients, 2 shards of 250). Its code sorts unstably; here samples
     of one label keep their order.
     """
-    _check_clients(labels, num_clients)
     num_drawn = num_clients * shards_per_client
     by_label = np.argsort(labels, kind="stable")
     if shard_size:
@@ -77,7 +76,6 @@ def classes(
     (fewer places than classes) are left out. With classes of equal size and equally many holders, all shares are
     equal. Otherwise shares are scaled alternately to equal volumes per client and to the sizes of the classes.
     """
-    _check_clients(labels, num_clients)
     num_classes = int(labels.max()) + 1
     if not 1 <= classes_per_client <= num_classes:
         raise ValueError(f"classes-per-client is {classes_per_client}, allowed: 1 to {num_classes}")
@@ -104,7 +102,6 @@ def dirichlet_class(
     The whole draw is repeated until every client has ``min_size`` samples, at most 1000 times. Every sample is
     used. Source: Hsu et al. 2019 as used by FedML and Fed-LTP, without FedML's cap on the volume of a client.
     """
-    _check_clients(labels, num_clients, min_size)
     sizes = np.bincount(labels)
     for _ in range(_MAX_DRAWS):
         proportions = rng.dirichlet(np.full(num_clients, alpha), size=len(sizes))  # (C, K)
@@ -136,9 +133,6 @@ def dirichlet_client(
     classes are all used up draws from the rest, where the papers' code loops forever. Every sample is used. Source:
     Dis-PFL, section 5.1, and FedP3, appendix.
     """
-    _check_clients(labels, num_clients)
-    if not 0 <= num_groups <= num_clients:
-        raise ValueError(f"dirichlet-groups is {num_groups}, allowed: 0 (each client its own) to {num_clients} clients")
     sizes = np.bincount(labels)
     num_groups = num_groups or num_clients
     group = np.arange(num_clients) * num_groups // num_clients
@@ -260,9 +254,3 @@ def _deal_counts(labels: Indices, counts: NDArray[np.int64], rng: np.random.Gene
 
 def _sort_parts(parts: Iterable[Indices]) -> list[Indices]:
     return [np.sort(part).astype(np.int64) for part in parts]
-
-
-def _check_clients(labels: Indices, num_clients: int, min_size: int = 1) -> None:
-    max_clients = len(labels) // min_size
-    if not 1 <= num_clients <= max_clients:
-        raise ValueError(f"clients is {num_clients}, allowed: 1 to {max_clients} for {len(labels)} training samples")

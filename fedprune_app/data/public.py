@@ -14,7 +14,6 @@ from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.partitions import Indices
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what image libraries mean by grey
-_CHUNK = 2000
 
 
 def public_dataset(
@@ -28,8 +27,7 @@ def public_dataset(
     """
     dataset = load_dataset(name, data_dir, download)
     indices = some_of(dataset.train_labels, samples, seed)
-    parts = np.array_split(indices, -(-len(indices) // _CHUNK))
-    images = torch.cat([adapted(dataset.train_images[part], shape) for part in parts])
+    images = adapted(dataset.train_images[indices], shape)
     std, mean = torch.std_mean(images, dim=(0, 2, 3), keepdim=True, correction=0)
     images = images.sub_(mean).div_(std.clamp(min=1e-6))
     return images, torch.from_numpy(dataset.train_labels[indices]), dataset.num_classes

@@ -7,9 +7,9 @@ own data, and data dealt with ``private``, are split record by record: see :func
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from fedprune_app.config.lists import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
 from fedprune_app.data.data_config import DataConfig
-from fedprune_app.data.dataset import Dataset, Labels, measured_scale
+from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, OWNERS
 from fedprune_app.data.partitions import Indices
-from fedprune_app.data.pool import CPU, Pool, Scale
+from fedprune_app.data.pool import CPU, Pool
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,16 +68,11 @@ def unread(config: DataConfig) -> list[str]:
     return [*data.notes, *([line] if num_unowned else [])]
 
 
-def content_sha256(config: DataConfig) -> str:
-    """Return a digest of the whole dataset that is dealt out, see :attr:`Dataset.content_sha256`."""
-    return _pool(config).dataset.content_sha256  # `dataset_of` makes copies, which would all read the images
-
-
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
     """Raise ``ValueError`` where a plug-in's partition deals other data each time: processes deal for themselves."""
     if config.partition not in DEALERS or config.is_own:
         return
-    first, second = _partition(config, num_clients), _partition.__wrapped__(config, num_clients)
+    first, second = partition_indices(config, num_clients), partition_indices.__wrapped__(config, num_clients)
     if not all(map(np.array_equal, first, second)):
         raise ValueError(
             f"partition '{config.partition}' deals other data each time, allowed: a function that draws by the "
@@ -85,22 +80,23 @@ def check_repeatable(config: DataConfig, num_clients: int) -> None:
         )
 
 
-def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
-    """Return, per client, the sorted indices of its samples in the training set, validation share included.
-
-    With ``test_split="holdout"`` indices run over the training set followed by the test set, and the client's
-    test share is included. The result is cached per process; the arrays are read-only.
-    """
-    return list(_partition(config, num_clients))
-
-
+@lru_cache(maxsize=2)
 def client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device = CPU) -> ClientData:
     """Return the data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
 
     Images are on the ``device``, labels on the CPU. Tensors are made when first read, and a process keeps those of its
     last two clients only. The pixels of all clients are on a GPU once, where they take at most a quarter of its memory.
     """
-    return _client_data(config, partition_id, num_clients, device)
+    pool, indices = _pool(config), _split_indices(config, partition_id, num_clients)
+    scale = _scale(config, num_clients)
+
+    def read(name: str) -> Tensor:
+        part, _, kind = name.partition("_")
+        if kind == "labels":
+            return torch.from_numpy(pool.labels[indices[part]])
+        return pool.images(indices[part], device, scale)
+
+    return _StoredClientData(read)
 
 
 def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
@@ -118,14 +114,13 @@ def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> l
     The names and the order of files play no part, nor do labels. Where a client's own folder has test images, these
     are among them; the test images that dealt data share with other clients are not.
     """
-    pool, indices = _pool(config), _partition(config, num_clients)[partition_id]
+    pool, indices = _pool(config), partition_indices(config, num_clients)[partition_id]
     if config.is_own:
         indices = np.arange(len(pool.labels))
     return sorted(pool.digests(indices, for_ledgers=True))
 
 
 def digests(config: DataConfig) -> tuple[list[bytes], list[bytes]]:
-    """Return the SHA-256 digests of all training images and of all test images, in their order."""
     pool = _pool(config)
     hashes = pool.digests(np.arange(len(pool.labels)))
     return hashes[: pool.num_train], hashes[pool.num_train :]
@@ -143,59 +138,22 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
 def forget() -> None:
     """Drop all data that are kept, since a plug-in loads or deals others under their names."""
     datasets.forget()
-    for cached_function in (_client_data, _pool, _partition, _split_indices, _scale):
+    for cached_function in (client_data, _pool, partition_indices, _split_indices, _scale):
         cached_function.cache_clear()
 
 
 class _StoredClientData(ClientData):
-    """Stored client data leaves a part in the dataset until the part is read: training never builds the test images."""
+    """Stored client data makes a tensor when it is first read: training never builds the test images."""
 
-    _pool: Pool
-    _indices: dict[str, Indices]
-    _device: torch.device
-    _scale: Scale
+    def __init__(self, read: Callable[[str], Tensor]) -> None:
+        vars(self)["_read"] = read  # the class is frozen
 
-    def __init__(self, pool: Pool, indices: dict[str, Indices], device: torch.device, scale: Scale) -> None:
-        object.__setattr__(self, "_pool", pool)  # the class is frozen
-        object.__setattr__(self, "_indices", indices)
-        object.__setattr__(self, "_device", device)
-        object.__setattr__(self, "_scale", scale)
-
-    def _images(self, part: str) -> Tensor:
-        return self._pool.images(self._indices[part], self._device, self._scale)
-
-    def _labels(self, part: str) -> Tensor:
-        return torch.from_numpy(self._pool.labels[self._indices[part]])
-
-    @cached_property
-    def train_images(self) -> Tensor:
-        return self._images("train")
-
-    @cached_property
-    def train_labels(self) -> Tensor:
-        return self._labels("train")
-
-    @cached_property
-    def validation_images(self) -> Tensor:
-        return self._images("validation")
-
-    @cached_property
-    def validation_labels(self) -> Tensor:
-        return self._labels("validation")
-
-    @cached_property
-    def test_images(self) -> Tensor:
-        return self._images("test")
-
-    @cached_property
-    def test_labels(self) -> Tensor:
-        return self._labels("test")
-
-
-@lru_cache(maxsize=2)
-def _client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device) -> ClientData:
-    indices = _split_indices(config, partition_id, num_clients)
-    return _StoredClientData(_pool(config), indices, device, _scale(config, num_clients))
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in ClientData.__dataclass_fields__:
+            raise AttributeError(name)
+        tensor: Tensor = vars(self)["_read"](name)
+        vars(self)[name] = tensor
+        return tensor
 
 
 @lru_cache(maxsize=2)
@@ -221,13 +179,20 @@ def _pool(config: DataConfig) -> Pool:
 
 
 @lru_cache(maxsize=4)
-def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
+def partition_indices(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
+    """Return, per client, the sorted indices of its samples in the training set, validation share included.
+
+    With ``test_split="holdout"`` indices run over the training set followed by the test set, and the client's
+    test share is included.
+    """
     pool = _pool(config)
     if config.is_own:
         return (np.arange(len(pool.dataset.train_labels)),)
     labels = pool.labels if config.test_split == "holdout" else pool.dataset.train_labels
     indices = _indices_to_deal(labels, config, num_clients)
     labels = labels[indices]
+    if not 1 <= num_clients <= len(labels):
+        raise ValueError(f"clients is {num_clients}, allowed: 1 to {len(labels)} for {len(labels)} training samples")
     rng = numpy_generator(config.seed, "partition")
     match config.partition:
         case "iid":
@@ -245,10 +210,7 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
         case _:
             alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
             parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)
-    parts = [indices[part] for part in parts]
-    for part in parts:
-        part.setflags(write=False)
-    return tuple(parts)
+    return tuple(indices[part] for part in parts)
 
 
 def _owner_parts(config: DataConfig, dataset: Dataset, indices: Indices, num_clients: int) -> list[Indices]:
@@ -287,7 +249,6 @@ def _indices_to_deal(labels: Labels, config: DataConfig, num_clients: int) -> In
 
 
 def _public_indices(config: DataConfig) -> Indices:
-    """Return the sorted indices of the training images that are public: a share of each label."""
     labels = _pool(config).dataset.train_labels
     rng = numpy_generator(config.seed, "public split")
     return partitions.stratified_holdout(labels, config.public_share, rng)[1]
@@ -299,7 +260,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
 
     Raises ``ValueError`` where nothing is left to train on.
     """
-    shares = _partition(config, num_clients)
+    shares = partition_indices(config, num_clients)
     if not 0 <= partition_id < num_clients:
         raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")
     pool, indices = _pool(config), shares[partition_id]
@@ -327,7 +288,6 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
 
 
 def _holds_out_tests(config: DataConfig) -> bool:
-    """Return whether each client's test examples are a share of the examples that it has."""
     if config.is_own:
         return not len(_pool(config).dataset.test_labels)
     return config.test_split == "holdout"
@@ -344,7 +304,7 @@ def _scale(config: DataConfig, num_clients: int) -> Scale:
     data = pool.dataset
     if not (data.is_measured and _holds_out_tests(config)):
         return data.mean, data.std
-    shares = enumerate(_partition(config, num_clients))
+    shares = enumerate(partition_indices(config, num_clients))
     train_parts = [
         _hold_out(indices, config.test_fraction, "test split", config, client)[0] for client, indices in shares
     ]

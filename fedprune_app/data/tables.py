@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-from collections import Counter
+import warnings
 from collections.abc import Sequence
-from decimal import Decimal
-from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.dataset import Dataset, Form, missing, owned_by, scale, visible
-from fedprune_app.data.errors import FileError, check_kind, shortened
+from fedprune_app.data.dataset import Dataset, Form, missing, owned_by, scale
+from fedprune_app.data.errors import FileError, shortened
 from fedprune_app.data.labels import coded, in_order, text_of
 
 if TYPE_CHECKING:
@@ -33,58 +30,43 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     of the form. Raises a one-line ``ValueError`` naming the file and the column.
     """
     label, owner, ignored = form.label_column, form.owner_column, form.ignore_columns
-    if not label or label in ignored:
-        allowed = "the name of a column" + ", which ignore-columns does not name" * (label in ignored)
-        raise ValueError(f"label-column is {label!r}, allowed: {allowed}")
-    files = {part: path for part in ("train", "test") if (path := _file(folder, part))}
+    texts = [label, owner] if owner else [label]
+    places = [folder / f"{part}{suffix}" for part in ("train", "test") for suffix in _SUFFIXES]
+    files = {path.stem: path for path in places if path.exists()}  # of two forms Parquet is taken
     if "train" not in files or (form.needs_test and "test" not in files):
         part = "test" if "train" in files else "train"
         advice = "; test-split=holdout holds out a share of each client's rows" if part == "test" else ""
-        raise ValueError(missing("table", folder, f"{part}.csv or {part}.parquet", Path(f"{part}.csv"), advice))
-    frames = {part: _read(path, [name for name in (label, owner) if name]) for part, path in files.items()}
+        raise ValueError(missing("table", folder, f"{part}.csv or {part}.parquet", advice))
+    frames = {part: _read(path, texts) for part, path in files.items()}
     train = frames["train"]
     for part, frame in frames.items():
-        _check_columns(files[part], frame, "label-column", [label])
-        _check_columns(files[part], frame, "owner-column", [owner] if owner else [])
-    _check_columns(files["train"], train, "ignore-columns", ignored)
-    features = [name for name in train.columns if name not in (label, owner, *ignored)]
-    if not features:
-        raise _error(files["train"], "has no column but the label's, allowed: at least one feature")
+        _check_columns(files[part], frame, [label], "label-column names")
+        _check_columns(files[part], frame, texts[1:], "owner-column names")
+    _check_columns(files["train"], train, ignored, "ignore-columns names")
+    features = [name for name in train.columns if name not in (*texts, *ignored)]
     arrays = {part: _features(files[part], frame, features, label) for part, frame in frames.items()}
-    labels = {part: frame[label].astype(str).tolist() for part, frame in frames.items()}
+    labels = {part: frame[label].tolist() for part, frame in frames.items()}
     classes = form.classes or in_order(labels["train"])
     if len(classes) < 2:
-        reason, allowed = "has one label", ", allowed: at least two"
-        raise _error(files["train"], f"{reason}, {classes[0]!r}{allowed}", reason + allowed)
+        raise FileError(files["train"], "a table", f"has one label, {classes[0]!r}, allowed: at least two")
 
     def refuse(part: str, value: str) -> FileError:
-        allowed = shortened(classes)
-        public_reason = f"has a label that classes does not name, allowed: {allowed}"
-        reason = f"has the label {value!r}, allowed: {allowed}"
-        return _error(files[part], reason, public_reason if form.classes else "has a label of no class")
+        return FileError(files[part], "a table", f"has the label {value!r}, allowed: {shortened(classes)}")
 
     numbers = coded(labels, classes, refuse)
     test = (arrays["test"], numbers["test"]) if "test" in files else (arrays["train"][:0], numbers["train"][:0])
-    owner_numbers = _owners(frames, owner)
-    mean, std = scale(arrays["train"], public_scale)
-    arguments = (arrays["train"], numbers["train"], *test, classes, mean, std, *owner_numbers)
-    notes = {
-        "tables that are not read": [
-            item.name
-            for item in visible(folder)
-            if Path(item.name).suffix in _SUFFIXES and Path(item.path) not in files.values()
-        ],
-        "columns of the test table that are not read": [
-            name for name in frames.get("test", train).columns if name not in train.columns
-        ],
-        "a private run does not normalise, and float32 cannot tell apart most numbers of the columns": [
-            name
-            for name, values in zip(features, arrays["train"][:, :, 0, 0].T, strict=True)
-            if public_scale and 2 * len(np.unique(values.astype(np.float32))) < len(np.unique(values))
-        ],
-    }
-    lines = tuple(f"{note}: {shortened(names)}" for note, names in notes.items() if names)
-    return Dataset("table", *arguments, features=tuple(features), is_measured=not public_scale, notes=lines)
+    owners, test_owners = None, None
+    if owner:
+        names = {part: frame[owner].fillna("").tolist() for part, frame in frames.items()}
+        owners, test_owners = owned_by(names["train"], names.get("test", []))
+    return Dataset(
+        "table",
+        *(arrays["train"], numbers["train"], *test, classes, *scale(arrays["train"], public_scale)),
+        owners=owners,
+        test_owners=test_owners if "test" in files else None,
+        features=tuple(features),
+        is_measured=not public_scale,
+    )
 
 
 def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
@@ -97,124 +79,57 @@ def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
     return _features(path, _read(path, []), features)
 
 
-def _file(folder: Path, part: str) -> Path | None:
-    paths = [path for suffix in _SUFFIXES if (path := folder / f"{part}{suffix}").exists()]
-    if len(paths) > 1:
-        names = " and ".join(path.name for path in paths)
-        raise ValueError(f"data-dir '{folder}' has {names}, allowed: one of them")
-    for path in paths:
-        check_kind(path)
-    return paths[0] if paths else None
-
-
-def _read(path: Path, names: Sequence[str]) -> pandas.DataFrame:
-    """Return a table whose columns ``names`` are texts, and missing where a cell is empty."""
+def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
+    """Return a table whose columns ``texts`` are texts, and missing where a cell is empty."""
     try:
         import pandas
     except ImportError:
         raise ValueError("dataset 'table' needs pandas: install fedprune[data]") from None
+    types = dict.fromkeys(texts, str)
     try:
         if path.suffix == ".csv":
-            _check_names(path, _header(path))  # pandas makes others of names that are empty, or there twice
-            # pandas takes NA and None for missing ones, whatever a converter returns; nothing that begins with = is one
-            frame = pandas.read_csv(path, index_col=False, converters=dict.fromkeys(names, "={}".format))
-            texts = {name: [text_of(text[1:]) for text in frame[name]] for name in names if name in frame.columns}
+            # pandas makes other names of those that are empty, or there twice: so the header is read for itself
+            header = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+            names = header.iloc[0].tolist()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", pandas.errors.ParserWarning)  # lines with more values than the header
+                frame = pandas.read_csv(path, index_col=False, dtype=types, keep_default_na=False, na_values=[""])
         else:
-            frame = _with_text_names(pandas.read_parquet(path))
-            _check_names(path, list(frame.columns))
-            columns = [name for name in names if name in frame.columns]
-            # whole numbers beside a missing one stay exact
-            text_frame = _with_text_names(pandas.read_parquet(path, columns=columns, dtype_backend="numpy_nullable"))
-            texts = {
-                name: ["" if pandas.isna(value) else text_of(value) for value in text_frame[name]] for name in columns
-            }
-    except FileError:
-        raise
+            frame = pandas.read_parquet(path)
+            frame.columns = frame.columns.astype(str)
+            names = frame.columns.tolist()
+            for name in set(texts) & set(names):
+                values = ["" if pandas.isna(value) else text_of(value) for value in frame[name]]
+                frame[name] = [value or None for value in values]
     except Exception as error:  # pandas' readers raise what they like
-        reason = f"cannot be read: {' '.join(str(error).split())}"
-        raise _error(path, reason, f"cannot be read ({type(error).__name__})") from None
-    return frame.assign(**{name: [text or None for text in values] for name, values in texts.items()})
+        raise FileError(path, "a table", f"cannot be read: {' '.join(str(error).split())}") from None
+    if len(set(names)) < len(names) or not all(name.strip() for name in names):
+        allowed = "a name of its own for each (to_csv(index=False) writes no row numbers)"
+        raise FileError(path, "a table", f"has columns without a name, or two of one name, allowed: {allowed}")
+    return frame
 
 
-def _with_text_names(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """Return a table with texts as names of its columns: in Parquet they may be whole numbers."""
-    return frame.set_axis([str(name) for name in frame.columns], axis=1)
-
-
-def _check_names(path: Path, names: list[str]) -> None:
-    """Raise :class:`FileError` for a column without a name, and for two columns of one name."""
-    if not all(name.strip() for name in names):
-        reason = "has a column without a name, allowed: a name for each (to_csv(index=False) writes no row numbers)"
-        raise _error(path, reason)
-    if duplicates := [name for name, count in Counter(names).items() if count > 1]:
-        raise _error(
-            path, f"has two columns '{duplicates[0]}', allowed: different names", "has two columns of one name"
-        )
-
-
-def _header(path: Path) -> list[str]:
-    """Return the names in the first line of a CSV file.
-
-    Raises :class:`FileError` for a line of the file with more or fewer values than the header: pandas takes the first
-    value of longer lines for the name of the row, so that all others move by one column.
-    """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        lines = csv.reader(file)
-        header: list[str] = []
-        for values in lines:
-            if len(values) < 2 and not "".join(values).strip():  # a blank line, which pandas skips
-                continue
-            header = header or values
-            if len(values) != len(header):
-                reason = f"has {len(values)} values in line {lines.line_num}, allowed: {len(header)}, as in the header"
-                raise _error(path, reason, "has a line with more or fewer values than the header, allowed: as many")
-    return header
-
-
-def _error(path: Path, reason: str, public_reason: str = "") -> FileError:
-    """Return the error of a table; ``public_reason`` says the same without a word of what is in the table."""
-    return FileError(path, "a table", reason, public_reason)
-
-
-def _check_columns(path: Path, frame: pandas.DataFrame, key: str, names: Sequence[str]) -> None:
+def _check_columns(path: Path, frame: pandas.DataFrame, names: Sequence[str], reason: str) -> None:
     for name in names:
         if name not in frame.columns:
-            reason = f"has no column '{name}', which {key} names"
-            raise _error(path, f"{reason}, allowed: {', '.join(frame.columns)}", reason)
+            allowed = ", ".join(frame.columns)
+            raise FileError(path, "a table", f"has no column '{name}', which {reason}, allowed: {allowed}")
 
 
 def _features(path: Path, frame: pandas.DataFrame, features: Sequence[str], label: str = "") -> NDArray[np.float64]:
     """Return the features as float64 (N, F, 1, 1)."""
     if frame.empty:
-        raise _error(path, "has no rows, allowed: at least one")
-    if missing_names := [name for name in features if name not in frame.columns]:
-        reason = "which the training rows have"
-        raise _error(path, f"has no column '{missing_names[0]}', {reason}", f"lacks a column {reason}")
+        raise FileError(path, "a table", "has no rows, allowed: at least one")
+    _check_columns(path, frame, features, "the training rows have")
     for name in filter(None, (*features, label)):
         if num_missing := int(frame[name].isna().sum()):
-            reason = f"has {num_missing} missing values in column '{name}', allowed: none"
-            raise _error(path, reason, "has missing values, allowed: none")
+            raise FileError(path, "a table", f"has {num_missing} missing values in column '{name}', allowed: none")
     for name in features:
-        if not _has_numbers(frame[name]):
-            allowed = "allowed: numbers (pandas.get_dummies makes columns of 0 and 1 from texts), or ignore-columns"
-            reason = f"has column '{name}' without numbers, {allowed}"
-            raise _error(path, reason, f"has a column of texts, {allowed}")
+        if frame[name].dtype.kind not in "iufb":
+            allowed = "numbers (pandas.get_dummies makes columns of 0 and 1 from texts), or ignore-columns"
+            raise FileError(path, "a table", f"has column '{name}' without numbers, allowed: {allowed}")
     numbers: NDArray[np.float64] = frame[list(features)].to_numpy(dtype=np.float64)
     with np.errstate(over="ignore"):
         if not np.isfinite(numbers.astype(np.float32)).all():
-            raise _error(path, "has a number that is infinite, or too large for float32")
+            raise FileError(path, "a table", "has a number that is infinite, or too large for float32")
     return numbers[:, :, None, None]
-
-
-def _has_numbers(column: pandas.Series[Any]) -> bool:
-    """Return whether a column has numbers, which may be objects, as Decimals of Parquet are."""
-    kind = column.dtype.kind
-    return kind in "iufb" or (kind == "O" and all(isinstance(value, Real | Decimal) for value in column))
-
-
-def _owners(frames: dict[str, pandas.DataFrame], column: str) -> tuple[Any, Any]:
-    if not column:
-        return None, None
-    names = {part: frame[column].fillna("").astype(str).tolist() for part, frame in frames.items() if column in frame}
-    owners, test_owners = owned_by(names["train"], names.get("test", []))
-    return owners, test_owners if "test" in names else None

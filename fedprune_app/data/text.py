@@ -19,8 +19,8 @@ from torch import Tensor
 from fedprune_app.core import rng
 from fedprune_app.data.errors import FileError
 
+# An encoder maps a text to its token ids (tokens,).
 Encoder = Callable[[str], Tensor]
-"""An encoder maps a text to its token ids (tokens,)."""
 
 # Clients hold _PRIVATE and perplexity is measured on _HELD_OUT; no model here is trained on either. The first packages
 # of _PRIVATE are large and most unlike each other: networking, mail, a window toolkit, tables of characters, tests, a
@@ -125,8 +125,6 @@ def perplexity_texts(
     for name, path in [*own_paths, *(extra_paths or {}).items()]:
         if name in texts:
             raise ValueError(f"test text {name!r} is given twice, allowed: another name for {str(path)!r}")
-        if not path.is_file():
-            raise ValueError(f"test text {name!r} is at {str(path)!r}, allowed: a file")
         texts[name] = _test_text(name, path)
     return texts
 
@@ -152,15 +150,11 @@ def _test_text(name: str, path: Path) -> tuple[str, int]:
 
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
-    """Give the open file; raise :class:`FileError` where the file cannot be read."""
     try:
         with path.open(encoding="utf-8-sig") as file:  # tools of Windows put a mark before the text
             yield file
     except (OSError, UnicodeDecodeError) as error:
-        reason = f"cannot be read ({type(error).__name__})"
-        if isinstance(error, UnicodeDecodeError):
-            reason = f"is no text in UTF-8: {error.reason} at byte {error.start}"
-        raise FileError(path, "a text file", reason) from None
+        raise FileError(path, "a text file", f"cannot be read as a text in UTF-8: {error}") from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -187,10 +181,7 @@ def _documents(path: Path) -> Iterator[Document]:
                 continue
             try:
                 text = json.loads(line)["text"]
-                text.encode()
-            except UnicodeEncodeError:  # half of a pair of surrogates, as a cut leaves it
-                reason = f"has a line whose text is no Unicode: number {number}"
-                raise FileError(path, "a jsonl file", reason) from None
+                text.encode()  # not so for half of a pair of surrogates, as a cut leaves it
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 reason = f"has a line that is no object with a text under 'text': number {number}"
                 raise FileError(path, "a jsonl file", reason) from None
@@ -270,14 +261,12 @@ def _cut_documents(
 
 def _round_robin(piece_lists: Iterable[list[Piece]]) -> Iterator[Piece]:
     """Yield one piece of each document, then a second one of each, and so on."""
-    open_lists = []
-    for pieces in piece_lists:
+    more_pieces = []
+    for pieces in piece_lists:  # each document is read when its first piece is asked for
         yield from pieces[:1]
-        open_lists.append(pieces)
-    for n in range(1, max(map(len, open_lists), default=0)):
-        open_lists = [pieces for pieces in open_lists if len(pieces) > n]
-        for pieces in open_lists:
-            yield pieces[n]
+        more_pieces.append(pieces[1:])
+    for row in itertools.zip_longest(*more_pieces):
+        yield from filter(None, row)
 
 
 def windows_of(tokens: Tensor, length: int) -> Tensor:

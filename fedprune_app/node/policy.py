@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fedprune_app import plugins
 from fedprune_app.config import POLICY_FILE, POLICY_KEYS, ConfigError, Policy, declined, read_toml, told_of
+from fedprune_app.config.lists import listed
 from fedprune_app.plugins import Code
 from fedprune_app.registry import SYSTEMS
 
@@ -20,16 +21,16 @@ def read_policy(node_config: Mapping[str, object]) -> Policy:
     policy = Policy.parse(node_values, "node-config")
     if POLICY_FILE in node_config:
         policy = _policy_in_file(node_config[POLICY_FILE], node_values)
-    for name in policy.systems:
-        if name not in SYSTEMS and name not in plugins.installed()["system"] and not policy.plugins:
+    for name in policy.allowed_systems.split():
+        if name not in SYSTEMS and name not in plugins.installed()["system"] and not policy.allowed_plugins:
             raise ConfigError("allowed-systems", name, ", ".join(SYSTEMS), condition="on the node")
     return policy
 
 
 def check_allowed(policy: Policy, code: Code) -> None:
     """Raise :class:`~fedprune_app.config.PolicyError` for code of a run that the node's operator has not allowed."""
-    if code.target not in policy.plugins:
-        allowed = ", ".join(policy.plugins) or "no code"
+    if code.target not in listed(policy.allowed_plugins):
+        allowed = policy.allowed_plugins or "no code"
         raise declined(code.key, code.target, "allowed-plugins", allowed)
 
 

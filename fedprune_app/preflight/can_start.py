@@ -19,10 +19,8 @@ from clients.node import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
-from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.splits import check_repeatable, label_counts, unread
-from fedprune_app.engine import wire
 from fedprune_app.engine.run_folder import new_run_key
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
@@ -31,7 +29,6 @@ from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import vision
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.preflight.placement import Placement
@@ -85,29 +82,22 @@ def doubts(config: Config, placement: Placement) -> list[str]:
 def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     """Raise :class:`ConfigError` where no client's privacy budget bears the training of a round.
 
-    ``sizes`` has each client's number of training examples, on which the cost depends.
+    ``sizes`` has each client's number of training examples. The one with the most spends the least.
     """
-    system, client_by_size = SYSTEMS[config.system], {size: k for k, size in reversed([*enumerate(sizes)])}
-    costs = []
-    for k in sorted(client_by_size.values()):
-        client = system.client(config, Place(k, len(sizes), folder / "clients"))
-        assert isinstance(client, ImageClient)
-        if client.privacy is None or client.privacy.affords_a_round:
-            return
-        costs.append((client.privacy.round_epsilon(), k))
-    least_epsilon, cheapest_client = min(costs)
+    k = sizes.index(max(sizes))
+    client = SYSTEMS[config.system].client(config, Place(k, len(sizes), folder / "clients"))
+    assert isinstance(client, ImageClient)
+    assert client.privacy is not None
+    if client.privacy.affords_a_round:
+        return
     key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
     limit = config.dp.epsilon_budget or config.dp.target_epsilon
-    raise ConfigError(
-        key,
-        limit,
-        f"at least {least_said(least_epsilon)}, which one round of client {cheapest_client} spends",
-        condition="with these settings",
-    )
+    allowed = f"at least {least_said(client.privacy.round_epsilon())}, which one round of client {k} spends"
+    raise ConfigError(key, limit, allowed, condition="with these settings")
 
 
 def _try_network(client: ImageClient, name: str) -> None:
-    """Have the client send and take its network, train it for a step on two examples, and test it, as in round 1.
+    """Have the client train its network for a step on two examples, and test it, as in round 1.
 
     Raises :class:`ConfigError` where the network fails.
     """
@@ -116,14 +106,10 @@ def _try_network(client: ImageClient, name: str) -> None:
     images, labels = client.data.train_images[indices], client.data.train_labels[indices]
     if client.privacy is not None:
         from fedprune_app.privacy.dpsgd import DPSGD
-        from fedprune_app.privacy.suitable import check_model
 
-        check_model(client.model, name)
         private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)
     try:
-        model, schema = copy.deepcopy(client.model), client.message_schema()
-        arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
-        vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
+        model = copy.deepcopy(client.model)
         options: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
         client.costs.training()
         train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **options)

@@ -27,18 +27,14 @@ def check_names(config: Config) -> None:
     system = SYSTEMS.get(config.system)
     if system and system.data == "text":
         if config.dataset not in TEXTS:
-            texts = ", ".join(TEXTS)
-            raise ConfigError("dataset", config.dataset, texts, condition=f"with system {config.system!r}")
+            raise ConfigError("dataset", config.dataset, ", ".join(TEXTS), condition=f"with system {config.system!r}")
         return
     values = config.to_dict()
     for key, names in allowed.items():
         value = values[key]
         if value not in names:
             error = not_allowed(key, value, names)
-            if key == "model" and str(value).endswith(".py"):
-                raise ConfigError("model", value, f"with the function's name, as in '{value}:net'")
-            if key != "fedltp.public-dataset":
-                error.hint = error.hint or "the name of a plug-in needs that the plug-in is named too"
+            error.hint = error.hint or "the name of a plug-in needs that the plug-in is named too"
             raise error
 
 
@@ -91,7 +87,6 @@ def _is_method(name: str, value: object) -> bool:
 
 
 def _check_private(config: Config) -> None:
-    """Raise :class:`ConfigError` for settings that no system can be private with."""
     if config.augmentation != "none":
         raise ConfigError(
             "augmentation",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from clients.fedspallm import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.config import Config
 from fedprune_app.data.data_config import data_config
-from fedprune_app.data.dataset import Dataset, Images
+from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.errors import shortened
 from fedprune_app.data.splits import dataset_of, digests, label_counts, unread
 from fedprune_app.data.text import calibration_documents, own_documents
@@ -37,8 +36,7 @@ def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
     device = device_of(config)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     yield "device", f"{name}, {config.num_threads} thread(s) for each process"
-    sampling = f"{config.fraction_train:.0%} of {num_clients} clients in each of {config.num_server_rounds} rounds"
-    yield "rounds", sampling
+    yield "rounds", f"{config.fraction_train:.0%} of {num_clients} clients in each of {config.num_server_rounds} rounds"
     if config.dp.enabled:
         yield "privacy", _privacy(config)
 
@@ -63,30 +61,15 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         rows.append((f"{part} examples of a class", _spread(counts.tolist())))
         if absent := [name for name, count in zip(dataset.classes, counts, strict=True) if not count and len(labels)]:
             doubts.append(f"no {part} example has the class {shortened(tuple(absent))}")
-    low, high = (float(bound(dataset.train_images)) for bound in (np.min, np.max))
-    rows.append(("values", f"{low:g} to {high:g}, {dataset.train_images.dtype}"))
-    if low == high:
-        doubts.append("all training examples are the same")
-    if dataset.image_shape[0] == 3 and dataset.train_images.dtype == np.uint8:
-        for part, images in (("training", dataset.train_images), ("test", dataset.test_images)):
-            num_colour = sum(map(_num_coloured, np.array_split(images, len(images) // 1000 + 1)))
-            if 0 < num_colour < len(images) / 2:
-                doubts.append(f"{num_colour:,} of {len(images):,} {part} images are coloured, and the others are grey")
     if dataset.owners is not None:
-        owners = np.bincount(dataset.owners[dataset.owners >= 0])
-        share_text = f", with {_spread(owners.tolist())} training examples each" if len(owners) else ""
-        rows.append(("owners", f"{len(owners):,}{share_text}"))
+        rows.append(("owners", f"{dataset.owners.max() + 1:,}"))
     train, test = digests(data)
-    if num_shared := sum(digest in set(train) for digest in test):
+    known = set(train)
+    if num_shared := len([digest for digest in test if digest in known]):
         doubts.append(f"{num_shared:,} test examples are training examples too")
-    if num_duplicates := len(train) - len(set(train)):
+    if num_duplicates := len(train) - len(known):
         doubts.append(f"{num_duplicates:,} training examples are there more than once")
     return rows, doubts
-
-
-def _num_coloured(images: Images) -> int:
-    """Return how many images (N, 3, H, W) are not grey."""
-    return int((images[:, :1] != images[:, 1:]).any(axis=(1, 2, 3)).sum())
 
 
 def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
@@ -112,28 +95,17 @@ def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         (f"test text '{name}'", f"{len(windows):,} windows of {windows.shape[1]:,} tokens")
         for name, windows in windows_by_name.items()
     ]
-    doubts = []
-    if short_documents := [document.name for document, size in zip(documents, sizes, strict=True) if size < length]:
-        examples = shortened([repr(name) for name in short_documents], 3)
-        doubts.append(f"{len(short_documents):,} documents are shorter than a segment and give none: {examples}")
-    counts = Counter(document.text for document in documents)
-    if num_duplicates := len(documents) - len(counts):
-        doubts.append(f"{num_duplicates:,} documents are there more than once")
-    shared_names = [name for name, (text, _) in evaluation_texts(config).items() if text in counts]
-    doubts += [f"test text '{name}' is a document of the clients too" for name in shared_names]
-    return rows, doubts
+    shared_texts = {document.text for document in documents}
+    shared_names = [name for name, (text, _) in evaluation_texts(config).items() if text in shared_texts]
+    return rows, [f"test text '{name}' is a document of the clients too" for name in shared_names]
 
 
 def _dataset_row(config: Config, dataset: Dataset) -> tuple[str, str]:
-    counts = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test {_kind(dataset)}s"
-    channels, height, width = dataset.image_shape
-    size = f"{channels}x{height}x{width}" if _kind(dataset) == "image" else f"{channels:,} numbers"
-    return "dataset", f"{config.dataset}: {counts} of {size}, {dataset.num_classes} classes"
-
-
-def _kind(dataset: Dataset) -> str:
-    """Return what an example is called: an image of a single pixel is a row of numbers."""
-    return "row" if dataset.image_shape[1:] == (1, 1) else "image"
+    shape = "x".join(map(str, dataset.image_shape))
+    return "dataset", (
+        f"{config.dataset}: {len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test examples of "
+        f"{shape}, {dataset.num_classes} classes"
+    )
 
 
 def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
@@ -143,7 +115,7 @@ def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     yield "classes", shortened(dataset.classes)
     counts = [label_counts(data, client, num_clients) for client in range(num_clients)]
     for part in ("train", "validation", "test"):
-        yield f"{part} {_kind(dataset)}s of a client", _spread([sum(row[part]) for row in counts])
+        yield f"{part} examples of a client", _spread([sum(row[part]) for row in counts])
     class_counts = [sum(count > 0 for count in row["train"]) for row in counts]
     yield "classes of a client", f"{_spread(class_counts)}, dealt by partition {config.partition!r}"
     model = initial_model(
@@ -152,9 +124,9 @@ def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     prunable = sum(sizes[name] for name in prunable_names(model))
     flops = sum(layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes).values())
-    name = chosen_name(config.model, config.dataset)
-    yield "model", f"{name}: {sum(sizes.values()):,} parameters, of which {prunable:,} can be pruned"
-    yield "forward pass", f"{flops / 1e6:,.2f} MFLOP for {'a row' if _kind(dataset) == 'row' else 'an image'}"
+    yield "model", str(chosen_name(config.model, config.dataset))
+    yield "parameters", f"{sum(sizes.values()):,}, of which {prunable:,} can be pruned"
+    yield "forward pass", f"{flops / 1e6:,.2f} MFLOP for an example"
 
 
 def _spread(numbers: list[int]) -> str:

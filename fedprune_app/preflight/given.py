@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import OPTIONS, ConfigError, Kind, Scalar, parse_override, paths_from_here, read_toml
-from fedprune_app.config.meant import unknown_key
+from fedprune_app.config import Scalar, parse_override, paths_from_here, read_toml
 from fedprune_app.config.shipped import config_file
 
 
@@ -50,17 +49,12 @@ class Given:
 def given_in(
     files: Sequence[Path] | None, overrides: Sequence[str] | None, more_plugins: Sequence[str] | None = None
 ) -> Given:
-    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``.
+    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``, the last of a key.
 
     ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
     """
-    on_command_line: dict[str, Scalar] = {}
-    for key, value in map(parse_override, overrides or []):
-        if key in on_command_line:
-            raise ConfigError(key, value, "once", which="is given twice")
-        on_command_line[key] = value
     in_files = [read_toml(config_file(file)) for file in files or []]
-    return with_plugins(in_files, on_command_line, more_plugins)
+    return with_plugins(in_files, dict(map(parse_override, overrides or [])), more_plugins)
 
 
 def with_plugins(
@@ -68,16 +62,11 @@ def with_plugins(
     on_command_line: Mapping[str, Scalar],
     more_plugins: Sequence[str] | None = None,
 ) -> Given:
-    """Return settings, when the plug-ins that they name are loaded."""
-    for name in more_plugins or ():
-        if not name.strip():
-            raise ConfigError("--plugin", name, "a module, or a file that ends in .py")
     given = Given(files=files, on_command_line=on_command_line)
     if more_plugins:
         names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
         given = replace(given, on_command_line={**on_command_line, "plugins": names})
     plugins.load(given.chosen)
-    check_chosen(given.on_command_line)
     return given
 
 
@@ -90,15 +79,3 @@ def of_run(settings: Mapping[str, object], trusted: Collection[str]) -> Given:
     """Return the settings that a run folder holds, whose code may be loaded where ``trusted`` names it."""
     plugins.check_named(settings, {"plugins": ",".join(trusted)})
     return Given(settings)
-
-
-def check_chosen(settings: Mapping[str, object]) -> None:
-    """Raise :class:`ConfigError` for a key that there is not, and for the run's own folder.
-
-    The command decides the folder.
-    """
-    for key, value in settings.items():
-        if key not in OPTIONS:
-            raise unknown_key(key, OPTIONS)
-        if OPTIONS[key].kind is Kind.RUN_FOLDER and value:
-            raise ConfigError(key, value, which="the command decides", hint="out and resume say it")

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from fedprune_app.config import Config
@@ -19,8 +18,8 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
     This happens before Flower starts, since the clients have only startup-seconds to introduce themselves. Raises
     ``ValueError`` for a model that cannot be had.
     """
-    models = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
-    for model, download in models:  # in the order of the runs
+    # each of them once, in the order of the runs
+    for model, download in dict.fromkeys((run.model, run.download) for run in configs if run.system == "fedspallm"):
         if model == "auto":
             embedded_model(console)
             continue
@@ -43,14 +42,11 @@ def embedded_model(console: Console) -> Path:
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
-    if not console.is_terminal:  # a bar is shown there alone
-        console.print("training the embedded language model, once; this takes minutes")
-    columns = (TextColumn("{task.description}", style="bold"), BarColumn(bar_width=24), MofNCompleteColumn())
-    loss_column = TextColumn("{task.fields[said]}")
-    with Progress(*columns, loss_column, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("training the embedded language model, once", total=None, said="")
+    action = "training the embedded language model, once; this takes minutes"
+    console.print(action)
+    with console.status(action) as status:
 
         def show(step: int, steps: int, loss: float) -> None:
-            bar.update(task, completed=step, total=steps, said=f"loss {loss:.2f}")
+            status.update(f"step {step} of {steps}, loss {loss:.2f}")
 
         return train_embedded(texts, on_step=show)

@@ -9,8 +9,10 @@ from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import (
+    OPTIONS,
     Config,
     ConfigError,
+    Kind,
     check_effects,
     check_resumable,
     has_effect,
@@ -20,7 +22,7 @@ from fedprune_app.config import (
 )
 from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
-from fedprune_app.preflight.given import Given, check_chosen
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.registry import SYSTEMS, System
 
@@ -72,7 +74,6 @@ def prepare_all(givens: Sequence[Given], placement: Placement | None = None) -> 
 
 
 def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
-    """Return a run that can be, as far as its settings and its folder tell."""
     info = _recorded_info(given, placement) if given.resume else {}
     if placement is not None and given.out is not None:
         _check_folder(given, placement)
@@ -87,7 +88,9 @@ def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
     if given.accept_loss:
         values["accept-loss"] = True
     plugins.load(values)
-    check_chosen(given.chosen)
+    for key, value in given.chosen.items():
+        if key in OPTIONS and OPTIONS[key].kind is Kind.RUN_FOLDER and value:
+            raise ConfigError(key, value, which="the command decides", hint="out and resume say it")
     config = check_system(parse_config(values))
     if info:
         check_resumable(info["config"], config)
@@ -111,12 +114,9 @@ def _recorded_info(given: Given, placement: Placement | None) -> Mapping[str, An
 
 
 def _check_folder(given: Given, placement: Placement) -> None:
-    """Raise ``ValueError`` where a run may not write to its folder, as far as this machine can tell."""
     from fedprune_app.results.ownership import check_free
     from fedprune_app.results.recorder import holds_run
 
-    if given.accept_loss and not given.resume:
-        raise ConfigError("--accept-loss", True, "false", condition="with a new run")
     if given.resume:
         return
     if not placement.superlink:
@@ -127,11 +127,8 @@ def _check_folder(given: Given, placement: Placement) -> None:
 
 
 def check_out(folder: Path) -> None:
-    """Raise ``ValueError`` for a file, and for a folder that is in use, or in which this process may not write."""
     from fedprune_app.results.lock import is_held
 
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("--out", folder, "a new folder", which="is a file")
     if not may_write(folder):
         raise ConfigError("--out", folder, "a folder in which you may write")
     if is_held(folder):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
-from clients.fedspallm import FedSpaLLMClient, evaluation_texts, evaluation_windows
+from clients.fedspallm import FedSpaLLMClient, evaluation_windows
 from clients.node import Place
-from fedprune_app.config import Config, ConfigError, written_below
+from fedprune_app.config import Config, written_below
 from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.federation.participation import check_min_replies
 from fedprune_app.files import scratch_folder
@@ -25,10 +24,7 @@ def check_texts(config: Config, num_clients: int) -> None:
     Every client is made, and reads and cuts its text as in the run. The model is opened, and one decoder layer of each
     kind computes.
     """
-    if config.dataset == "text" and not Path(config.data_dir).is_dir():
-        raise ConfigError("data-dir", config.data_dir, "a folder of texts", condition="with dataset 'text'")
     check_min_replies(config, num_clients, num_clients)
-    evaluation_texts(config)
     check_tasks(config.fedspallm.tasks())
     with scratch_folder() as folder, with_a_model(config) as local_config:
         client_config = written_below(folder, local_config)  # no client's ledger is touched

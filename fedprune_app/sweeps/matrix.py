@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from fedprune_app.config import OPTIONS, ConfigError, Scalar, flatten, told_of
-from fedprune_app.config.options import Bound, Option
+from fedprune_app.config.options import Option
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared, prepare_all
@@ -23,7 +23,7 @@ _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 # what a search may go by, and where better is; no number of test data, which nothing may be decided by
 OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
 _OF_SEARCH = {
-    "trials": Option(20, "how many settings are drawn", bounds=(Bound("at least", 1, operator.ge),)),
+    "trials": Option(20, "how many settings are drawn", bounds=(("at least", 1, operator.ge),)),
     "sampler": Option("tpe", "how settings are drawn", {"tpe": "by what was good before", "random": "at random"}),
     "objective": Option("accuracy_validation_mean", "what is best", OBJECTIVES),
 }

@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
     [
         ({"density": 0.1}, "density", "system 'subfedavg'", "system 'subfedavg' has subfedavg.target-rate"),
         ({"system": "fedavg", "dispfl.topology": "ring"}, "dispfl.topology", "system 'fedavg'", "system 'dispfl'"),
-        ({"system": "dpsgd", "dispfl.topology": "ring"}, "dispfl.topology", "system 'dpsgd'", "has dpsgd.topology"),
+        ({"system": "dpsgd", "dispfl.topology": "ring"}, "dispfl.topology", "system 'dpsgd'", "system 'dispfl'"),
         ({"data-dir": "/data"}, "data-dir", "dataset 'digits'", "dataset other than 'digits' or 'stdlib'"),
         ({"dp.clip-norm": 2.0}, "dp.clip-norm", "dp.enabled False", "dp.enabled true"),
         (

@@ -66,7 +66,6 @@ def test_a_list_of_one_number_may_come_as_a_number():
         ("subfedavg.target-rate", 100),
         ("out-dir", "runs/x"),
         ("system", "fedfoo"),
-        ("fedspallm.window", 1),
         ("fedspallm.layer-shares", True),
         ("dataset", "mnits"),
         ("partition", "split"),
@@ -83,7 +82,6 @@ def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key,
     ("settings", "refused"),
     [
         ({"classes": "cat"}, ("classes", "cat")),
-        ({"classes": "cat, dog"}, ("classes", "cat, dog")),
         ({"robust": "clip"}, ("robust-norm", 0.0)),
         ({"robust-norm": 1}, ("robust-norm", 1.0)),
         ({"out-dir": "/a", "resume-from": "/b"}, ("out-dir", "/a")),
@@ -121,7 +119,7 @@ def test_resuming_into_another_folder_is_refused():
 def test_paths_on_a_command_line_begin_where_the_command_was_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
-    here = {key: "there/x" for key, option in OPTIONS.items() if option.kind.is_path}
+    here = {key: "there/x" for key, option in OPTIONS.items() if option.kind.is_folder}
     given = {**here, "model": "llama", "fedspallm.evaluation-texts": "a=one.txt, b=/two.txt", "seed": 3, "unknwon": "x"}
     found = paths_from_here(given)
     assert list(found) == list(given)

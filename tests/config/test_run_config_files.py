@@ -45,15 +45,6 @@ def test_any_text_survives_being_written_as_toml(values):
     assert tomllib.loads(to_toml(values)) == values
 
 
-@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{a=" * 100_000], ids=["lists", "tables"])
-def test_a_config_nested_without_end_is_one_line(text, tmp_path):
-    deep = tmp_path / "deep.toml"
-    deep.write_text(text)
-    with refuses("config file", deep):
-        read_toml(deep)
-    assert parse_override(text.replace(" ", "", 2)) == ("a", text.partition("= ")[2])
-
-
 def test_a_config_file_that_is_missing_or_broken_is_named(tmp_path):
     with refuses("config file", tmp_path / "nowhere.toml"):
         read_toml(tmp_path / "nowhere.toml")

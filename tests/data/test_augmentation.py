@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedprune_app.data.augmentation import AUGMENTATIONS, CropFlip, augmentation
+from fedprune_app.data.augmentation import CropFlip
 
 BLACK = torch.tensor([-2.0, -3.0, -4.0])
 
@@ -94,10 +94,3 @@ def test_a_seed_gives_the_same_batch_on_every_device():
     batch = augment(augment.draws(positions, generator()).to("cuda"))
     assert batch.is_cuda
     assert torch.equal(batch.cpu(), expected)
-
-
-def test_no_augmentation_is_none():
-    images = pictures()
-    assert augmentation("none", images, BLACK) is None
-    assert isinstance(augmentation("crop-flip", images, BLACK), CropFlip)
-    assert set(AUGMENTATIONS) == {"none", "crop-flip"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -105,7 +104,6 @@ def named(names):
         (["1", "01"], ("01", "1")),
         (["007", "008"], ("007", "008")),
         (["NA", "None", "null"], ("NA", "None", "null")),
-        (["nan", "2", "10"], ("10", "2", "nan")),
         (["10", "9", "1.0"], ("1.0", "9", "10")),
     ],
 )
@@ -203,10 +201,9 @@ def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
             "has 300 missing values in column 'age'",
         ),
         (lambda t: t.assign(label="x"), {"owner_column": "clinic"}, "has one label, 'x', allowed: at least two"),
-        (lambda t: t[["label"]], {}, "has no column but the label's"),
         (lambda t: t.assign(age=1e300), {"owner_column": "clinic"}, "too large for float32"),
         (lambda t: t.iloc[:0], {}, "train.csv' has no rows, allowed: at least one"),
-        (lambda t: t, {"label_column": ""}, "label-column is ''"),
+        (lambda t: t, {"label_column": ""}, "has no column '', which label-column names"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(clinics, change, settings, said):
@@ -216,38 +213,33 @@ def test_a_table_that_cannot_be_is_refused(clinics, change, settings, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("lines", ["0,0.1,0.2,1\n", "0,0.1,\n\n0,0.1\n", "0,0.1,\n\n0,0.1,1,\n"])
-def test_a_line_of_more_or_fewer_values_than_the_header_is_refused_by_its_number(tmp_path, lines):
-    (tmp_path / "train.csv").write_text(f"a,b,label\n{lines}{lines}")
-    number, count = (2, 4) if lines.startswith("0,0.1,0.2") else (4, len(lines.split()[-1].split(",")))
-    with pytest.raises(FileError, match=f"has {count} values in line {number}, allowed: 3, as in the header") as error:
-        load_dataset("table", tmp_path, needs_test=False)
-    assert error.value.unnamed.startswith("a table has a line with more or fewer values than the header, allowed")
-
-
 @pytest.mark.parametrize(
-    ("header", "told", "unnamed"),
+    ("lines", "said"),
     [
-        (
-            ",a,label",
-            "has a column without a name, allowed: a name for each .to_csv.index=False. writes no row",
-            "without a",
-        ),
-        ("a, ,label", "has a column without a name", "without a name"),
-        ("a,a,label", "has two columns 'a', allowed: different names", "two columns of one name"),
-        ("label,a,label", "has two columns 'label', allowed: different names", "two columns of one name"),
+        ("0,0.1,0.2,1\n", "cannot be read: Length of header or names does not match length of data"),
+        ("0,0.1,x\n\n0,0.1,1,\n", "cannot be read: .* Expected 3 fields in line 4, saw 4"),
+        ("0,0.1,x\n0,0.1\n", "has 2 missing values in column 'label'"),
     ],
 )
-def test_columns_without_a_name_or_of_one_name_are_refused(tmp_path, header, told, unnamed):
-    (tmp_path / "train.csv").write_text(f"{header}\n0,1,2\n3,4,5\n")
-    with pytest.raises(FileError, match=told) as error:
+def test_a_line_of_more_or_fewer_values_than_the_header_is_refused(tmp_path, lines, said):
+    (tmp_path / "train.csv").write_text(f"a,b,label\n{lines}{lines}")
+    with pytest.raises(FileError, match=said):
         load_dataset("table", tmp_path, needs_test=False)
-    assert unnamed in error.value.unnamed
+
+
+NAMELESS = "has columns without a name, or two of one name, allowed: a name of its own for each .to_csv.index=Fal"
+
+
+@pytest.mark.parametrize("header", [",a,label", "a, ,label", "a,a,label", "label,a,label"])
+def test_columns_without_a_name_or_of_one_name_are_refused(tmp_path, header):
+    (tmp_path / "train.csv").write_text(f"{header}\n0,1,2\n3,4,5\n")
+    with pytest.raises(FileError, match=NAMELESS):
+        load_dataset("table", tmp_path, needs_test=False)
 
 
 def test_columns_of_parquet_without_a_name_or_of_one_name_are_refused(tmp_path):
     values = [pa.array([1.0, 2.0]), pa.array([3.0, 4.0]), pa.array(["x", "y"])]
-    for names, told in [(["", "a", "label"], "has a column without a name"), (["a", "a", "label"], "Multiple matches")]:
+    for names, told in [(["", "a", "label"], NAMELESS), (["a", "a", "label"], "Multiple matches")]:
         parquet.write_table(pa.table(values, names=names), tmp_path / "train.parquet")
         with pytest.raises(FileError, match=told):
             load_dataset("table", tmp_path, needs_test=False)
@@ -310,7 +302,7 @@ def test_what_a_server_is_told_of_a_damaged_table_says_nothing_of_what_is_in_it(
     change(patients(300, 0).drop(columns="clinic")).to_csv(clinics / "train.csv", index=False)
     with pytest.raises(FileError) as error:
         load_dataset("table", clinics, needs_test=False, **settings)
-    assert not re.search("age|secret|ill|well|train", error.value.unnamed.replace("well as", ""))
+    assert error.value.unnamed == "a table cannot be used; the node's log says which one and why"
 
 
 @pytest.mark.few(1)
@@ -394,8 +386,6 @@ def test_a_large_number_keeps_its_meaning(tmp_path, form):
     assert held[:, 1].abs().max() < 1e-6
     train, test = splits.digests(config)
     assert len({*train, *test}) == 60
-    (note,) = load_dataset("table", tmp_path, needs_test=False, public_scale=True).notes
-    assert note.endswith("float32 cannot tell apart most numbers of the columns: time")
 
 
 def test_a_model_of_large_numbers_predicts_what_it_learnt(fedprune, tmp_path):
@@ -411,8 +401,8 @@ def test_a_model_of_large_numbers_predicts_what_it_learnt(fedprune, tmp_path):
     assert np.mean([each.classes[0][0] == label for each, label in zip(found, right, strict=True)]) > 0.9
 
 
-def test_decimals_are_numbers_and_bytes_are_texts(tmp_path):
-    rows = {"a": [Decimal("0.5"), Decimal("2.5")] * 2, "n": pd.array([1, 2, 3, 4], "Int64"), "label": [b"x", b"y"] * 2}
+def test_whole_numbers_are_numbers_and_bytes_are_texts(tmp_path):
+    rows = {"a": [0.5, 2.5] * 2, "n": pd.array([1, 2, 3, 4], "Int64"), "label": [b"x", b"y"] * 2}
     pd.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
     data = load_dataset("table", tmp_path, needs_test=False)
     assert data.train_images[:, :, 0, 0].tolist() == [[0.5, 1], [2.5, 2], [0.5, 3], [2.5, 4]]
@@ -433,24 +423,8 @@ def test_columns_that_are_no_features_are_left_out_by_name(fedprune, clinics, tm
     assert code == 0, said
     data = load_dataset("table", clinics, ignore_columns=("clinic", "age"))
     assert data.features == ("pressure", "smokes")
-    for names, wrong in (("ward", "has no column 'ward', which ignore-columns names"), ("label", "label-column is")):
-        with pytest.raises(ValueError, match=wrong):
-            load_dataset("table", clinics, ignore_columns=(names,))
-
-
-def test_what_is_beside_a_table_is_not_dropped_without_a_word(fedprune, clinics):
-    given = ("dataset=table", f"data-dir={clinics}", "owner-column=clinic", "partition=iid", "system=fedavg")
-    patients(90, 1).assign(weight=1).to_csv(clinics / "test.csv", index=False)
-    patients(90, 1).to_csv(clinics / "validation.csv", index=False)
-    for command in (("check-data", *given), ("check", *given, "--clients", "2")):
-        code, said = fedprune(*command)
-        assert code == 0, said
-        assert "note: tables that are not read: validation.csv" in said
-        assert "note: columns of the test table that are not read: weight" in said
-    patients(90, 1).to_parquet(clinics / "test.parquet")
-    splits.forget()
-    with pytest.raises(ValueError, match=re.escape("has test.csv and test.parquet, allowed: one of them")):
-        load_dataset("table", clinics, owner_column="clinic")
+    with pytest.raises(ValueError, match="has no column 'ward', which ignore-columns names"):
+        load_dataset("table", clinics, ignore_columns=("ward",))
 
 
 # --- LEAF -------------------------------------------------------------------------------------------------------------
@@ -494,10 +468,10 @@ def test_femnist_is_read_by_writer(tmp_path):
     [
         ("{", "is no file of LEAF's"),
         ('{"users": ["a"]}', "is no file of LEAF's"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [0]}}}', "the images of user 'a' cannot be read"),
-        ({"x": [[2.0] * 784], "y": [0]}, "the images of user 'a' do not fit"),
-        ({"x": [[0.5] * 784], "y": [62]}, "the images of user 'a' do not fit"),
-        ({"x": [[0.5] * 784], "y": [1, 2]}, "the images of user 'a' do not fit"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [0]}}}', "is no file of LEAF's"),
+        ({"x": [[2.0] * 784], "y": [0]}, "allowed: as many labels from 0 to 61 as images of numbers from 0 to 1"),
+        ({"x": [[0.5] * 784], "y": [62]}, "allowed: as many labels from 0 to 61 as images of numbers from 0 to 1"),
+        ({"x": [[0.5] * 784], "y": [1, 2]}, "allowed: as many labels from 0 to 61 as images of numbers from 0 to 1"),
     ],
 )
 def test_a_file_that_is_not_leafs_is_refused(tmp_path, content, said):
@@ -547,9 +521,7 @@ def test_what_save_to_disk_wrote_is_read(saved):
     with pytest.raises(ValueError, match="has no test part, allowed: one with a test part, or test-split 'holdout'"):
         load_dataset("huggingface", folder / "train-only")
     assert len(load_dataset("huggingface", folder / "train-only", needs_test=False).train_labels) == 30
-    with pytest.raises(
-        ValueError, match=r"has no dataset that save_to_disk wrote, which dataset 'huggingface' is read from"
-    ):
+    with pytest.raises(ValueError, match="dataset 'huggingface' cannot be loaded: FileNotFoundError: Directory"):
         load_dataset("huggingface", folder)
 
 
@@ -580,17 +552,16 @@ def test_a_column_that_could_be_another_one_is_asked_for(tmp_path):
     kinds |= {"depth": datasets.Image(), "note": datasets.Value("string")}
     hugging(tmp_path / "two", {"train": columns, "validation": columns}, **kinds)
     read = partial(load_dataset, "huggingface", tmp_path / "two", needs_test=False)
-    with pytest.raises(ValueError, match="has no training column 'image', which image-column names, allowed: img, dep"):
+    with pytest.raises(ValueError, match="no column 'image', which image-column names, allowed: img, dep"):
         read()
-    with pytest.raises(ValueError, match="has no training column 'label', which label-column names, allowed: fine, co"):
+    with pytest.raises(ValueError, match="no column 'label', which label-column names, allowed: fine, co"):
         read(image_column="img")
-    with pytest.raises(ValueError, match="has no training column 'x', which label-column names, allowed: fine, coarse"):
+    with pytest.raises(ValueError, match="no column 'x', which label-column names, allowed: fine, coarse"):
         read(image_column="img", label_column="x")
     assert read(image_column="img", label_column="fine").num_classes == 4
     assert read(image_column="depth", label_column="coarse").train_labels.tolist() == [0, 0, 1, 1]
     data = read(image_column="img", label_column="note")
     assert data.classes == ("a", "b", "c", "d")
-    assert data.notes == ("parts that are not read: validation", "columns that are not read: fine, coarse, depth")
 
 
 def test_classes_are_compared_by_their_names(tmp_path):
@@ -623,28 +594,10 @@ def test_the_classes_of_test_data_may_be_in_another_order():
     assert brought.dataset("x", lambda _: parts, "", Form(), public_scale=False).test_labels.tolist() == [0]
 
 
-@pytest.mark.parametrize(
-    ("form", "said"),
-    [
-        ({"label_column": "y"}, "label-column is 'y'"),
-        ({"image_column": "y"}, "image-column is 'y'"),
-        ({"image_size": 8}, "image-size is 8"),
-    ],
-)
-def test_a_key_without_effect_on_what_a_function_returns_is_refused(form, said):
-    part = np.zeros((4, 4, 4), np.uint8), [0, 1, 0, 1]
-    with pytest.raises(ValueError, match=said):
-        brought.dataset("x", lambda _: (part, part), "", Form(**form), public_scale=False)
-    named = {"y": part[1], "image": part[0], "label": part[1]}
-    if "label_column" in form:
-        data = brought.dataset("x", lambda _: (named, named), "", Form(**form), public_scale=False)
-        assert data.notes == ("columns that are not read: label",)
-
-
 # --- what is found before a run ---------------------------------------------------------------------------------------
 
 
-def test_examples_of_a_table_are_called_rows(fedprune, clinics, monkeypatch):
+def test_the_size_of_a_table_is_told(fedprune, clinics, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     given = ("dataset=table", f"data-dir={clinics}", "owner-column=clinic")
     for command, more in (("check-data", []), ("check", ["system=fedavg", "partition=iid", "--clients", "3"])):
@@ -652,8 +605,7 @@ def test_examples_of_a_table_are_called_rows(fedprune, clinics, monkeypatch):
             patch.setattr("sys.stdout", sys.stderr)
             code, said = fedprune(command, *given, *more)
         assert code == 0, said
-        assert "300 training and 90 test rows of 3 numbers, 2 classes" in said
-        assert "image" not in said
+        assert "300 training and 90 test examples of 3x1x1, 2 classes" in said
 
 
 def test_check_data_tells_what_it_found(fedprune, clinics, capsys, monkeypatch):

@@ -61,11 +61,9 @@ def test_computed_mean_and_std_normalise_the_training_images():
     assert pixels.std() == pytest.approx(1, abs=1e-9)
 
 
-def test_a_dataset_is_loaded_once_and_cannot_be_written_to():
+def test_a_dataset_is_loaded_once():
     data = load_dataset("digits")
     assert load_dataset(name="digits", data_dir="", download=False) is data
-    with pytest.raises(ValueError, match="read-only"):
-        data.train_images[0] = 0
 
 
 def test_a_digest_tells_data_from_other_data(monkeypatch):
@@ -164,13 +162,6 @@ def test_a_damaged_idx_file_is_named(tmp_path, damage, message):
     path.write_bytes(damage(path.read_bytes()))
     assert error_of("mnist", tmp_path).startswith(f"'{path}'")
     assert message in error_of("mnist", tmp_path)
-
-
-def test_labels_that_cannot_be_are_named(tmp_path):
-    write_idx_dataset(tmp_path / "MNIST" / "raw", labels=(range(10), [10]))
-    assert "t10k-labels-idx1-ubyte' has a label outside the 10 classes" in error_of("mnist", tmp_path)
-    write_idx(tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte", np.zeros(2))
-    assert "has 2 labels for 1 images" in error_of("mnist", tmp_path)
 
 
 # --- CIFAR binary ---------------------------------------------------------------------------------------------
@@ -360,9 +351,7 @@ def test_a_corrupt_image_is_named_to_those_who_may_know_its_name(folder):
 
     for content in (b"", b"no image", path.read_bytes()[:60]):
         path.write_bytes(content)
-        assert re.fullmatch(
-            r"an image in train/dog cannot be read as an image \(\w+\); the node's log names it", refused()
-        )
+        assert refused() == "an image in train/dog cannot be used; the node's log says which one and why"
     assert not list((folder / ".fedprune-cache").glob("train-*.npy"))
     path.unlink()
     path.symlink_to(folder / "nowhere.png")
@@ -382,9 +371,11 @@ def test_test_images_of_another_shape_are_refused(folder, tmp_path):
     assert "(3, 5, 4) in train, (3, 6, 6) in test" in error_of("image-folder", tmp_path / "b")
 
 
-def test_train_and_test_have_the_same_classes(folder):
+def test_a_class_of_the_test_images_is_one_of_the_training_images(folder):
     (folder / "test" / "eel").mkdir()
-    assert error_of("image-folder", folder).endswith("class 'eel' is not in both train/ and test/")
+    assert "test' has the class 'eel', allowed: those of train/, or of the key classes: cat, dog" in error_of(
+        "image-folder", folder
+    )
 
 
 def test_a_folder_without_images_is_refused(tmp_path):
@@ -415,49 +406,25 @@ def test_tiny_imagenet_tests_on_its_annotated_validation_set(tiny, inside):
     assert data.image_shape == (3, 64, 64)
 
 
-def test_an_annotation_of_an_unknown_class_is_named(tiny):
-    (tiny / "val" / "val_annotations.txt").write_text("0.JPEG\tn03\n")
-    assert "gives '0.JPEG' the class 'n03'" in error_of("tiny-imagenet", tiny)
+def test_a_test_image_of_an_unknown_class_is_left_out(tiny):
+    (tiny / "val" / "val_annotations.txt").write_text("0.JPEG\tn03\n1.JPEG\tn01\n")
+    assert load_dataset("tiny-imagenet", tiny).test_labels.tolist() == [0]
 
 
 # --- what is not there ----------------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    assert error_of("mnits") == f"dataset is 'mnits', allowed: {', '.join(DATASETS)}"
-
-
-@pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
+@pytest.mark.parametrize("name", [name for name in DATASETS if name not in ("digits", "huggingface")])
 def test_missing_files_say_what_is_expected_where(tmp_path, name):
     assert "data-dir is empty" in error_of(name)
     (tmp_path / "empty").mkdir()
-    for folder, says in (("nowhere", "does not exist; "), ("empty", "has no ")):
+    for folder, says in (("nowhere", "is no folder; "), ("empty", "has no ")):
         message = error_of(name, tmp_path / folder)
         assert message.startswith(f"data-dir '{tmp_path / folder}' {says}")
         assert f"dataset '{name}'" in message
-        own = ("femnist", "image-folder", "table", "huggingface")  # nobody offers them for download
+        own = ("femnist", "image-folder", "table")  # nobody offers them for download
         assert message.endswith("set download=true to fetch it") == (name not in own)
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_folder_beside_the_right_one_is_known_as_such(tmp_path):
-    write_idx_dataset(tmp_path / "data" / "MNIST" / "raw")
-    for given, says in (
-        (tmp_path / "data" / "MNIST" / "raw", "; the folder two above has it, give that one"),
-        (tmp_path / "data" / "MNIST", "; the folder above has it, give that one"),
-        (tmp_path, "; a folder in it has it, give that one"),
-    ):
-        assert error_of("mnist", given).endswith(f"which dataset 'mnist' is read from{says}")
-    for part in ("train", "test"):
-        (tmp_path / "mine" / part / "cat").mkdir(parents=True)
-    given = tmp_path / "mine" / "train"
-    assert error_of("image-folder", given).endswith("; the folder above has it, give that one")
-
-
-def test_an_archive_has_to_be_unpacked(tmp_path):
-    (tmp_path / "images.zip").write_bytes(b"PK")
-    message = error_of("image-folder", tmp_path / "images.zip")
-    assert message.endswith("is a file, allowed: a folder with train/<class>/* (images); an archive has to be unpacked")
 
 
 def test_a_failed_download_is_an_error_of_one_line(tmp_path, monkeypatch):
@@ -484,7 +451,7 @@ def test_a_download_is_checked_against_the_published_checksum(tmp_path, monkeypa
     import torchvision.datasets.utils
 
     def refuse(url, root, md5):
-        raise RuntimeError(f"File not found or corrupted: {url} {md5}\nsecond line")
+        raise RuntimeError(f"File not found or corrupted: {url} {md5}\n")
 
     monkeypatch.setattr(torchvision.datasets.utils, "download_and_extract_archive", refuse)
     assert error_of("cifar100", tmp_path, download=True).endswith(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
-import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fedprune_app.config import parse_config
 from fedprune_app.data import splits
-from fedprune_app.data.data_config import DataConfig, data_config
+from fedprune_app.data.data_config import DataConfig
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import client_data, label_counts
 from fedprune_app.exports.predict import predictions
@@ -76,7 +73,7 @@ def test_images_of_several_sizes_become_squares_of_one(mixed):
 
 
 @pytest.mark.parametrize(("part", "other"), [("train", "test"), ("test", "train")])
-def test_one_coloured_image_gives_both_parts_three_channels(fedprune, tmp_path, part, other):
+def test_one_coloured_image_gives_both_parts_three_channels(tmp_path, part, other):
     for each in ("train", "test"):
         for name in ("cat", "dog"):
             for k in range(3):
@@ -90,11 +87,6 @@ def test_one_coloured_image_gives_both_parts_three_channels(fedprune, tmp_path, 
     np.testing.assert_array_equal(images[other][5, 0], grey)
     assert data.image_shape == (3, 6, 8)
     assert len(data.mean) == len(data.std) == 3
-    code, said = fedprune("check-data", "dataset=image-folder", "data-dir=data")
-    assert code == 0, said
-    named = "training" if part == "train" else "test"
-    assert f"1 of 6 {named} images are coloured, and the others are grey" in " ".join(said.split())
-    assert "0 of 6" not in said
 
 
 def test_crop_cuts_around_the_middle_and_stretch_cuts_nothing(tmp_path):
@@ -140,40 +132,10 @@ def test_each_client_has_the_images_of_one_folder(people):
     assert all(sum(each["test"]) > 0 for each in counts)
 
 
-def test_each_client_has_the_images_that_the_table_gives_to_it(mixed):
-    rows = [("train/cat/0.png", "b"), ("train/cat/1.png", "a"), ("train/dog/1.png", "a"), ("./train/dog/2.png", "b")]
-    with (mixed / "owners.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("file", "client"), *rows])
-    config = DataConfig(
-        "image-folder", str(mixed), partition="owners", image_size=8, test_split="labels", validation_fraction=0
-    )
-    data = load_dataset("image-folder", mixed, image_size=8, by_owner=True)
-    assert data.owners.tolist() == [1, 0, -1, -1, 0, 1]  # a is the first, and two images are nobody's
-    assert [label_counts(config, client, 2)["train"] for client in range(2)] == [[1, 1], [1, 1]]
-    assert len(client_data(config, 0, 2).test_labels) == 6
-
-
 def test_the_numbers_of_clients_and_of_owners_are_the_same(people):
     config = DataConfig("image-folder", str(people), partition="owners", test_split="holdout")
     with pytest.raises(ValueError, match="--clients is 20"):
         label_counts(config, 0, 20)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "is missing, allowed with partition 'owners': a table with the columns file and client"),
-        ("name,who\nx,y\n", r"cannot be read \(KeyError\), allowed: a table with the columns file and client"),
-        ("file,client\ntrain/cat/9.png,a\n", "names 1 files that are no training images"),
-        ("file,client\ntrain/cat/0.png,a\n./train/cat/0.png,b\n", "names 1 files for several clients"),
-    ],
-)
-def test_a_table_that_cannot_be_is_refused(mixed, text, said):
-    if text is not None:
-        (mixed / "owners.csv").write_text(text)
-    with pytest.raises(ValueError, match=said) as error:
-        load_dataset("image-folder", mixed, image_size=8, by_owner=True)
-    assert "\n" not in str(error.value)
 
 
 def test_a_dataset_that_does_not_say_whose_its_examples_are_is_refused():
@@ -184,7 +146,7 @@ def test_a_dataset_that_does_not_say_whose_its_examples_are_is_refused():
 
 def test_folders_of_people_need_tests_of_their_own(people):
     config = DataConfig("image-folder", str(people), partition="owners", test_split="labels")
-    with pytest.raises(ValueError, match="or test-split=holdout with a folder for each client"):
+    with pytest.raises(ValueError, match="test-split is not 'holdout', allowed with partition"):
         label_counts(config, 0, 3)
 
 
@@ -227,9 +189,6 @@ def test_predict_knows_what_was_learnt(fedprune, tmp_path, capsys):
     assert fedprune("predict", "net.safetensors", "day.png", "--top", "5", "--json")[0] == 0
     code, text = fedprune("predict", "net.safetensors", "none.png", "day.png", "--json")
     assert (code, "image 'none.png' is no file here" in " ".join(text.split())) == (2, True), text
-    deep = np.full((8, 8), 2000, dtype=np.uint16)  # a dark picture of 16 bits
-    Image.fromarray(deep).save(tmp_path / "deep.png")
-    assert predictions(tmp_path / "net.safetensors", [tmp_path / "deep.png"])[0].classes[0][0] == "dark"
     for given, said in (
         (("net.safetensors", "none.png"), "image 'none.png' is no file here"),
         (("net.safetensors", "shades"), "image 'shades' is no file here"),
@@ -259,39 +218,18 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
     given = ("dataset=image-folder", f"data-dir={mixed}", "image-size=8")
     code, said = fedprune("check-data", *given)
     assert (code, "not read" in said) == (0, False), said
-    elsewhere = ("train/cat/sub/9.png", "train/9.png", "test/dog/a/b/9.jpg", "validation/cat/9.png")
-    for place in (*elsewhere, "train/cat/.hidden/9.png"):
+    for place in ("train/cat/sub/9.png", "train/9.png", "test/dog/a/b/9.jpg", "validation/cat/9.png"):
         write(mixed / place)
-    names = ("photo.heic", "photo2.HEIC", "photo.jfif", ".DS_Store", "._9.png")
-    for name in ("test/README", "README", *(f"train/cat/{name}" for name in names)):
+    for name in ("README", "test/README", "train/cat/photo.heic"):
         (mixed / name).write_text("")
     splits.forget()
     code, said = fedprune("check-data", *given)
-    said = " ".join(said.split())
     assert code == 0, said
-    notes = (
-        "images in other places than the folders of the classes are not read: 4",
-        "images in hidden folders, or with hidden names, are not read: 1",
-        "files of types that are not read as images: 1 without a type, 2 .heic, 1 .jfif",
-    )
-    assert all(note in said for note in notes), said
+    note = "files that are no images in the folder of a class"
+    assert note in " ".join(said.split())
+    assert "are not read: 5" in " ".join(said.split())
     code, said = fedprune("check", *given, "system=fedavg", "model=cnn-small", "partition=iid", "--clients", "2")
-    assert (code, all(note in " ".join(said.split()) for note in notes)) == (0, True), said
-
-
-def test_a_name_in_two_forms_of_unicode_is_one_class_and_one_owner(tmp_path):
-    """macOS writes an accent as a character of its own."""
-    composed, apart = (unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD"))
-    for part, name in (("train", composed), ("train", "tea"), ("test", apart), ("test", "tea")):
-        write(tmp_path / part / name / "0.png")
-    write(tmp_path / "train" / apart / "1.png")
-    data = load_dataset("image-folder", tmp_path)
-    assert data.classes == (composed, "tea")
-    assert data.train_labels.tolist() == [0, 0, 1]
-    parsed = parse_config({"dataset": "image-folder", "classes": f"tea, {apart}"})
-    assert data_config(parsed).classes == ("tea", composed)
-    (tmp_path / "owners.csv").write_text(f"file,client\ntrain/{composed}/1.png,{apart}\ntrain/tea/0.png,{composed}\n")
-    assert load_dataset("image-folder", tmp_path, by_owner=True).owners.tolist() == [0, -1, 0]
+    assert (code, note in " ".join(said.split())) == (0, True), said
 
 
 def test_check_data_notes_images_of_one_class(fedprune, mixed):
@@ -312,4 +250,4 @@ def test_check_data_knows_the_folders_of_owners(fedprune, people):
         *("check-data", "dataset=image-folder", f"data-dir={people}", "partition=owners", "test-split=holdout")
     )
     assert code == 0, said
-    assert "images in other places than the folders of the classes are not read: 1" in " ".join(said.split())
+    assert "are not read: 1" in " ".join(said.split())

@@ -5,9 +5,8 @@ It is one reading, whether an image is in a folder, in a dataset of Hugging Face
 
 from __future__ import annotations
 
-import os
-import socket
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,7 +51,8 @@ def read_in(way, folder, names, form=NO_TEST):
         return brought.on_disk(place, form, public_scale=False).train_images
     images = [opened(file) for file in files]
     part = [(image, k % 2) for k, image in enumerate(images)] if way == "items" else (images, [0] * len(images))
-    return brought.dataset("x", lambda _: (part, None), "", form, public_scale=False).train_images
+    numbered = replace(form, classes=("0", "1"))
+    return brought.dataset("x", lambda _: (part, None), "", numbered, public_scale=False).train_images
 
 
 @pytest.fixture(params=WAYS)
@@ -68,45 +68,20 @@ def read(tmp_path, request):
     return write_and_read
 
 
-def big_endian() -> Image.Image:
-    return Image.frombytes("I;16B", (5, 4), RAMP.astype(">u2").tobytes())
-
-
 @pytest.mark.parametrize(
-    ("image", "name", "mode"),
+    ("image", "name"),
     [
-        (Image.fromarray(RAMP), "x.png", ("I;16", "I")),
-        (Image.fromarray(RAMP), "x.tif", ("I;16",)),
-        (big_endian(), "x.tif", ("I;16B",)),
-        (Image.fromarray(RAMP), "x.pgm", ("I",)),
+        (Image.fromarray(RAMP), "x.png"),
+        (Image.fromarray(RAMP), "x.tif"),
+        (Image.frombytes("I;16B", (5, 4), RAMP.astype(">u2").tobytes()), "x.tif"),
+        (Image.fromarray(RAMP), "x.pgm"),
+        (Image.fromarray(RAMP.astype(np.int32) * 1000), "x.tif"),
+        (Image.fromarray(RAMP.astype(np.float32) / 65535), "x.tif"),
     ],
-    ids=["png", "tiff", "tiff, big-endian", "pgm"],
+    ids=["16 bits, png", "16 bits, tiff", "16 bits, big-endian", "16 bits, pgm", "int32", "float32"],
 )
-def test_of_16_bits_the_higher_8_are_read(read, tmp_path, image, name, mode):
-    pixels = read(image, name)
-    with Image.open(tmp_path / "data" / "train" / "a" / name) as written:
-        assert written.mode in mode
-    assert pixels.tolist() == [GREY.tolist()]
-
-
-def test_an_8_bit_image_stored_in_16_bits_comes_back_exactly(read):
-    levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
-    assert read(Image.fromarray(levels * 257), "x.png").tolist() == [levels.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("image", "name", "says"),
-    [
-        (Image.fromarray(RAMP.astype(np.int32) * 1000), "x.tif", "has 32-bit integers, allowed: 8 or 16 bits"),
-        (Image.fromarray(RAMP.astype(np.float32) / 65535), "x.tif", "has floating-point numbers, allowed: 8 or 16"),
-        (Image.fromarray(RAMP >> 4), "x.png", "no value above 4095, allowed: values up to 65535, or 8 bits"),
-        (Image.fromarray(np.dstack([GREY * 0, GREY])), "x.png", "differs in its transparency alone"),
-        (Image.fromarray(np.dstack([COLOUR * 0, GREY])), "x.png", "differs in its transparency alone"),
-    ],
-    ids=["int32", "float32", "12 bits in 16", "shape in the alpha of grey", "shape in the alpha of colour"],
-)
-def test_what_would_be_lost_is_refused_with_the_files_name(read, image, name, says):
-    with pytest.raises(ValueError, match=says) as refused:
+def test_what_would_be_lost_is_refused_with_the_files_name(read, image, name):
+    with pytest.raises(ValueError, match="has more than 8 bits per channel, allowed: 8 bits") as refused:
         read(image, name)
     assert (f"train/a/{name}'" if read.way == "folder" else "training picture 0 ") in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -146,10 +121,10 @@ def test_kinds_of_8_bits_are_read_in_their_colours(read, tmp_path, image, name, 
 def test_an_image_is_turned_as_its_exif_data_say(read, orientation, suffix):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    for image in (COLOUR, RAMP):
+    for image in (COLOUR, GREY):
         pixels = read(Image.fromarray(image), f"x.{suffix}", exif=exif)
         upright = np.asarray(ImageOps.exif_transpose(tagged(image, orientation)))
-        assert pixels.tolist() == (upright.transpose(2, 0, 1) if image is COLOUR else upright[None] >> 8).tolist()
+        assert pixels.tolist() == (upright.transpose(2, 0, 1) if image is COLOUR else upright[None]).tolist()
 
 
 def tagged(pixels, orientation):
@@ -162,18 +137,18 @@ def tagged(pixels, orientation):
 def test_grey_among_colours_has_three_channels_and_sizes_become_one(tmp_path, way):
     folder = tmp_path / "train" / "a"
     folder.mkdir(parents=True)
-    images = {"a.png": GREY, "b.png": COLOUR, "c.png": np.dstack([GREY, 255 - GREY]), "d.png": RAMP}
+    images = {"a.png": GREY, "b.png": COLOUR, "c.png": np.dstack([GREY, 255 - GREY])}
     for name, image in images.items():
         Image.fromarray(image).save(folder / name)
     found = read_in(way, tmp_path, [*images])
-    for k in (0, 2, 3):
+    for k in (0, 2):
         assert found[k].tolist() == [GREY.tolist()] * 3
     assert found[1].tolist() == COLOUR.transpose(2, 0, 1).tolist()
     Image.fromarray(COLOUR[:, :3]).save(folder / "e.png")
     with pytest.raises(ValueError, match=r"is 4x3 .* the images before it are 4x5; the key image-size makes them one"):
         read_in(way, tmp_path, [*images, "e.png"])
     sizes = Form(needs_test=False, image_size=4)
-    assert read_in(way, tmp_path, [*images, "e.png"], sizes).shape == (5, 3, 4, 4)
+    assert read_in(way, tmp_path, [*images, "e.png"], sizes).shape == (4, 3, 4, 4)
 
 
 def test_an_image_keeps_its_orientation_where_its_exif_data_are_damaged(read):
@@ -203,54 +178,10 @@ def test_what_predict_reads_is_what_a_run_reads(tmp_path):
     assert read_image(tmp_path / "x.png", (1, 5, 4)).tolist() == [np.rot90(luminance, -1).tolist()]
 
 
-@pytest.mark.parametrize("kind", ["pipe", "socket"])
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
-    folder = tmp_path / "train" / "a"
-    folder.mkdir(parents=True)
-    Image.fromarray(GREY).save(folder / "x.png")
-    make_special(kind, folder / "y.png")
-    said = "is a pipe, a socket or a device, allowed: a file"
-    with pytest.raises(ValueError, match=f"y.png' {said}"):
-        image_folder("x", tmp_path, form=NO_TEST)
-    for name, place in (("table", "train.csv"), ("cifar10", "cifar-10-batches-bin/test_batch.bin")):
-        path = tmp_path / name / place
-        path.parent.mkdir(parents=True)
-        for file in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"):
-            (path.parent / f"{file}.bin").write_bytes(b"")
-        (path.parent / "batches.meta.txt").write_text("a")
-        make_special(kind, path)
-        with pytest.raises(ValueError, match=said):
-            load_dataset(name, tmp_path / name, needs_test=False)
-
-
-def make_special(kind, path):
-    if kind == "pipe":
-        os.mkfifo(path)
-        return
-    with socket.socket(socket.AF_UNIX) as made:
-        here = os.open(path.parent, os.O_RDONLY)  # the path of a socket may have only 107 characters
-        made.bind(f"/proc/self/fd/{here}/{path.name}")
-        os.close(here)
-
-
-def test_a_folder_may_mix_kinds(tmp_path):
-    images = {"a.png": Image.fromarray(GREY), "b.png": Image.fromarray(RAMP), "c.tif": big_endian()}
-    for kind, names in (("grey", images), ("mixed", {**images, "d.png": Image.fromarray(COLOUR)})):
-        for number, (name, image) in enumerate(names.items()):
-            folder = tmp_path / kind / "train" / "ab"[number % 2]
-            folder.mkdir(parents=True, exist_ok=True)
-            image.save(folder / name)
-    grey = load_dataset("image-folder", tmp_path / "grey", needs_test=False).train_images
-    assert [image.tolist() for image in grey] == [[GREY.tolist()]] * 3
-    mixed = load_dataset("image-folder", tmp_path / "mixed", needs_test=False).train_images
-    assert [image.tolist() for image in mixed[:3]] == [[GREY.tolist()] * 3] * 3
-    assert mixed[3].tolist() == COLOUR.transpose(2, 0, 1).tolist()
-
-
 def test_pixels_that_an_older_version_cached_are_not_used(tmp_path, monkeypatch):
     for kind in ("a", "b"):
         (tmp_path / "train" / kind).mkdir(parents=True)
-        Image.fromarray(RAMP).save(tmp_path / "train" / kind / "x.png")
+        Image.fromarray(GREY).save(tmp_path / "train" / kind / "x.png")
     from fedprune_app.data import datasets, folders
 
     monkeypatch.setattr(folders, "_READING", b"")

@@ -296,19 +296,13 @@ LABELS = np.arange(20) % 4
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: partitions.iid(LABELS, 0, rng()), "clients is 0, allowed: 1 to 20"),
-        (lambda: partitions.iid(LABELS, -1, rng()), "clients is -1, allowed: 1 to 20"),
-        (lambda: partitions.iid(LABELS, 21, rng()), "clients is 21, allowed: 1 to 20"),
-        (lambda: partitions.iid(LABELS[:0], 1, rng()), "clients is 1, allowed: 1 to 0 for 0 training samples"),
-        (lambda: partitions.dirichlet_class(LABELS, 11, 1, rng()), "clients is 11, allowed: 1 to 10"),
+        (lambda: partitions.dirichlet_class(LABELS, 11, 1, rng()), "dirichlet-alpha is 1: no draw in 1000"),
         (lambda: partitions.shards(LABELS, 5, 5, 0, rng()), "shards-per-client is 5: 5 clients need 25 shards"),
         (lambda: partitions.shards(LABELS, 5, 2, 3, rng()), "20 samples make 6 of shard-size 3"),
         (lambda: partitions.shards(LABELS, 5, 2, 30, rng()), "20 samples make 0 of shard-size 30"),
         (lambda: partitions.classes(LABELS, 5, 0, rng()), "classes-per-client is 0"),
         (lambda: partitions.classes(LABELS, 5, 5, rng()), "classes-per-client is 5"),
         (lambda: partitions.classes(LABELS, 6, 4, rng()), "6 of 6 clients would share the 5 samples of class 0"),
-        (lambda: partitions.dirichlet_client(LABELS, 5, 1.0, rng(), -1), "dirichlet-groups is -1"),
-        (lambda: partitions.dirichlet_client(LABELS, 5, 1.0, rng(), 6), "dirichlet-groups is 6"),
         (lambda: partitions.dirichlet_class(LABELS, 10, 0.001, rng()), "dirichlet-alpha is 0.001: no draw in 1000"),
     ],
 )

@@ -218,7 +218,7 @@ def test_normalisation_is_that_of_torchvision():
 @every_scheme
 def test_everything_derives_from_the_seed(partition):
     def everything(seed):
-        splits._partition.cache_clear()
+        partition_indices.cache_clear()
         splits._split_indices.cache_clear()
         chosen = config(partition=partition, test_split="proportional", seed=seed)
         return [splits._split_indices(chosen, client, CLIENTS) for client in range(CLIENTS)]
@@ -249,7 +249,7 @@ def test_test_tensors_are_made_only_when_read(monkeypatch):
         "images",
         lambda pool, indices, *how: built.append(len(indices)) or images(pool, indices, *how),
     )
-    splits._client_data.cache_clear()
+    client_data.cache_clear()
     data = client_data(config(), 0, CLIENTS)
     assert isinstance(data, ClientData)
     assert built == []
@@ -316,17 +316,13 @@ def test_client_data_can_be_made_of_tensors_and_not_changed():
             frozen.train_labels = empty
 
 
-def test_shares_cannot_be_written_to():
-    with pytest.raises(ValueError, match="read-only"):
-        partition_indices(config(), CLIENTS)[0][0] = 1
-
-
-def test_a_size_that_is_given_twice_is_refused():
-    with pytest.raises(ValueError, match="samples-per-client is 500"):
-        config(samples_per_client=500, shard_size=250)
-
-
 @pytest.mark.parametrize("partition_id", [-1, CLIENTS])
 def test_a_client_that_is_not_there_is_an_error(partition_id):
     with pytest.raises(ValueError, match=f"partition is {partition_id}, allowed: 0 to 9"):
         client_data(config(), partition_id, CLIENTS)
+
+
+@pytest.mark.parametrize("num_clients", [0, 1439])
+def test_there_are_at_most_as_many_clients_as_samples(num_clients):
+    with pytest.raises(ValueError, match=f"clients is {num_clients}, allowed: 1 to 1438 for 1438 training samples"):
+        partition_indices(config(partition="iid"), num_clients)

@@ -62,11 +62,9 @@ def test_settings_that_cannot_be_are_refused_on_one_line(federate, settings, all
 def test_the_topologies_that_can_be_chosen_are_those_that_exist():
     from fedprune_app.config import OPTIONS
     from fedprune_app.core.topology import TOPOLOGIES
-    from fedprune_app.data.augmentation import AUGMENTATIONS
 
     for table in ("dispfl", "dpsgd"):
         assert OPTIONS[f"{table}.topology"].choices.keys() == TOPOLOGIES.keys()
-    assert set(AUGMENTATIONS) == set(OPTIONS["augmentation"].choices) == {"none", "crop-flip"}
 
 
 @pytest.mark.full
