@@ -1,7 +1,5 @@
 """The ClientApp unpacks a message, calls the system's client, and packs the reply."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

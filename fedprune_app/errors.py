@@ -1,7 +1,5 @@
 """These errors end a command with one line for the user, beside the ``ConfigError`` of a wrong setting."""
 
-from __future__ import annotations
-
 
 class LaunchError(RuntimeError):
     """The run could not be started or did not complete; the message is one line for the user."""

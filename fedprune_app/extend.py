@@ -3,8 +3,6 @@
 docs/extend.md explains each of them by an example.
 """
 
-from __future__ import annotations
-
 from clients.base import ImageClient, LocalTraining, Update
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient

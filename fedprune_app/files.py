@@ -5,8 +5,6 @@ mode from the start. The temporary file is locked while its writer lives. So the
 what a killed writer left there, and removes that.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

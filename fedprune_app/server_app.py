@@ -1,7 +1,5 @@
 """The ServerApp reads the configuration, meets the clients, runs the system's strategy and closes the run folder."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Mapping

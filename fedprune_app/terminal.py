@@ -1,7 +1,5 @@
 """The one kind of console that fedprune shows anything on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

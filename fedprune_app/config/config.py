@@ -1,7 +1,5 @@
 """The whole configuration of a run: the common options, and one field per table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType

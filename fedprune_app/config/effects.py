@@ -1,7 +1,5 @@
 """A setting that has no effect is refused: a result that does not depend on it would be taken for one that does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from fedprune_app.config.config import OPTIONS, Config

@@ -1,7 +1,5 @@
 """How a wrong setting is told, and how it leaves a ServerApp."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Fed-LTP: a winning ticket from public data, and how rounds are scored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

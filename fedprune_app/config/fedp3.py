@@ -1,7 +1,5 @@
 """FedP3, LDP-FedP3, and FedCR, which shares FedP3's layer sets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Fed-SPA: random coordinates and an accelerated server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

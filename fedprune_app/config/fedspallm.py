@@ -1,7 +1,5 @@
 """FedSpaLLM: language models that clients prune with private text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FjORD: nested sub-networks of different widths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

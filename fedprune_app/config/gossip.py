@@ -1,7 +1,5 @@
 """Dis-PFL and D-PSGD: systems whose clients exchange models with their neighbours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

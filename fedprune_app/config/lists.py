@@ -1,7 +1,5 @@
 """Lists in one text: names, and numbers that are dealt to the clients in turn."""
 
-from __future__ import annotations
-
 import math
 
 from fedprune_app.config.errors import ConfigError

@@ -1,7 +1,5 @@
 """A key or a value that there is not is answered with the one that was probably meant."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection
 

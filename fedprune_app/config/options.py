@@ -1,7 +1,5 @@
 """How one setting is declared: its default, meaning and range, and what else the product has to know of it."""
 
-from __future__ import annotations
-
 import operator
 import os.path
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ A run has the table of its own system, as ``config.own``. Flower refuses keys th
 declare, so such options travel as JSON in the one declared key ``plugin-options``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace

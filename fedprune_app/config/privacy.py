@@ -1,7 +1,5 @@
 """Differential privacy: the noise, the ledger, and what of a client's counts is told."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The run-config files that come with fedprune are found by name, from a checkout and from an installed wheel alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fedprune_app.config.meant import not_allowed

@@ -1,7 +1,5 @@
 """Sub-FedAvg, Un and Hy: options as in the paper's section 4 and the released code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

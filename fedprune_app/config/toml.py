@@ -1,7 +1,5 @@
 """Settings as text: run-config files, and ``key=value`` on a command line."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ coordinates flip per round. Replies arrive in any order. So each addend is round
 added as an integer. Integer addition is exact, and therefore commutative and associative.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ The problem is ``min ‖(W - W₀) X‖²`` for matrices ``W`` with a given numb
 Pruning for Large Language Models", NeurIPS 2024, Algorithms 1 and 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

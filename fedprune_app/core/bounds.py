@@ -1,7 +1,5 @@
 """Numbers that somebody else reports are checked against their bounds, here and nowhere else."""
 
-from __future__ import annotations
-
 import reprlib
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 

@@ -5,8 +5,6 @@ wants to train or is done. When no other is left to work, all that want to train
 no system has to know of cohorts. A client's result does not depend on who trains beside it.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

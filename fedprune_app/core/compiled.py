@@ -3,8 +3,6 @@
 Without a compiler there are none, and each user of such a library has another way to the same result.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from functools import cache

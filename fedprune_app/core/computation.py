@@ -1,7 +1,5 @@
 """Networks that compute the same have one key, so what was found out about one of them holds for the others."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy

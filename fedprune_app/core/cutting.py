@@ -5,8 +5,6 @@ for a language model's heads and feed-forward units Kurtić, Frantar and Alistar
 Hessian ``H = 2/n Σ x xᵀ`` is all that is asked of a text, so a sum of clients' Hessians cuts for all of them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Functions here count a model's floating-point operations by layer, dense and at the density that the masks leave."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

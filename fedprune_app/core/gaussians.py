@@ -1,7 +1,5 @@
 """Diagonal Gaussians have a divergence and products, and the products are Gaussians again, up to scale."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A step is some hundred small operations. A GPU does each of them faster than the
 list of these operations with the memory that they read and write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

@@ -4,8 +4,6 @@
 the Hessian of all clients' text together. This module is ours: FedSpaLLM's clients send weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

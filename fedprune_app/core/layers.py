@@ -1,7 +1,5 @@
 """The layers of a network are found by the names of their tensors; functions here choose layers for a client."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 

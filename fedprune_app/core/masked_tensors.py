@@ -5,8 +5,6 @@ function here returns None, and has changed nothing, where the library was not c
 device. The caller then does the same with PyTorch, to the same bits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable, Sequence

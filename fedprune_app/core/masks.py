@@ -1,7 +1,5 @@
 """Masks say which coordinates to keep; functions here count, choose and compare them. True = kept, everywhere."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

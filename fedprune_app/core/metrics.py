@@ -1,7 +1,5 @@
 """A run reports about its clients the mean, the spread, and the worst-served tenth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

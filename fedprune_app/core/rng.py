@@ -1,7 +1,5 @@
 """Randomness is an argument: one generator per (seed, role, partition, round), equal on every machine."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Robust averages bound what a minority of hostile clients can do, on the coordinates that each client kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

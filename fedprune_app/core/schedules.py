@@ -1,7 +1,5 @@
 """A schedule says how a quantity falls over the rounds of a run."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """Scores say which entries of one matrix to prune, by the matrix and its inputs: magnitude, Wanda, N:M. True = kept."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

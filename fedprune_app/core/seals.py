@@ -3,8 +3,6 @@
 SHA-256 finds damage, not malice: those who may write a file may write its digest too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

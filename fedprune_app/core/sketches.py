@@ -3,8 +3,6 @@
 Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Definition 2. Models are vectors (d,) of n clients.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

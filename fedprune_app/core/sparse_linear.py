@@ -6,8 +6,6 @@ entry and its kept values, so that fewer bytes have to come. The work is done by
 linear layers stay dense.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass

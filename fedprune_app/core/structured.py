@@ -5,8 +5,6 @@ the removed channels physically gone. :func:`gather` takes a full network's tens
 takes them back. :func:`coordinate_masks` says which full coordinates a small network has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

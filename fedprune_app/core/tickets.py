@@ -3,8 +3,6 @@
 Source: Fed-LTP, section 4; Frankle and Carbin, "The Lottery Ticket Hypothesis", ICLR 2019.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

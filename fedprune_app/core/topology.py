@@ -1,7 +1,5 @@
 """A topology says from whom each client of a decentralised round receives models: index lists only, no messages."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """This module makes ``import torchvision`` work beside a CPU-only torch, whoever imports it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

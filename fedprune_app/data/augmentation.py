@@ -1,7 +1,5 @@
 """An augmentation changes training images at random and leaves their labels true."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ column. Labels are whole numbers, truth values, or texts. Examples are pictures 
 becomes an image of F channels and one pixel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

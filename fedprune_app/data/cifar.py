@@ -1,7 +1,5 @@
 """CIFAR-10 and CIFAR-100 are read from their binary versions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What of a run's configuration decides which client has which examples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fedprune_app.config import Config, class_names

@@ -1,7 +1,5 @@
 """A dataset is a labelled set of examples in memory; here is also what its readers share."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

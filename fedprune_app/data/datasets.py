@@ -4,8 +4,6 @@ Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its 
 from ``.npy`` files.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A file error has two texts: one for those who may know what is in the file, and one for others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A training image may belong to somebody: the images of a client are then in a folder of its own.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """MNIST, Fashion-MNIST and EMNIST are read from IDX files."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Labels are texts or numbers where data come from, and numbers of classes here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ have the lists ``users`` and ``num_samples``, and ``user_data``: for each user `
 (black) to 1 (white), and ``y``, labels from 0 to 61.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

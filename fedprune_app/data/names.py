@@ -1,7 +1,5 @@
 """The datasets, texts and partitions that there are to choose, each with one line on it; they are quick to import."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ except where its docstring names the samples it leaves out. Impossible parameter
 There are at most as many clients as samples, which the caller checks.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """A pool is a dataset under one index, from which the examples of clients are taken."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,7 +1,5 @@
 """A server's public images come in the shape of the clients' images."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Texts are documents from files or Python's standard library, cut into segments that no two clients share."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -4,8 +4,6 @@ Flower's ``Grid.send_and_receive`` polls every three seconds and returns all rep
 client's model at once. Here a reply is yielded when it arrives, and dropped when the caller is done with it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -4,8 +4,6 @@ Only the transport differs from that of other engines: it is a dictionary. Clien
 replies are asked for.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The layers of a model are kept on disk, each in a file of its own that is packed by the codec and has a version."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A name of a class, a label or a file may come from a stranger, and so may an err
 terminal that shows it.
 """
 
-from __future__ import annotations
-
 import logging
 
 _LOGGERS = ("flwr", "flwr.fedprune", "fedprune")

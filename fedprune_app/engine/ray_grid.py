@@ -5,8 +5,6 @@ dies is replaced. If one client had not answered yet, its process died. If sever
 was: each of them is asked again, alone. Its state is that before the round, so it answers the same.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping

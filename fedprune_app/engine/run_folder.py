@@ -1,7 +1,5 @@
 """A run's files are where server and clients both find them, from the configuration and the run's id alone."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from pathlib import Path

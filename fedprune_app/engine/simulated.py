@@ -3,8 +3,6 @@
 Everything else counts as a node of a deployment, whatever the run's configuration says.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The same ServerApp and ClientApp objects run as anywhere, and messages are encoded as on any other engine.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

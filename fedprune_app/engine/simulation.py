@@ -6,8 +6,6 @@ SuperLink gives to it. A SuperLink's ports have no credential in simulation mode
 start programs as its owner.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ reply that came too late changes nothing, nor does a kill between a client's sav
 versions stay until the server's own older checkpoints are gone too.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

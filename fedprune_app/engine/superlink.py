@@ -6,8 +6,6 @@ every node. The ``flwr`` command sends the secret as it sends an account's token
 :func:`credentials` makes.
 """
 
-from __future__ import annotations
-
 import base64
 import hmac
 import json

@@ -5,8 +5,6 @@ against the run that resumes it. So the launcher's identity is put into the envi
 launcher.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The server's one book of what clients say they have spent of their privacy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

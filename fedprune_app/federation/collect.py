@@ -1,7 +1,5 @@
 """The one loop over replies: each is counted, read and taken in as it arrives, and a bad one is named and left out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

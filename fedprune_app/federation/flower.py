@@ -1,7 +1,5 @@
 """Flower's strategy interface, as far as streamed rounds have use for it."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, NoReturn
 

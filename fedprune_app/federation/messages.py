@@ -1,7 +1,5 @@
 """The server's messages: a strategy says what each client is sent, and here it becomes Flower's messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from flwr.app import Message

@@ -1,7 +1,5 @@
 """Who takes part in a round is decided here, from the run's seed and the round's number alone."""
 
-from __future__ import annotations
-
 from fedprune_app.config import Config, ConfigError, has_effect
 from fedprune_app.core import rng
 from fedprune_app.federation.budgets import Budgets

@@ -3,8 +3,6 @@
 This first exchange is also the warm-up that keeps the start of an engine out of the rounds' deadlines.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """What is recorded of a round and its clients, beside the numbers that ``results/declarations.py`` declares."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ round like every state (:mod:`fedprune_app.engine.store`), so that the run goes 
 A server that does read updates may remember them decoded, in memory and within a bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

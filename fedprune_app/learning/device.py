@@ -1,7 +1,5 @@
 """A network computes on one device, in train or eval mode, and in a fast memory layout."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """Functions here test a network on data, and find its loss' gradient there. The network stays as it is."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The trained parameters of one network, or of several alike, become one flat tensor, with masks in the same layout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType

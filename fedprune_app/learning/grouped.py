@@ -9,8 +9,6 @@ batch is two groups: one half of its examples beside the other. A client's numbe
 any others, and a step of a client alone takes no longer than that of the network itself.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack

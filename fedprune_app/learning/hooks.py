@@ -1,7 +1,5 @@
 """A system adds hooks on gradients and weights, and other losses, to each step of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

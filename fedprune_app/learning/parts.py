@@ -3,8 +3,6 @@
 What a step leaves out is as it was when the step is over: its values, momentum and running statistics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Stochastic gradient descent has settings, a choice of examples for each step, and the step itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A step finds the gradients of one client's network as it is, or of several clients' in their grouped form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace

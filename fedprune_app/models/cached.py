@@ -1,7 +1,5 @@
 """Language models that this machine makes once are kept in a cache of the user, with digests that show damage."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

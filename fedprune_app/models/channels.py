@@ -1,7 +1,5 @@
 """Channels of a network with BatchNorm depend on each other; this module finds the groups."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

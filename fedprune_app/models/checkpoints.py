@@ -4,8 +4,6 @@ Which files count, what their tensors are called in the model, and how they are 
 ``from_pretrained``. Only safetensors are read: nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterable, Mapping

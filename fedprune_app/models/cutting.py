@@ -5,8 +5,6 @@ group is a key head, a value head, and all query heads that read these: rows of 
 and columns of ``o_proj``. Masks say what is left, in the coordinates of the whole model, until the model is written.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

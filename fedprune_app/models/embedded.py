@@ -3,8 +3,6 @@
 The model needs no download. Its folder is one that plain transformers load, tokenizer included.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

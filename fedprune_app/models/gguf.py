@@ -3,8 +3,6 @@
 transformers computes the weights from the file's blocks, as 32-bit numbers.
 """
 
-from __future__ import annotations
-
 from contextlib import redirect_stderr
 from functools import lru_cache
 from io import StringIO

@@ -1,7 +1,5 @@
 """A run has one initial model, equal on the server and every client, of which some tensors are shared."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """One decoder layer of a language model is pruned by the hidden states that enter it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

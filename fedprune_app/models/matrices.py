@@ -1,7 +1,5 @@
 """The matrices of a decoder layer, wherever transformers keeps them: each (out, in), by a name of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

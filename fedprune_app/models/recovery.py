@@ -4,8 +4,6 @@ Published pruning methods for language models recover accuracy so, with all data
 does it here, by federated averaging over the weights that are kept (McMahan et al., 2017).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A pruned language model is written to disk a layer at a time: as any transformers checkpoint, or packed."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

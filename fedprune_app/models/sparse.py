@@ -1,7 +1,5 @@
 """Linear layers of a pruned model keep their kept weights alone in memory, where that is also faster."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Variational networks encode an image as a Gaussian and classify draws from it (FedCR's)."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

@@ -1,7 +1,5 @@
 """This module builds the papers' image networks, initialises them, and names their tensors."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

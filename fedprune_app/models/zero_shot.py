@@ -4,8 +4,6 @@ Source: EleutherAI's package ``lm_eval``, which the papers on pruned language mo
 harness' own, or a YAML file in its format.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -3,8 +3,6 @@
 Both are made as the run makes them, in a temporary folder, and asked nothing but who they are.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

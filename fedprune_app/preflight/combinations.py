@@ -1,7 +1,5 @@
 """Combinations of settings: all names are registered, and the system can run so, whatever the machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """What a run would work with is described before the run starts: data, clients, network, machine."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 

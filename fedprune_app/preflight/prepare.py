@@ -1,7 +1,5 @@
 """The one way from what is given to a run: settings are parsed, and all is checked that can be before it starts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

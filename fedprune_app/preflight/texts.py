@@ -1,7 +1,5 @@
 """The text and the language model of a run are looked at before the run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The columns of the final table, each with the number of a run that it shows."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence

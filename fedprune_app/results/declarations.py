@@ -1,7 +1,5 @@
 """All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal

@@ -1,7 +1,5 @@
 """How far systems are apart, client by client: intervals over the clients and the seeds that two systems share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A round is told in one line: in the log, and beside the progress bar."""
 
-from __future__ import annotations
-
 import math
 
 from fedprune_app.results.declarations import MEASURES

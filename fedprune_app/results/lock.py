@@ -1,7 +1,5 @@
 """A lock tells a reader of a run folder whether a process is at work in it."""
 
-from __future__ import annotations
-
 import fcntl
 from pathlib import Path
 

@@ -13,8 +13,6 @@ order of the columns in both files. All numbers are shares in [0, 1], bytes, sec
 not measured. A plug-in declares its own numbers by ``results/own_measures.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

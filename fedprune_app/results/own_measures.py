@@ -4,8 +4,6 @@ A plug-in declares them with ``register_system(..., measures=[...])``. A run wri
 So a report of the run shows the numbers where the plug-in is not installed, and imports no code.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields

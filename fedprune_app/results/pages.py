@@ -1,7 +1,5 @@
 """A page is a template that is filled; every value is escaped, and one that the template names has to be there."""
 
-from __future__ import annotations
-
 from importlib import resources
 from typing import Any
 

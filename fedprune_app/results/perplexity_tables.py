@@ -1,7 +1,5 @@
 """Perplexities by test text, and accuracies by task, of language models."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 

@@ -7,8 +7,6 @@ before the next round begins, and :meth:`Recorder.resume` removes what a crash c
 and of the rows so far.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """What a reader of a number must know stands behind it, in a word or two."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """Replies become rows: a client's of clients.jsonl, and a round's of rounds.jsonl."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Do clients with alike labels get alike masks? Dis-PFL's Figure 5 answers with two matrices and their correlation."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The final table compares many runs: one row per system and setting, mean ± standard deviation over seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from fedprune_app.results.columns import Column, columns

@@ -1,7 +1,5 @@
 """Test texts and models have names in words: what a perplexity was measured on, and whose models were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ the middle of a run, or when a run is resumed, is no longer used, and the run go
 opened fails at once.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

@@ -1,7 +1,5 @@
 """What a comparison found, in words: the first paragraph of the report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from fedprune_app.results.columns import traffic_of

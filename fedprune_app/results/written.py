@@ -1,7 +1,5 @@
 """Tables in Markdown, LaTeX and CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Sequence

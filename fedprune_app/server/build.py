@@ -1,7 +1,5 @@
 """A run is about images or a language model: this module has the server's parts that depend on which of the two."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -6,8 +6,6 @@ the client itself checks. What is damaged is named, and an earlier point is take
 refused, or it goes on with a loss that the user accepts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """These figures show how each client fares, and which client has which classes."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """All figures share what is here: what a figure is, and the parts that several of them draw alike."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

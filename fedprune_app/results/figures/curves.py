@@ -1,7 +1,5 @@
 """These curves show how runs went: accuracy by round, by traffic and by privacy, and each number with its own curve."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """This figure shows what language models lose by pruning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, text_of

@@ -1,7 +1,5 @@
 """These figures show what is left of each layer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """These figures show how alike the clients' masks are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """This figure shows what a setting does: accuracy or perplexity against the value of a setting that runs vary."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

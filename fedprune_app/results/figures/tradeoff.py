@@ -1,7 +1,5 @@
 """This figure shows what accuracy costs: the number that runs are compared by, against what was spent for it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

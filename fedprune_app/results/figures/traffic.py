@@ -1,7 +1,5 @@
 """These figures show what was sent, measured and by the papers' formulas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fedprune_app.results.figures.common import Trace, Variant, megabytes_text, row_axis, text_of
