@@ -23,8 +23,8 @@ log = logging.getLogger("flwr.fedprune")
 app = ClientApp()
 
 
-def make_client(context: Context, message: Message) -> Node:
-    """Make the client that answers a message, of the system's class."""
+def make_client(context: Context, message: Message, kind: type[Node] | None = None) -> Node:
+    """Make the client that answers a message: of the system's class, or of the class ``kind``, as an audit asks."""
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
     fields = wire.fields_of(message.content)
@@ -38,7 +38,8 @@ def make_client(context: Context, message: Message) -> Node:
         run_key,
         policy,
     )
-    return SYSTEMS[config.system].client(config, place)
+    kind = kind or SYSTEMS[config.system].client
+    return kind(config, place)
 
 
 def _task(message: Message, client: Node) -> Task:
@@ -70,22 +71,22 @@ def _discreet(context: Context) -> Iterator[None]:
 
 
 @app.query()
-def query(message: Message, context: Context) -> Message:
+def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Answer the server's first message, which asks who is there.
 
     Before a run is resumed, this also answers which versions of the client's state are lost.
     """
     with _discreet(context):
-        client, fields = make_client(context, message), wire.fields_of(message.content)
+        client, fields = make_client(context, message, kind), wire.fields_of(message.content)
         versions = fields.get("states")
         answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
     return _reply(message, client, "introduction", answer)
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
+def train(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     with _discreet(context):
-        client = make_client(context, message)
+        client = make_client(context, message, kind)
         arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
     payload, fields = reply_from_numpy(arrays, metrics)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
@@ -93,8 +94,8 @@ def train(message: Message, context: Context) -> Message:
 
 
 @app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
+def evaluate(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     with _discreet(context):
-        client = make_client(context, message)
+        client = make_client(context, message, kind)
         _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
     return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})

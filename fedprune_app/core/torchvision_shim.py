@@ -35,7 +35,8 @@ def prepare_when_imported() -> None:
     transformers and Opacus import torchvision in their own time. So this call must come before any use of them:
     ``import fedprune_app`` calls it.
     """
-    sys.meta_path.insert(0, _Hook())
+    if not any(isinstance(finder, _Hook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Hook())
 
 
 def prepare_torchvision() -> None:

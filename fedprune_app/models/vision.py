@@ -216,12 +216,16 @@ def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes
         model = build(image_shape, num_classes)
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(
-            f"model '{name}' cannot be made for images of {image_shape} and {num_classes} classes: "
+            f"model '{name}' cannot be made for images of {_sizes(image_shape)} and {num_classes} classes: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(model, nn.Module) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module, no TorchScript")
     return _unwrap(model).to("cpu")
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -234,6 +238,8 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
     for key, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"model '{name}' has the lazy parameter '{key}', allowed: layers that know their sizes")
         if parameter.dtype != torch.float32:
             raise ValueError(f"model '{name}' has the parameter '{key}' of type {parameter.dtype}, allowed: float32")
     if not prunable_names(model):
@@ -242,11 +248,13 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
         with torch.no_grad():
             logits = model.eval()(torch.zeros(2, *image_shape))
     except Exception as error:  # a user's network raises what it likes
-        raise ValueError(f"model '{name}' fails on images of {image_shape}: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"model '{name}' fails on images of {_sizes(image_shape)}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
         raise ValueError(
-            f"model '{name}' returns {getattr(logits, 'shape', type(logits))} for two images, allowed: logits of shape "
-            f"{(2, num_classes)}"
+            f"model '{name}' returns {_sizes(getattr(logits, 'shape', ())) or type(logits).__name__} for two images, "
+            f"allowed: logits of shape 2x{num_classes}"
         )
     return model.train()
 

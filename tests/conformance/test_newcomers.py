@@ -27,7 +27,8 @@ def test_newcomers_are_tested_in_the_end_and_change_nothing(conform, monkeypatch
     assert not joined & {row["partition"] for row in run.clients if row["accuracy_personal"] is not None}
     last = run.rounds[-1]
     assert (last["evaluated"], last["clients"]) == (CLIENTS - 2, CLIENTS - 2)
-    assert 0 <= last["accuracy_newcomer_mean"] <= 1
+    most_noise = max([row.get("accuracy_noise") or 0 for row in run.rounds])  # of a share, where the run is private
+    assert -8 * most_noise <= last["accuracy_newcomer_mean"] <= 1 + 8 * most_noise
     monkeypatch.setattr(Exchanges, "newcomers", lambda self, round: {})
     without = conform(system, grid=Alone, **HELD_OUT)
     members = [row for row in run.clients if row["partition"] not in joined]

@@ -405,8 +405,8 @@ def test_what_searches_draw_or_set_for_one_system_is_not_given_for_all(tmp_path,
 def test_a_search_alone_has_one_system(tmp_path):
     with refuses("system", condition="with search"):
         matrix_of({"search": DOCUMENT["search"]}, "x")
-    with refuses("space.momentum in systems"):
-        matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x")
+    with refuses("setting", "space.momentum"):
+        matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x").cells(Given(out=tmp_path))
 
 
 @pytest.mark.parametrize("value", ["1e5", "yes", "1:30", "é\n", 1e-5, True, 2**62])
