@@ -7,25 +7,18 @@ added as an integer. Integer addition is exact, and therefore commutative and as
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedprune_app.core import masked_tensors
-from fedprune_app.core.masks import keep_count, kth_smallest
+from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.scores import NOfM, check_n_of_m
+from fedprune_app.core.scores import NOfM, n_of_m_mask, smallest
 
-FRACTION_BITS = 40
-_GRID = 2.0**FRACTION_BITS
-_HEADROOM = 2.0 ** (63 - FRACTION_BITS)
+_GRID = 2.0**40
+_HEADROOM = 2.0 ** (63 - 40)
+_LARGEST_IN_C = 2.0 ** (51 - 40)  # a product with 2^40 has to fit into the digits of a float64
 _BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 temporaries stay in the processor's cache
-_LARGEST_WIDE = 2.0 ** (51 - FRACTION_BITS)  # sums of at most this magnitude are exact in float64
-# Added to a smaller float64, this makes a number whose last bit is worth 2^-40: the addition rounds to the grid.
-_ROUNDER = 3 * _LARGEST_WIDE
-_SHIFT = 3 * 2.0**51
-_SHIFT_BITS = int(np.float64(_SHIFT).view(np.int64))
-_MOST_AT_ONCE = 255  # addends that a byte can count
 
 
 class MaskedMean:
@@ -54,25 +47,7 @@ class MaskedMean:
         """Add one client's payload; an error leaves the mean as if this payload had not come."""
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
-        is_small = self.check(payload) <= _LARGEST_WIDE
-        round_values = _round_to_grid if is_small else _round_large
-        scale = weight / self.max_weight * _GRID
-        for name, tensor in payload.tensors.items():
-            mask = payload.masks.get(name)
-            self._make_room(name, tensor, has_mask=mask is not None)
-            if mask is None:
-                self._weights[name].add_(weight)
-            accumulators = self._sums[name], self._weights[name]
-            if is_small and masked_tensors.add(*accumulators, [tensor], [mask], scale=scale, weight=weight):
-                continue
-            mask_blocks, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
-            for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
-                addend = round_values(values, scale)
-                if mask_blocks is not None:
-                    addend.mul_(mask_blocks[i])
-                    weights[i].add_(mask_blocks[i], alpha=weight)
-                sums.add_(addend)
-        self.num_added += 1
+        self._add([payload], weight, self.check(payload))
 
     def add_all(self, payloads: Sequence[Payload]) -> None:
         """Add each payload with weight 1, to the same bits as :meth:`add` and in fewer passes over the sums.
@@ -84,36 +59,29 @@ class MaskedMean:
         for name, tensor in (item for payload in payloads for item in payload.tensors.items()):
             if shapes.setdefault(name, tensor.shape) != tensor.shape:
                 raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(shapes[name])}")
-        # A sum of few small numbers on the grid is exact in float64 too, which takes half the time of int64.
-        if self.max_weight > 1 or len(payloads) * largest > _LARGEST_WIDE or len(payloads) > _MOST_AT_ONCE:
-            for payload in payloads:
-                self.add(payload)
-            return
+        self._add(payloads, 1, largest)
+
+    def _add(self, payloads: Sequence[Payload], weight: int, largest: float) -> None:
+        scale = weight / self.max_weight * _GRID
         for name in dict.fromkeys(name for payload in payloads for name in payload.tensors):
             senders = [payload for payload in payloads if name in payload.tensors]
-            for payload in senders:
-                self._make_room(name, payload.tensors[name], has_mask=name in payload.masks)
-            masked_blocks = [(_blocks(p.tensors[name]), _blocks(p.masks[name])) for p in senders if name in p.masks]
-            dense_blocks = [_blocks(payload.tensors[name]) for payload in senders if name not in payload.masks]
-            self._weights[name].add_(len(dense_blocks))
-            accumulators = self._sums[name], self._weights[name]
-            all_masks = [payload.masks.get(name) for payload in senders]
-            if masked_tensors.add(*accumulators, [p.tensors[name] for p in senders], all_masks, scale=_GRID, weight=1):
+            tensors, masks = [p.tensors[name] for p in senders], [p.masks.get(name) for p in senders]
+            for tensor, mask in zip(tensors, masks, strict=True):
+                self._make_room(name, tensor, has_mask=mask is not None)
+            sums, weights = self._sums[name], self._weights[name]
+            if num_dense := sum(mask is None for mask in masks):
+                weights.add_(weight * num_dense)
+            fits = largest <= _LARGEST_IN_C
+            if fits and masked_tensors.add(sums, weights, tensors, masks, scale=scale, weight=weight):
                 continue
-            weights = _blocks(self._weights[name]) if masked_blocks else ()
-            for i, sums in enumerate(_blocks(self._sums[name])):
-                buffer, total = sums.new_empty((2, *sums.shape), dtype=torch.float64)
-                total.zero_()
-                for values in dense_blocks:
-                    total += buffer.copy_(values[i]).add_(_ROUNDER).sub_(_ROUNDER)
-                for values, mask in masked_blocks:
-                    total += buffer.copy_(values[i] * mask[i]).add_(_ROUNDER).sub_(_ROUNDER)
-                sums.add_(total.mul_(_GRID).to(torch.int64))
-                if masked_blocks:
-                    count = torch.zeros(sums.shape, dtype=torch.uint8, device=sums.device)
-                    for _, mask in masked_blocks:
-                        count += mask[i].view(torch.uint8)
-                    weights[i].add_(count)
+            for tensor, mask in zip(tensors, masks, strict=True):
+                mask_blocks, counts = (None, ()) if mask is None else (_blocks(mask), _blocks(weights))
+                for i, (values, totals) in enumerate(zip(_blocks(tensor), _blocks(sums), strict=True)):
+                    addend = values.double().mul(scale).round_().long()  # not mul_: double() may be no copy
+                    if mask_blocks is not None:
+                        addend.mul_(mask_blocks[i])
+                        counts[i].add_(mask_blocks[i], alpha=weight)
+                    totals.add_(addend)
         self.num_added += len(payloads)
 
     def check(self, payload: Payload, beside: int = 0) -> float:
@@ -149,24 +117,10 @@ class MaskedMean:
 
         A coordinate that nobody kept has its value in ``fallback``.
         """
-        result = {}
-        for name, default in fallback.items():
-            if name not in self._sums:
-                result[name] = default.clone()
-                continue
-            result[name] = masked_tensors.empty(default.shape, default.dtype, default.device)
-            accumulators = self._sums[name], self._weights[name]
-            if masked_tensors.mean(result[name], *accumulators, self.max_weight / _GRID, default=default):
-                continue
-            weights = self._weights[name].expand(default.shape)
-            parts = map(_blocks, (result[name], self._sums[name], weights, default))
-            for output, sums, counts, defaults in zip(*parts, strict=True):
-                output.copy_(torch.where(counts > 0, self._mean(sums, counts), defaults.double()))
-        return result
-
-    def _mean(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Return the means of some coordinates in float64; a coordinate that nobody kept has 0."""
-        return sums.double().div_(counts.clamp(min=1)).mul_(self.max_weight / _GRID)
+        return {
+            name: self._mean(name, default.dtype, default) if name in self._sums else default.clone()
+            for name, default in fallback.items()
+        }
 
     def mixed(self) -> dict[str, Tensor]:
         """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
@@ -176,14 +130,18 @@ class MaskedMean:
         divides as this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its
         multiplication with the local mask.
         """
-        result = {}
-        for name, total in self._sums.items():
-            result[name] = masked_tensors.empty(total.shape, self._dtypes[name], total.device)
-            if masked_tensors.mean(result[name], total, self._weights[name], self.max_weight / _GRID):
-                continue
-            parts = map(_blocks, (result[name], total, self._weights[name].expand(total.shape)))
-            for output, sums, counts in zip(*parts, strict=True):
-                output.copy_(self._mean(sums, counts))
+        return {name: self._mean(name, dtype) for name, dtype in self._dtypes.items()}
+
+    def _mean(self, name: str, dtype: torch.dtype, default: Tensor | None = None) -> Tensor:
+        """Return one tensor's mean, with ``default``, or 0, where nobody kept a coordinate."""
+        sums, weights, factor = self._sums[name], self._weights[name], self.max_weight / _GRID
+        result = masked_tensors.empty(sums.shape, dtype, sums.device)
+        if masked_tensors.mean(result, sums, weights, factor, default=default):
+            return result
+        parts = map(_blocks, (result, sums, weights.expand(sums.shape), result if default is None else default))
+        for output, totals, counts, defaults in zip(*parts, strict=True):
+            means = totals.double().div_(counts.clamp(min=1)).mul_(factor)
+            output.copy_(means if default is None else torch.where(counts > 0, means, defaults.double()))
         return result
 
     def held(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -197,20 +155,6 @@ class MaskedMean:
     def held_weight(self, name: str) -> Tensor:
         """Return ``Σ_k a_k m_k`` of a masked tensor, in its shape. It must not be written to."""
         return self._weights[name]
-
-
-def _round_to_grid(values: Tensor, scale: float) -> Tensor:
-    """Return ``values · scale``, rounded half to even, as int64; the products must be below 2^51 in magnitude.
-
-    A float64 between 2^52 and 2^53 has its integer in its last bits, which is many times as fast as a conversion.
-    """
-    shifted = values.double().mul(scale).add_(_SHIFT)  # not mul_: double() may be no copy
-    return shifted.view(torch.int64).sub_(_SHIFT_BITS)
-
-
-def _round_large(values: Tensor, scale: float) -> Tensor:
-    """Return what :func:`_rounded` returns, for products of any magnitude that an int64 holds."""
-    return values.double().mul(scale).round_().to(torch.int64)
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
@@ -307,46 +251,12 @@ class L0Mean:
         mean = self.mean() if mean is None else mean
         masks: dict[str, Tensor] = {}
         for name in self._masked:
-            holders, order = self._mean.held_weight(name).view(-1), mean.tensors[name].float().reshape(-1)
-            shape = mean.masks[name].shape
-            if n_of_m is not None:
-                kept = holders > 0
-                kept &= _most_held_of_m(holders, order, n_of_m, shape[-1])
-            else:
-                kept = _most_held_mask(holders, order, holders.numel() - keep_count(holders.numel(), density))
-            masks[name] = kept.view(shape)
+            holders, values = self._mean.held_weight(name), mean.tensors[name].float()
+            target = holders.numel() - keep_count(holders.numel(), density)
+            kept = None if n_of_m else masked_tensors.most_held(holders, values, target)
+            if kept is None:
+                # Of floats from 0 on the bits have the same order, so one number has both: who holds more, the larger.
+                ranks = holders.long() << 32 | values.abs().view(torch.int32)
+                kept = (n_of_m_mask(ranks, n_of_m) if n_of_m else ~smallest(ranks, target)) & (holders > 0)
+            masks[name] = kept
         return Payload.pruned(mean.tensors, masks)
-
-
-def _most_held_mask(holders: Tensor, order: Tensor, target: int) -> Tensor:
-    """Return the mask of what stays: without what nobody holds, and without the least held, up to ``target``.
-
-    Of entries with as many holders those with the smallest magnitude of ``order`` go first, then the first ones.
-    """
-    if (mask := masked_tensors.most_held(holders, order, target)) is not None:
-        return mask
-    order, kept = order.abs(), holders > 0
-    num_missing = target - int((~kept).count_nonzero())
-    level = 1
-    while num_missing > 0:
-        candidates = holders == level
-        num_candidates = int(candidates.count_nonzero())
-        if num_candidates > num_missing:
-            threshold = kth_smallest(order[candidates], num_missing)
-            cut_mask = candidates & (order < threshold)
-            ties = (candidates & (order == threshold)).nonzero().squeeze(1)
-            cut_mask[ties[: num_missing - int(cut_mask.count_nonzero())]] = True
-            return kept & ~cut_mask
-        kept &= ~candidates
-        num_missing, level = num_missing - num_candidates, level + 1
-    return kept
-
-
-def _most_held_of_m(holders: Tensor, order: Tensor, n_of_m: NOfM, row_length: int) -> Tensor:
-    """Return the mask of the n entries of every m neighbours that go last in the order of :func:`_most_held_mask`."""
-    check_n_of_m(n_of_m, row_length)
-    n, m = n_of_m
-    by_tie = order.abs().view(-1, m).sort(dim=1, stable=True).indices
-    by_holders = holders.view(-1, m).gather(1, by_tie).sort(dim=1, stable=True).indices
-    first = by_tie.gather(1, by_holders)  # the least held first, then the smallest, then the lowest index
-    return torch.ones_like(first, dtype=torch.bool).scatter_(1, first[:, : m - n], False).view(-1)
