@@ -5,9 +5,14 @@ after the last (:meth:`ImageClient.local_update`), and for which model the clien
 (:meth:`ImageClient.personal_model`). Each of them is given the task, which says what is asked, and the client's state.
 """
 
+from __future__ import annotations
+
+import json
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -16,23 +21,42 @@ from torch import Tensor
 from clients.costs import Costs, sgd
 from clients.images import SAID_OF_IMAGES, Images
 from clients.ledgers import open_privacy
-from clients.node import Node, Place
+from clients.node import Node, Place, ReplyFields
 from clients.privacy import Spending
-from clients.reply_fields import ReplyFields
-from clients.scores import Scores, remember_scores, remembered_scores
 from clients.task import Task
 from fedprune_app.config import OPTIONS, Config, has_effect
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.files import replace_file
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.evaluate import Evaluation, evaluate
 from fedprune_app.learning.train import HowToTrain, train
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, shared_names
+
+Scores = dict[str, float | None]
+
+
+def remembered_scores(path: Path, digest: str) -> Scores | None:
+    """Return the scores in a file, if they are of what has this digest; None if not, or if it is damaged."""
+    try:
+        content = json.loads(path.read_text())
+        check_json(content)
+        return dict(content["scores"]) if content["digest"] == digest else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember_scores(path: Path, digest: str, scores: Mapping[str, float | None]) -> None:
+    """Write scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
+    with suppress(OSError):
+        content = json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode()
+        replace_file(path, content, durable=False)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
-from clients.reply_fields import ReplyFields
+from clients.node import ReplyFields
 from clients.task import Task
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload

@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from clients.base import Update
+from clients.base import Scores, Update
 from clients.fedavg import FedAvgClient
+from clients.node import ReplyFields
 from clients.privacy import Spending, planned_rounds
-from clients.reply_fields import ReplyFields
-from clients.scores import Scores
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from clients.base import ImageClient, Update
+from clients.base import ImageClient, Scores, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.node import Place, parts_not_private
-from clients.scores import Scores
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options

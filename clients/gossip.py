@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clients.base import ImageClient
-from clients.reply_fields import ReplyFields
-from clients.scores import Scores
+from clients.base import ImageClient, Scores
+from clients.node import ReplyFields
 from clients.task import Task
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from clients.ledgers import split_secret
-from clients.node import Place
-from clients.reply_fields import ReplyFields
+from clients.node import Place, ReplyFields
 from fedprune_app.config import Config
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.data.data_config import data_config

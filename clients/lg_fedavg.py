@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from clients.base import ImageClient, Update
+from clients.base import ImageClient, Scores, Update
 from clients.node import Place
-from clients.scores import Scores
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers

@@ -232,8 +232,7 @@ class ClientPrivacy:
         Fed-LTP's printed figure is beside them. ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0
         where nobody else can know it.
         """
-        from fedprune_app.privacy.accounting import ACCOUNTANTS
-        from fedprune_app.privacy.paper import paper_epsilon
+        from fedprune_app.privacy.accounting import ACCOUNTANTS, paper_epsilon
 
         options = self.options
         figures = {"epsilon": self.ledger.epsilon(options.delta)}

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.base import Update
-from clients.node import Place, never_private
-from clients.reply_fields import ReplyFields
+from clients.node import Place, ReplyFields, never_private
 from clients.subfedavg import SubFedAvgClient, pruned
 from clients.task import Task
 from fedprune_app.config import Config

@@ -27,7 +27,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
-from fedprune_app.config.shipped import config_file
+from fedprune_app.config.toml import config_file
 from fedprune_app.data import splits
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
@@ -94,6 +94,10 @@ class RunsFailed(LaunchError):
         super().__init__(message)
         self.runs = list(runs)
         self.failed = dict(failed)
+
+    def __reduce__(self) -> tuple[type["RunsFailed"], tuple[str, list[Run], dict[str, str]]]:
+        """Return what makes the error again, as a search does whose trials ran in other processes."""
+        return type(self), (str(self), self.runs, self.failed)
 
 
 Settings = Mapping[str, object]

@@ -8,8 +8,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.node import Node, Place
-from clients.reply_fields import Kind, check_reply
+from clients.node import Kind, Node, Place, check_reply
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.data.errors import FileError

@@ -8,9 +8,8 @@ from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
 from clients.fjord import FjORDClient
 from clients.gossip import GossipClient
-from clients.node import Place
+from clients.node import Place, ReplyFields
 from clients.privacy import Spending
-from clients.reply_fields import ReplyFields
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
@@ -28,8 +27,7 @@ from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models.vision import load_state_tensors, state_tensors
 from fedprune_app.plugins.registering import register_dataset, register_model, register_partition, register_system
 from fedprune_app.results.own_measures import OwnMeasure
-from strategies.averaging import AveragingStrategy
-from strategies.base import FederatedStrategy
+from strategies.base import AveragingStrategy, FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.fedavg import FedAvg
 from strategies.fjord import FjORD

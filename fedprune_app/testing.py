@@ -27,8 +27,8 @@ import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 
 from clients.base import Update
-from clients.reply_fields import Kind as ReplyKind
-from clients.reply_fields import fields_of, undeclared
+from clients.node import Kind as ReplyKind
+from clients.node import fields_of, undeclared
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, Scalar, paths_from_here, with_carrier
 from fedprune_app.core import codec

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round
-from strategies.averaging import AveragingStrategy
+from strategies.base import AveragingStrategy
 
 
 class FedAvg(AveragingStrategy):

@@ -28,7 +28,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from strategies.averaging import AveragingStrategy
+from strategies.base import AveragingStrategy
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
 

@@ -44,12 +44,12 @@ from strategies.mask_distances import MaskDistances
 from strategies.merging import HessianMerge, MaskMerge, MeanMerge
 from strategies.pruned_model import (
     PrunedModel,
+    Recovery,
     clients_with_the_model,
     layer_files,
     lost_layers,
     together,
 )
-from strategies.recovery import Recovery
 
 _COMPARED = 64  # the first clients, whose masks of one layer are compared with each other
 

@@ -25,7 +25,7 @@ from fedprune_app.core.structured import (
 )
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from strategies.averaging import AveragingStrategy
+from strategies.base import AveragingStrategy
 
 
 class FjORD(AveragingStrategy):

@@ -29,8 +29,7 @@ from fedprune_app.files import (
     replacing_folder,
     scratch_folder,
 )
-from fedprune_app.launching.certificates import make_certificates
-from fedprune_app.launching.credentials import make_node_key
+from fedprune_app.launching.credentials import make_certificates, make_node_key
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534

@@ -11,7 +11,7 @@ import pytest
 
 from fedprune_app import cli
 from fedprune_app.config import OPTIONS
-from fedprune_app.config.shipped import shipped_configs
+from fedprune_app.config.toml import shipped_configs
 from fedprune_app.registry import SYSTEMS
 
 QUICK = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1"]
@@ -64,7 +64,6 @@ def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune,
     ("settings", "note"),
     [
         (["system=subfedavg", "local-epochs=1"], "local-epochs is 1, so no client prunes: "),
-        (["system=lg-fedavg", "lgfedavg.pretrain-rounds=1"], "lgfedavg.pretrain-rounds is 1, and num-server-rounds is"),
         (
             ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.delta=0.01", "dp.second-delta=1e-5"],
             "dp.delta is 0.01, and client ",

@@ -19,7 +19,7 @@ from fedprune_app import plugins, registry
 from fedprune_app.config import PolicyError, parse_config, with_carrier
 from fedprune_app.data import brought
 from fedprune_app.data.dataset import Form
-from fedprune_app.node.policy import read_policy
+from fedprune_app.node.settings import read_policy
 from fedprune_app.plugins import loading
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare

@@ -20,7 +20,7 @@ from fedprune_app.learning import grouped, work
 from fedprune_app.learning.evaluate import dense_gradient, evaluate
 from fedprune_app.learning.grouped import GroupedForm
 from fedprune_app.privacy import clipped_sums
-from strategies import tickets
+from strategies import fedltp as fedltp_server
 
 
 class Remembered:
@@ -44,7 +44,7 @@ class Remembered:
         with ExitStack() as on:
             on.enter_context(mock.patch.object(work, "grouped_gradients", self._gradients(grouped.grouped_gradients)))
             on.enter_context(mock.patch.object(dispfl, "dense_gradient", self._of_model(dense_gradient)))
-            for module in (base, fedltp, fedfomo, tickets):
+            for module in (base, fedltp, fedfomo, fedltp_server):
                 on.enter_context(mock.patch.object(module, "evaluate", self._of_model(evaluate)))
             methods = {name: self._clipped_sums(method) for name, method in clipped_sums.METHODS.items()}
             on.enter_context(mock.patch.dict(clipped_sums.METHODS, methods))

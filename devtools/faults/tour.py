@@ -16,7 +16,7 @@ from devtools.faults.simulation import CLIENTS, Told
 from devtools.faults.story import BETWEEN, STOPS, Event, Kind
 from fedprune_app.files import replace_file
 from fedprune_app.results.ownership import check_report_file
-from fedprune_app.results.pages import filled
+from fedprune_app.results.report import filled
 
 _LEFT, _TOP, _COLUMN, _GAP, _LANE = 96, 64, 92, 84, 52  # pixels of the picture
 _CHECKPOINT = re.compile(r"replace checkpoints/round-(\d+)\.safetensors")

@@ -10,7 +10,7 @@ import typer
 from fedprune_app.cli.running import run_once
 from fedprune_app.cli.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, say
 from fedprune_app.config import ConfigError, Scalar
-from fedprune_app.config.lists import share_in_turn
+from fedprune_app.config.options import share_in_turn
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import given_in
 from fedprune_app.preflight.placement import Placement
@@ -48,7 +48,7 @@ def local(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     from fedprune_app.config import POLICY_FILE
-    from fedprune_app.node.policy import read_policy
+    from fedprune_app.node.settings import read_policy
 
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
@@ -94,7 +94,7 @@ def certificates(
 
     Give ca.crt to nodes and users. Give the private key to nobody.
     """
-    from fedprune_app.launching.certificates import make_certificates, valid_until
+    from fedprune_app.launching.credentials import make_certificates, valid_until
 
     files = make_certificates(out.expanduser(), hosts, days)
     for path in (files.ca, files.certificate, files.key):
@@ -195,7 +195,7 @@ def check(
     The exit code is 1 if nothing answers there with a trusted certificate.
     Call this command before you start a node.
     """
-    from fedprune_app.launching.certificates import check_link
+    from fedprune_app.launching.credentials import check_link
 
     until = check_link(address, ca.expanduser())
     console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}")

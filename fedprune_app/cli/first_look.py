@@ -12,7 +12,7 @@ from rich.text import Text
 from fedprune_app.cli.running import say_sizes
 from fedprune_app.cli.terminal import Out, Plugins, Workers, console, say
 from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
-from fedprune_app.config.meant import not_allowed
+from fedprune_app.config.errors import not_allowed
 from fedprune_app.preflight.given import Given, given_in
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare

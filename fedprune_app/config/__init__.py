@@ -8,13 +8,13 @@ value is a :class:`ConfigError` of one line that names the key, the value and wh
 This package is a leaf of the house: it imports nothing of ours, and everything above ``core`` may import it.
 """
 
+from fedprune_app.config.baselines import FedSPAOptions
 from fedprune_app.config.common import Table, class_names
 from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
 from fedprune_app.config.effects import check_effects, has_effect
 from fedprune_app.config.errors import REFUSED, ConfigError, refused, told_of
 from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
-from fedprune_app.config.fedspa import FedSPAOptions
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
 from fedprune_app.config.options import Kind, Option, Scalar, option
 from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below

@@ -1,11 +1,13 @@
 """The baselines that the papers compare with, of a few options each."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Needs, option
+from fedprune_app.config.options import Needs, option, share_in_turn
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,41 @@ class MTLOptions(Table):
     ridge: ClassVar[float] = 0.1
 
     strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)
+
+
+@dataclass(frozen=True)
+class FedSPAOptions(Table):
+    """These options are Fed-SPA's."""
+
+    needs: ClassVar[Needs] = {"system": ("fedspa",)}
+
+    share: float = option(
+        0.4, "The share of all coordinates that a client trains and sends in a round (p).", above=0, most=1
+    )
+    acceleration: str = option(
+        "none",
+        "The server's step along the mean update.",
+        choices={
+            "none": "the plain mean update",
+            "momentum": "the running mean of mean updates",
+            "adam": "as Adam steps, which want a smaller server-learning-rate",
+        },
+    )
+    server_learning_rate: float = option(1.0, "The factor on the server's step.", above=0)
+
+
+@dataclass(frozen=True)
+class FjORDOptions(Table):
+    """These options are FjORD's; a node's ``capacity`` goes before ``widths``."""
+
+    needs: ClassVar[Needs] = {"system": ("fjord",)}
+
+    widths: str = option(
+        "0.2 0.4 0.6 0.8 1.0", "The shares of each layer's units that the clients, in turn, can bear (p_max)."
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        self.width_of(0)
+
+    def width_of(self, client: int) -> float:
+        return share_in_turn("fjord.widths", self.widths, client, 1.0)

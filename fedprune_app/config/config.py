@@ -9,15 +9,15 @@ from fedprune_app.config.baselines import (
     DittoOptions,
     FedFomoOptions,
     FedProxOptions,
+    FedSPAOptions,
+    FjORDOptions,
     LGFedAvgOptions,
     MTLOptions,
 )
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.fedltp import FedLTPOptions, public_share
 from fedprune_app.config.fedp3 import FedCROptions, FedP3Options
-from fedprune_app.config.fedspa import FedSPAOptions
 from fedprune_app.config.fedspallm import FedSpaLLMOptions
-from fedprune_app.config.fjord import FjORDOptions
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions
 from fedprune_app.config.options import Option, Scalar, option_of
 from fedprune_app.config.privacy import DPOptions

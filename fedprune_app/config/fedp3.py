@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.lists import share_in_turn
-from fedprune_app.config.options import Needs, option
+from fedprune_app.config.options import Needs, option, share_in_turn
 
 _OF_FEDP3: Needs = {"system": ("fedp3",)}
 _OF_BOTH: Needs = {"system": ("fedp3", "fedcr")}

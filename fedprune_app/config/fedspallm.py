@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.lists import share_in_turn
-from fedprune_app.config.options import Kind, Needs, NoneOf, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, option, share_in_turn
 
 # This pattern removes heads and feed-forward units.
 CUT = "cut"

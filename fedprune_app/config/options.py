@@ -1,5 +1,6 @@
 """How one setting is declared: its default, meaning and range, and what else the product has to know of it."""
 
+import math
 import operator
 import os.path
 from collections.abc import Callable, Mapping
@@ -9,8 +10,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.meant import not_allowed
+from fedprune_app.config.errors import ConfigError, not_allowed
 
 Scalar = bool | int | float | str
 S = TypeVar("S", bool, int, float, str)
@@ -170,3 +170,28 @@ def _code_from_here(code: str) -> str:
 
 def _real_path(path: str) -> str:
     return str(Path(os.path.expanduser(path)).resolve())
+
+
+# --- lists in one text: names, and numbers that are dealt to the clients in turn ------------------------------------
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names in ``text``, 'cat, dog'."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def share_in_turn(key: str, text: str, client: int, default: float) -> float:
+    """Return the share of client number ``client`` from ``text``, '0.2 0.4'; ``default`` where ``text`` is empty.
+
+    Raises :class:`ConfigError` naming ``key`` unless all shares are above 0 and at most 1.
+    """
+    texts = text.replace(",", " ").split()
+    if not texts:
+        return default
+    try:
+        values = [float(part) for part in texts]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 < value <= 1 for value in values):
+        raise ConfigError(key, text, "numbers above 0 and at most 1")
+    return values[client % len(values)]

@@ -1,5 +1,7 @@
 """From flat keys to a configuration, and from one to another."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -8,8 +10,7 @@ from typing import Any, TypeVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.config import OPTIONS, Config
-from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.meant import unknown_key
+from fedprune_app.config.errors import ConfigError, unknown_key
 from fedprune_app.config.options import Kind, Scalar
 from fedprune_app.config.plugged import table_of, without_carrier
 

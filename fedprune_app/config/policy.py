@@ -8,8 +8,7 @@ from typing import Any
 
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, told_of
-from fedprune_app.config.lists import listed
-from fedprune_app.config.options import Kind, Option, option, option_of
+from fedprune_app.config.options import Kind, Option, listed, option, option_of
 
 
 class PolicyError(ConfigError):

@@ -1,5 +1,7 @@
 """Settings as text: run-config files, and ``key=value`` on a command line."""
 
+from __future__ import annotations
+
 import json
 import tomllib
 from collections.abc import Mapping
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS
-from fedprune_app.config.errors import ConfigError, told_of
+from fedprune_app.config.errors import ConfigError, not_allowed, told_of
 from fedprune_app.config.options import Scalar
 
 
@@ -74,3 +76,25 @@ def toml_value(value: Scalar) -> str:
         # JSON's escapes are TOML's, but for the delete character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the files of the shipped configurations by name, such as ``subfedavg``."""
+    package = Path(__file__).parents[1]
+    for folder in (package / "configs", package.parent / "configs"):  # a wheel has them in the package
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {}
+
+
+def config_file(path: Path) -> Path:
+    """Return the file that ``path`` is, or the shipped configuration of that name.
+
+    Raises :class:`ConfigError` for a name that is neither.
+    """
+    if (path.exists() and not path.is_dir()) or path.suffix or path.parent != Path():
+        return path
+    shipped = shipped_configs()
+    if str(path) not in shipped:
+        raise not_allowed("--config", str(path), [*shipped, "or a file"])
+    return shipped[str(path)]

@@ -26,7 +26,7 @@ from torch import Tensor
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import locked, make_durable, replace_file
-from fedprune_app.results.lock import LOCK
+from fedprune_app.results.reader import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")

@@ -15,10 +15,7 @@ from flwr.serverapp import Grid
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, exchange, require
-from fedprune_app.federation import reports
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.collect import Read, collect, notes_of
-from fedprune_app.federation.messages import messages
 from fedprune_app.federation.round import Outgoing, Round, RoundLog
 from fedprune_app.results.declarations import mean
 from fedprune_app.results.measures import Reply
@@ -26,6 +23,41 @@ from fedprune_app.results.rows import from_training, number_in, round_columns, r
 
 if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy
+
+
+import reprlib
+
+from flwr.app import Message
+from torch import Tensor
+
+from fedprune_app.engine.exchange import message_to
+from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.round import RunContext
+from fedprune_app.results.measures import Measures
+
+# takes in a client's reply, its named values and its content; returns columns. ``ValueError`` refuses the reply
+Read = Callable[[int, wire.Fields, RecordDict], dict[str, Any]]
+
+
+def collect(exchange: str, answers: Iterable[Answer], log: RoundLog, read: Read) -> None:
+    """Count each answer in ``log`` and have ``read`` take it in; ``exchange`` names what is going on, for the log."""
+    for answer in answers:
+        row = log.count(answer)
+        try:
+            if answer.content is None:
+                raise ValueError(answer.error)
+            row |= read(answer.client, wire.fields_of(answer.content), answer.content)
+        except ValueError as error:
+            log.fail(exchange, answer, str(error))
+
+
+def notes_of(client: int, fields: wire.Fields, log: RoundLog, lose: Callable[[int, str], None]) -> None:
+    """Enter what a reply says the client lost: a note in the round's record, a loss in run.json."""
+    if "note" in fields:
+        log.note(client, str(fields["note"]))
+    if "lost" in fields:
+        lose(client, str(fields["lost"]))
+
 
 # columns by client, ascending
 Rows = Mapping[int, dict[str, Any]]
@@ -47,7 +79,7 @@ class Exchanges:
         self.train(name, round, strategy.send(round), strategy.reply_bytes(round))
         num_good = round.log.replies + len(round.log.declined)
         require(num_good, strategy.context.config.min_replies, name, round.log.failures)
-        return reports.of_training(round, strategy.budgets, strategy.measures)
+        return training_columns(round, strategy.budgets, strategy.measures)
 
     def train(self, name: str, round: Round, outgoing: Iterable[Outgoing], reply_bytes: int) -> None:
         """Have clients train and take in their replies, of at most ``reply_bytes`` each when decoded, as the round's.
@@ -118,7 +150,7 @@ class Exchanges:
         rows_by_client: dict[int, dict[str, Any]] = {}
 
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
-            facts = {"num_examples": strategy.context.clients[client].num_examples, "digest": reports.digest_in(fields)}
+            facts = {"num_examples": strategy.context.clients[client].num_examples, "digest": digest_in(fields)}
             notes_of(client, fields, log, strategy.context.lose)
             row = facts | self.evaluation_row(client, fields)
             rows_by_client[client] = row | budgets.take(client, fields, round.number, log.note)
@@ -161,7 +193,7 @@ class Exchanges:
             return strategy.budgets.take(client, fields, newcomer_round.number, round.log.note)
 
         def read_evaluation(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
-            strategy.digests[client] = reports.digest_in(fields)
+            strategy.digests[client] = digest_in(fields)
             scores[client] = self.evaluation_row(client, fields).get("accuracy_personal")
             epsilons = strategy.budgets.take(client, fields, newcomer_round.number, round.log.note)
             return {"accuracy_newcomer": scores[client], **epsilons}
@@ -260,3 +292,86 @@ class Exchanges:
             return columns
 
         return read_and_charge
+
+
+def messages(
+    context: RunContext,
+    round: Round,
+    outgoing: Iterable[Outgoing],
+    kind: str,
+    state_rounds: Mapping[int, int],
+    budgets: Budgets,
+) -> Iterator[tuple[int, Message]]:
+    """Yield (client, message), each made when it is sent: a message that has left is not kept while the next is made.
+
+    ``state_rounds`` tells each client which version of its state the server last took in.
+    """
+    payload: Payload | None = None
+    arrays: wire.EncodedArrays | None = None
+    for message in outgoing:
+        if message.payload is not payload:
+            payload = message.payload
+            arrays = wire.to_arrays(payload) if payload.tensors else None
+        client = context.clients[message.client]
+        fields = {
+            **message.fields,
+            "round": round.number,
+            "run-key": context.run_key,
+            "state-round": state_rounds.get(client.id, 0),
+            "evaluates": round.evaluates,
+        }
+        if (epsilon := budgets.epsilon_of(client.id)) is not None:
+            fields["epsilon-rdp"] = epsilon  # the client's ledger must hold as much
+        if client.own_data:
+            fields["partition"] = client.id  # its operator gave it none
+        content = wire.pack(arrays, fields, message.peer_updates)
+        del message
+        yield client.id, message_to(client.node_id, content, kind, round.number, context.config.deadline_seconds)
+        del content
+
+
+_REASONS_KEPT = 20  # per round, in the record
+
+
+def training_columns(round: Round, budgets: Budgets, declared: Measures) -> dict[str, Any]:
+    """Return the columns of a round's training, over the clients that trained; ``declared`` are all numbers."""
+    rows = [row for _, row in sorted(round.log.clients.items())]
+    return {**round_columns(rows, Reply.TRAINING, declared=declared), **budgets.columns()}
+
+
+def exchange_columns(round: Round) -> dict[str, Any]:
+    return {
+        "replies": round.log.replies,
+        "failures": len(round.log.failures),
+        "stragglers": round.log.stragglers,
+        "failure_reasons": round.log.failures[:_REASONS_KEPT],
+        "bytes_up": round.log.bytes_up,
+        "bytes_down": round.log.bytes_down,
+        "dropped": len(round.dropped),
+    }
+
+
+def dense_bytes(model: Mapping[str, Tensor]) -> float:
+    """Return the bytes of all parameters of a model at 32 bits each."""
+    return 4.0 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
+
+
+def star_traffic(log: RoundLog, paper_bytes: tuple[float, float]) -> dict[str, Any]:
+    """Return who carried how much in a star, whose server is the busiest node; ``paper_bytes`` are (down, up)."""
+    paper_down, paper_up = paper_bytes
+    node_bytes = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
+    return {
+        "busiest_node_bytes": max(log.bytes_up, log.bytes_down),
+        "node_bytes_mean": sum(node_bytes) / max(len(node_bytes), 1),
+        "paper_bytes_down": paper_down,
+        "paper_bytes_up": paper_up,
+        "paper_busiest_bytes": max(paper_down, paper_up),
+    }
+
+
+def digest_in(fields: wire.Fields) -> str:
+    """Return the digest of the client's model. Raises ``ValueError`` for what is none."""
+    digest = fields.get("digest")
+    if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")):
+        raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
+    return digest

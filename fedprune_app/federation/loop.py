@@ -14,8 +14,7 @@ from torch import Tensor
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
-from fedprune_app.federation import reports
-from fedprune_app.federation.exchanges import Exchanges
+from fedprune_app.federation.exchanges import Exchanges, exchange_columns
 from fedprune_app.federation.round import Round
 from fedprune_app.results.lines import summary_line
 
@@ -56,7 +55,7 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
             strategy.end(round)
             _check_model(strategy, "end")
         columns |= strategy.after(round, exchanges)
-        columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns, **round.log.own_measures}
+        columns = {**exchange_columns(round), **strategy.traffic(round), **columns, **round.log.own_measures}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - start, **columns}
 
         # 5. Have clients evaluate.

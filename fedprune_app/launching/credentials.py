@@ -1,17 +1,29 @@
 """Secrets of a deployment: the keys of nodes, the SuperLink's database, and who may submit runs."""
 
+from __future__ import annotations
+
+import datetime
+import ipaddress
 import json
+import re
 import secrets
+import socket
 import sqlite3
+import ssl
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedprune_app.config import ConfigError
 from fedprune_app.engine.superlink import CREDENTIALS, credentials, read_secret
+from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 
 
@@ -91,3 +103,129 @@ def host_and_port(address: str) -> tuple[str, str]:
     if not host or not port.isascii() or not port.isdigit():
         raise ConfigError("address of the SuperLink", address, "HOST:PORT")
     return host, port
+
+
+_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_MINUTE = "%Y-%m-%d %H:%M UTC"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The certificates are PEM files: the authority's, which clients trust, and the SuperLink's with its key."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+def certificates_in(folder: Path) -> Certificates:
+    return Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> Certificates:
+    """Make a certificate authority in ``folder``, and a SuperLink certificate for the names and addresses ``hosts``.
+
+    Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all files
+    anew. ``ca.crt`` is written last, and says that all three files are there. Where ``ca.crt`` is missing, the other
+    files were left by a making that was interrupted, and they are replaced. Raises :class:`ConfigError` where ``hosts``
+    is empty or ``ca.crt`` exists.
+    """
+    files = certificates_in(folder)
+    for host in hosts or [""]:
+        if not _HOST.fullmatch(host) and not isinstance(_alternative_name(host), x509.IPAddress):
+            raise ConfigError("--host", host, "a name as link.example.org, or an address")
+    if files.ca.exists():
+        raise ConfigError("--out", folder, "a folder without certificates", which=f"has {files.ca.name}")
+    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    issuer = _name("fedprune certificate authority")
+    usage = {
+        "content_commitment": False,
+        "key_encipherment": False,
+        "data_encipherment": False,
+        "key_agreement": False,
+        "encipher_only": False,
+        "decipher_only": False,
+    }
+    ca = (
+        _certificate(issuer, issuer, authority.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.KeyUsage(False, key_cert_sign=True, crl_sign=True, **usage), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    certificate = (
+        _certificate(_name(hosts[0]), issuer, server.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(True, key_cert_sign=False, crl_sign=False, **usage), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_alternative_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    replace_file(files.key, private_bytes(server, serialization.PrivateFormat.PKCS8), mode=0o600)
+    replace_file(files.certificate, certificate.public_bytes(serialization.Encoding.PEM))
+    replace_file(files.ca, ca.public_bytes(serialization.Encoding.PEM))
+    return files
+
+
+def valid_until(certificate: Path) -> datetime.datetime:
+    """Return the time at which a certificate ends, in UTC.
+
+    Raises :class:`ConfigError` for a certificate that has ended or not begun, and for a file that is no certificate.
+    """
+    try:
+        read = x509.load_pem_x509_certificate(certificate.read_bytes())
+    except ValueError:
+        raise ConfigError("certificate", certificate, "a certificate in PEM") from None
+    begin, end, now = read.not_valid_before_utc, read.not_valid_after_utc, datetime.datetime.now(datetime.UTC)
+    if not begin <= now <= end:
+        times = f"is valid from {begin:{_MINUTE}} to {end:{_MINUTE}}, and it is {now:{_MINUTE}} here"
+        raise ConfigError("certificate", certificate, "one that is valid now", which=times)
+    return end
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # the clocks of machines differ
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _alternative_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def check_link(address: str, ca: Path) -> datetime.datetime:
+    """Return the time until which the certificate that is shown at ``address`` (HOST:PORT) is valid.
+
+    The certificate is checked as a SuperNode checks it. A SuperNode that cannot connect tries again and says little.
+    Raises :class:`LaunchError` with the reason: nobody answers, there is no TLS, or the authority of ``ca`` does not
+    vouch for that name.
+    """
+    host, port = host_and_port(address)
+    valid_until(ca)
+    context = ssl.create_default_context(cafile=ca)
+    context.set_alpn_protocols(["h2", "http/1.1"])  # of gRPC, and of HTTP from Flower 1.40 on
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=10)
+        with connection, context.wrap_socket(connection, server_hostname=host) as link:
+            certificate = link.getpeercert(binary_form=True)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"{address} shows no certificate that {str(ca)!r} vouches for: {error}") from None
+    assert certificate is not None
+    return x509.load_der_x509_certificate(certificate).not_valid_after_utc

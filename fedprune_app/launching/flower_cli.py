@@ -11,7 +11,7 @@ from pathlib import Path
 from fedprune_app.config import Scalar, to_toml
 from fedprune_app.errors import LaunchError
 from fedprune_app.launching import processes
-from fedprune_app.launching.outcome import RecordedEnd
+from fedprune_app.launching.processes import RecordedEnd
 
 _ANSWER_SECONDS = 120
 _IS_OVER = "[code: 18]"  # of `flwr stop`

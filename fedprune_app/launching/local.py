@@ -29,8 +29,14 @@ from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import kept_secret, replace_file
 from fedprune_app.launching import flower_cli, processes
-from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates
-from fedprune_app.launching.credentials import make_database, make_node_key, public_half
+from fedprune_app.launching.credentials import (
+    Certificates,
+    certificates_in,
+    make_certificates,
+    make_database,
+    make_node_key,
+    public_half,
+)
 from fedprune_app.launching.flower_cli import Link
 
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`

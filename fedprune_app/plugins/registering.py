@@ -42,8 +42,7 @@ def register_system(
 
     Raises :class:`ConfigError` for a name that is taken.
     """
-    from clients.node import Node
-    from clients.reply_fields import declared
+    from clients.node import Node, declared
     from strategies.base import FederatedStrategy
 
     for role, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):

@@ -29,8 +29,8 @@ from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
+from fedprune_app.preflight.language_models import check_texts
 from fedprune_app.preflight.placement import Placement
-from fedprune_app.preflight.texts import check_texts
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder

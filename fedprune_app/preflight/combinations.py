@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.config.meant import not_allowed
+from fedprune_app.config.errors import not_allowed
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
 from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
 from fedprune_app.registry import SYSTEMS

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import Scalar, parse_override, paths_from_here, read_toml
-from fedprune_app.config.shipped import config_file
+from fedprune_app.config import OPTIONS, Scalar, parse_override, paths_from_here, read_toml
+from fedprune_app.config.errors import unknown_key
+from fedprune_app.config.toml import config_file
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ def with_plugins(
         names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
         given = replace(given, on_command_line={**on_command_line, "plugins": names})
     plugins.load(given.chosen)
+    for key in on_command_line:  # before anything heavy is imported
+        if key not in OPTIONS:
+            raise unknown_key(key, OPTIONS)
     return given
 
 

@@ -125,7 +125,7 @@ def _check_folder(given: Given, placement: Placement) -> None:
 
 
 def check_out(folder: Path) -> None:
-    from fedprune_app.results.lock import is_held
+    from fedprune_app.results.reader import is_held
 
     if not may_write(folder):
         raise ConfigError("--out", folder, "a folder in which you may write")

@@ -4,6 +4,8 @@ One example of a data set is a blank in its neighbour. A release is one of two k
 samples, or a number with Laplace noise.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections import Counter
@@ -220,3 +222,23 @@ def total(*parts: Spent) -> Counter[Release]:
     5
     """
     return sum((Counter(part) for part in parts), Counter[Release]())
+
+
+def paper_epsilon(
+    rounds: int, noise_multiplier: float, sample_rate: float, delta: float, validation_scale: float = 0.0
+) -> float:
+    """Return equation 20 after ``rounds`` rounds (t + 1 there), least over the orders; inf without noise.
+
+    ``validation_scale`` is λ_val, of a score noised in every round; 0 for no such score. Raises ``ValueError`` for
+    negative ``rounds``, and for ``delta`` outside (0, 1).
+    """
+    if rounds < 0 or not 0 < delta < 1:
+        raise ValueError(f"rounds is {rounds} and delta {delta}, allowed: at least 0, and between 0 and 1")
+    if rounds == 0:
+        return 0.0
+    alpha = np.asarray(ORDERS)
+    rho = rounds * divergence(Steps(noise_multiplier, sample_rate**2))  # μ₁ is mixed already, and mixed again
+    if validation_scale:
+        rho = rho + rounds * alpha * (alpha - 1) / (2 * validation_scale**2)
+    values = rho + (math.log(1 / delta) - np.log(alpha)) / (alpha - 1) + np.log1p(-1 / alpha)
+    return max(0.0, float(values.min()))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.computation import computation_key, generic_copy
-from fedprune_app.privacy.clipped_sums import attached, over_tensors
-from fedprune_app.privacy.per_example import clip_factors
+from fedprune_app.privacy.clipped_sums import attached, clip_factors, over_tensors
 
 
 def check_model(model: nn.Module, name: str = "") -> None:

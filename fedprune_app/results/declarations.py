@@ -1,6 +1,9 @@
 """All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -15,17 +18,55 @@ from fedprune_app.results.measures import (
     Measure,
     Measures,
     Recorded,
+    Remark,
     Reply,
+    Row,
     Title,
 )
-from fedprune_app.results.remarks import (
-    accuracy_remark,
-    both,
-    fewer_remark,
-    noise_of_mean,
-    noise_remark,
-    noised_remark,
-)
+
+
+def noise_of_mean(deviations: Sequence[float]) -> float | None:
+    """Return the standard deviation of the noise in a mean of numbers with these independent ones; None for none."""
+    return math.hypot(*deviations) / len(deviations) if deviations else None
+
+
+def noise_remark(rows: Sequence[Row], column: str) -> str:
+    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
+    words = {None: "noise unknown", 0: "", 1: "simulated"}
+    return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
+
+
+def accuracy_remark(rows: Sequence[Row], column: str) -> str:
+    """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
+    deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
+    noise = noise_of_mean([0 if deviation is None else deviation for deviation in deviations])
+    return f"noise ± {100 * noise:.1f}" if noise else ""
+
+
+def noised_remark(rows: Sequence[Row], column: str) -> str:
+    """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
+    return _each_once("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
+
+
+def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
+    """Say over how many clients a mean is, where they are fewer than the run has.
+
+    ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
+    """
+
+    def remark(row: Row) -> str:
+        count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
+        return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
+
+    return _each_once(map(remark, rows))
+
+
+def both(*remarks: Remark) -> Remark:
+    return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
+
+
+def _each_once(texts: Iterable[str]) -> str:
+    return ", ".join(sorted({text for text in texts if text}))
 
 
 def mean(values: Sequence[float]) -> float:

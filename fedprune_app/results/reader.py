@@ -7,6 +7,7 @@ out. What a digest vouches for is not checked a second time.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from fedprune_app.core import seals
 from fedprune_app.files import as_path, sha256_of
 from fedprune_app.results import own_measures
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.lock import is_held
 from fedprune_app.results.measures import Kind
 from fedprune_app.results.own_measures import OwnMeasure
 
@@ -34,6 +34,7 @@ Links = Mapping[int, Sequence[int]]
 """From whom each client receives, by client."""
 
 MAX_MASKS = 1000  # clients: their distances take about 9 MB of masks.json
+LOCK = ".lock"  # the file of a run folder that the process at work holds (engine.store.exclusive)
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,3 +303,19 @@ def _parse(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where}: {value!r:.60}, allowed: a JSON object")
     return value
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process has the folder's lock; a folder of which that cannot be found out counts as held.
+
+    Nothing is made or written, so a folder that may only be read will do. A copy of a folder is held by nobody. On a
+    file system without locks, or where the lock may not be opened, nobody can tell: the run then counts as held.
+    """
+    try:
+        with (folder / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment; `exclusive` waits so long
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

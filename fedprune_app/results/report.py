@@ -1,31 +1,44 @@
 """A report is one self-contained HTML page that compares runs: it needs no server and no network."""
 
+from __future__ import annotations
+
 import base64
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+
 from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
-from fedprune_app.results import words
-from fedprune_app.results.columns import Column, columns, cost, outcome
+from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.differences import difference_tables
+from fedprune_app.results.differences import difference_tables, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
-from fedprune_app.results.pages import filled
-from fedprune_app.results.perplexity_tables import MODELS, perplexity_rows
 from fedprune_app.results.reader import Run, load_run, read_info
-from fedprune_app.results.tables import OWN, compared_by, final_rows, formatted, statistics_of
+from fedprune_app.results.tables import MODELS, OWN, compared_by, final_rows, formatted, perplexity_rows, statistics_of
 from fedprune_app.results.texts import windows_of_text
+
+
+def filled(package: str, template: str, **values: Any) -> str:
+    """Return the page of a ``template``, a file in ``package``. JSON goes through tojson in the template.
+
+    tojson keeps '<' out of script elements, and escaping covers all else.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    text = resources.files(package).joinpath(template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(**values)
+
 
 COLOURS = 8  # of the page's palette
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
@@ -128,7 +141,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         title=_title(runs),
         refresh_seconds=refresh_seconds,
         facts=_facts(runs),
-        words=words.comparison(groups) if len(groups) <= _CARDS_UP_TO else [],
+        words=comparison(groups) if len(groups) <= _CARDS_UP_TO else [],
         series=series,
         cards=_cards(groups) if len(groups) <= _CARDS_UP_TO else [],
         problems=[run for run in runs if run.flaw or run.info.get("clients_left_out")],
@@ -247,7 +260,7 @@ def _short(statistic: Statistic | None, column: Column, unit: str = "") -> str:
 
 
 def _traffic(group: Group) -> dict[str, str]:
-    total, is_of_peers = words.traffic(group), group.runs[0].total("peer_bytes") is not None
+    total, is_of_peers = traffic(group), group.runs[0].total("peer_bytes") is not None
     text = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
     return {"Traffic, peer to peer" if is_of_peers else "Traffic": text}
 
@@ -296,3 +309,50 @@ def _details(run: Run) -> dict[str, Any]:
         "versions": info.get("versions") or {},
         "config": run.config,
     }
+
+
+REFERENCE = "fedavg"
+"""What the others are compared with, if it is there: the dense method that everybody knows."""
+
+
+def comparison(groups: Sequence[Group]) -> list[str]:
+    """Return sentences on the clients' own models of each group, beside those of FedAvg or of the most accurate group.
+
+    Groups whose clients have the same data are compared, and runs that did not complete are left out.
+    """
+    complete_groups = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
+    return [line for family in of_the_same_data(complete_groups) if len(family) > 1 for line in _sentences(family)]
+
+
+def own_accuracy(group: Group) -> Statistic | None:
+    return Statistic.of(run.last(OWN) for run in group.runs)
+
+
+def traffic(group: Group) -> Statistic | None:
+    return Statistic.of(map(traffic_of, group.runs))
+
+
+def _sentences(groups: Sequence[Group]) -> Iterator[str]:
+    accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
+    best = max(groups, key=lambda group: accuracy[group.label])
+    reference = next((group for group in groups if group.system == REFERENCE), best)
+    yield f"With {reference.label}, clients' own models have {accuracy[reference.label]:.1f} %."
+    for group in groups:
+        if group is not reference:
+            points = accuracy[group.label] - accuracy[reference.label]
+            beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
+            yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
+    num_clients = len(reference.runs[0].info.get("partition") or ())
+    counts = f"{number_of(len(reference.runs), 'seed')}, {number_of(num_clients, 'client')}"
+    yield f"{counts}: another seed may differ."
+
+
+def _cost(group: Group, reference: Group) -> str:
+    operations = [Statistic.of(run.total("flops") for run in side.runs) for side in (group, reference)]
+    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
+    shares = [
+        f"{ours.mean / theirs.mean:,.2f} times the {quantity}"
+        for quantity, ours, theirs in pairs
+        if ours and theirs and theirs.mean
+    ]
+    return f", for {' and '.join(shares)}" if shares else ""

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import MEASURES, noise_of_mean
 from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
-from fedprune_app.results.remarks import noise_of_mean
 
 MOST_CLASSES = 1000
 """Accuracies by class are recorded of so many classes at most."""

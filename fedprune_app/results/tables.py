@@ -1,11 +1,19 @@
 """The final table compares many runs: one row per system and setting, mean ± standard deviation over seeds."""
 
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
 
-from fedprune_app.results.columns import Column, columns
+import csv
+import io
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fedprune_app.files import replace_file
+from fedprune_app.results.columns import Column, columns, epsilon_remark
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, value_text
-from fedprune_app.results.texts import tested_on
+from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, value_text
+from fedprune_app.results.reader import Run
+from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 
 def statistics_of(group: Group, shown_columns: Iterable[Column] = ()) -> dict[str, Statistic | None]:
@@ -73,3 +81,143 @@ def data_cells(group: Group) -> tuple[str, str]:
     dataset = value_text(run.config.get("dataset")) + (f", tested on {text}" if text else "")
     is_dealt = not run.headline.startswith("perplexity")  # texts have no labels, so no partition by them
     return dataset, value_text(run.config.get("partition")) if is_dealt else NOT_MEASURED
+
+
+MODELS = ("dense", "personal_mean", "global")
+"""Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global."""
+
+
+def model_name(key: str, group: Group) -> str:
+    if key != "personal_mean":
+        return {"dense": "dense model", "global": "global model"}[key]
+    rounds = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
+    return own_models(max(rounds, default=1))
+
+
+def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
+    """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
+    tables: dict[str, dict[str, list[Mapping[str, float]]]] = {}
+    for group in groups:
+        run_tables = [run.last_table("perplexity_by_text") for run in group.runs]
+        for text in (text for text in run_tables[0] if all(text in table for table in run_tables)):
+            title = windows_of_text(text, run_tables[0][text])
+            tables.setdefault(title, {})[group.label] = [table[text] for table in run_tables]
+    return tables
+
+
+def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    columns: list[tuple[str, dict[str, str]]] = []
+    groups_by_label = {group.label: group for group in groups}
+    for title, by_group in perplexity_tables(groups).items():
+        by_model: dict[str, dict[str, str]] = {}
+        for key, (label, entries) in itertools.product(MODELS, by_group.items()):
+            statistic = Statistic.of(entry.get(key) for entry in entries)
+            name = model_name(key, groups_by_label[label])
+            cell = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
+            if key == "personal_mean" and statistic:
+                cell += _fewer_remark(entries)
+            by_model.setdefault(name, {})[label] = cell
+        for name, cells in by_model.items():
+            if any(cell != NOT_MEASURED for cell in cells.values()):
+                columns.append((f"{title}, {name}", cells))
+    columns += _task_columns(groups)
+    rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []
+    return ["System", *(title for title, _ in columns)], rows
+
+
+def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
+    counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
+    num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
+    return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
+
+
+def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
+    columns: dict[tuple[str, str], dict[str, str]] = {}
+    for group in groups:
+        run_tables = [run.last_table("accuracy_by_task") for run in group.runs]
+        for task in (task for task in run_tables[0] if all(task in table for table in run_tables)):
+            for key in ("dense", "global"):
+                title = f"{task}: {run_tables[0][task]['examples']} examples (%)"
+                statistic = Statistic.of(table[task].get(key) for table in run_tables)
+                cell = formatted(statistic, Column(key, key, lambda run: None, 100, 1))
+                columns.setdefault((title, model_name(key, group)), {})[group.label] = cell
+    return [(f"{title}, {name}", cells) for (title, name), cells in columns.items()]
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    return _markdown(*final_rows(groups), num_texts=3)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
+    alignment = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
+    lines = [list(map(_markdown_cell, header)), alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def latex(groups: Sequence[Group]) -> str:
+    header, rows = final_rows(groups)
+    lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
+    lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
+    lines += [" & ".join(map(_latex_cell, row)) + " \\\\" for row in rows]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+def comma_separated(groups: Sequence[Group]) -> str:
+    """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured.
+
+    ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
+    """
+    shown_columns = columns(groups)
+    keys = [f"{column.key}_{part}" for column in shown_columns for part in ("mean", "std")]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
+    for group in groups:
+        cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
+        cells += [group.runs[0].status, len(group.runs)]
+        for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
+            scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
+            parts = (statistic.mean, statistic.std) if statistic else (None, None)
+            cells += ["" if value is None else value * scale for value in parts]
+        cells.append(epsilon_remark([group]).strip(" ()"))
+        writer.writerow(cells)
+    return text.getvalue()
+
+
+def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
+    """Write the final numbers to ``table.md``, ``table.csv`` and ``table.tex``, and return the paths of all files.
+
+    Where perplexities were measured, ``perplexity.md`` has those of every text.
+    """
+    groups = group_runs(runs)
+    out_dir = Path(out_dir)
+    texts = {"table.md": markdown(groups), "table.csv": comma_separated(groups), "table.tex": latex(groups)}
+    header, rows = perplexity_rows(groups)
+    if rows:
+        texts["perplexity.md"] = _markdown(header, rows, num_texts=1)
+    for name, text in texts.items():
+        replace_file(out_dir / name, text.encode("utf-8", errors="replace"))
+    return [out_dir / name for name in texts]
+
+
+def _markdown_cell(text: str) -> str:
+    for character in "\\`*_[]<>|":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())
+
+
+_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}",
+    "<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}",
+    "–": "--", "±": "$\\pm$", "ε": "$\\varepsilon$", "δ": "$\\delta$",
+    "·": "$\\cdot$", "×": "$\\times$", "\n": " ",
+}  # fmt: skip
+
+
+def _latex_cell(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _csv_text(text: str) -> str:
+    """Put an apostrophe before a text that a spreadsheet would run as a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -1,10 +1,14 @@
 """A run goes from start to end, on any engine; its progress is shown and its outcome is checked."""
 
+from __future__ import annotations
+
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -15,9 +19,9 @@ from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import scratch_folder
-from fedprune_app.launching import flower_cli, outcome, processes, simulation
+from fedprune_app.launching import flower_cli, processes, simulation
 from fedprune_app.launching.flower_cli import Link
-from fedprune_app.launching.outcome import read_json
+from fedprune_app.launching.processes import read_json
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared
@@ -25,7 +29,6 @@ from fedprune_app.results.ownership import mark
 from fedprune_app.results.recorder import write_info
 from fedprune_app.running.numbered import point_to
 from fedprune_app.running.progress import RunProgress
-from fedprune_app.running.signals import ENDING, Left, interrupt, leave, on_signals
 
 
 def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> dict[str, Any]:
@@ -130,7 +133,7 @@ class Session(ExitStack):
     def _simulate(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting clients")
         config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
-        earlier_outcome = outcome.outcome_of(run_file)
+        earlier_outcome = processes.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
         num_workers = place.num_workers or gpus or os.cpu_count() or 1
         with simulation.started(
@@ -143,7 +146,7 @@ class Session(ExitStack):
         progress.say("starting Flower")
         place, run_file = prepared.placement, folder / "run.json"
         link = self._connect(place)
-        earlier_outcome = outcome.outcome_of(run_file)
+        earlier_outcome = processes.outcome_of(run_file)
         submission = _remote_submission if place.superlink else _own_submission
         with submission(link, lambda: flower_cli.submit(link, self.app, with_carrier(prepared.config))) as run_id:
             progress.say("starting clients")
@@ -164,7 +167,7 @@ def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: 
     if setting := refused(message):
         return ConfigError(setting)
     run_file = folder / "run.json"
-    error = read_json(run_file).get("error") if outcome.outcome_of(run_file) != earlier_outcome else None
+    error = read_json(run_file).get("error") if processes.outcome_of(run_file) != earlier_outcome else None
     return LaunchError(str(error or message))
 
 
@@ -229,3 +232,37 @@ def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
             raise
         except (Left, Exception) as error:
             raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {advice}") from error
+
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Left(BaseException):
+    """A signal came that ends this process, but not the run."""
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    raise Left(f"{signal.Signals(number).name} came")
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """End a run as Ctrl-C does, so that nothing is left running."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle the signals ``numbers`` with ``handler`` until the block ends.
+
+    A signal that this process was started to ignore (nohup) stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handled_numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    earlier_handlers = {number: signal.signal(number, handler) for number in handled_numbers}
+    try:
+        yield
+    finally:
+        for number, previous in earlier_handlers.items():
+            signal.signal(number, previous)

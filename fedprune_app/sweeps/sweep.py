@@ -19,7 +19,7 @@ from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import check_free, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
-from fedprune_app.results.written import write_tables
+from fedprune_app.results.tables import write_tables
 from fedprune_app.running.session import Session
 from fedprune_app.sweeps.matrix import Matrix, to_yaml
 from fedprune_app.sweeps.search import BEST, SearchResult, best_matrix, find, storage_in, study_of

@@ -10,8 +10,8 @@ import pytest
 from fedprune_app.config import (
     OPTIONS,
     Kind,
+    errors,
     flatten,
-    meant,
     parse_config,
     paths_from_here,
     read_toml,
@@ -177,9 +177,9 @@ def test_a_key_that_people_type_is_answered_with_the_one_that_is_meant(typed, an
 
 
 def test_every_other_word_for_a_key_stands_for_one_that_there_is():
-    assert meant._OTHER_WORDS.keys().isdisjoint(OPTIONS)
-    assert set(meant._OTHER_WORDS.values()) <= OPTIONS.keys()
-    assert meant._COMMAND_LINE.keys().isdisjoint(OPTIONS)
+    assert errors._OTHER_WORDS.keys().isdisjoint(OPTIONS)
+    assert set(errors._OTHER_WORDS.values()) <= OPTIONS.keys()
+    assert errors._COMMAND_LINE.keys().isdisjoint(OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from flwr.app import MessageType
 
-from clients.reply_fields import ReplyFields, declared, undeclared
+from clients.node import ReplyFields, declared, undeclared
 from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid

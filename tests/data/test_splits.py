@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedprune_app.data import pool, splits
+from fedprune_app.data import splits
 from fedprune_app.data.data_config import DataConfig
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.datasets import load_dataset
@@ -243,9 +243,9 @@ def test_no_validation_is_asked_for_and_none_is_held_out():
 
 def test_test_tensors_are_made_only_when_read(monkeypatch):
     built = []
-    images = pool.Pool.images
+    images = splits.Pool.images
     monkeypatch.setattr(
-        pool.Pool,
+        splits.Pool,
         "images",
         lambda pool, indices, *how: built.append(len(indices)) or images(pool, indices, *how),
     )
@@ -285,7 +285,7 @@ def all_images(device):
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_the_pixels_of_all_clients_go_to_a_device_once_if_there_is_room(has_room, monkeypatch):
-    monkeypatch.setattr(pool, "_room", lambda device: math.inf if has_room else 1000)
+    monkeypatch.setattr(splits, "_room", lambda device: math.inf if has_room else 1000)
     splits.forget()
     with Uploads() as uploads:
         images = all_images("meta")
@@ -300,7 +300,7 @@ def test_resident_pixels_give_the_same_images(monkeypatch):
     splits.forget()
     expected = all_images("cpu")
     splits.forget()
-    monkeypatch.setattr(pool, "CPU", torch.device("meta"))  # so that the CPU counts as a device apart
+    monkeypatch.setattr(splits, "CPU", torch.device("meta"))  # so that the CPU counts as a device apart
     found = all_images("cpu")
     assert splits._pool(config(partition="iid"))._on_device[torch.device("cpu")] is not None
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app.launching import flower_cli, outcome, processes, simulation
+from fedprune_app.launching import flower_cli, processes, simulation
 from fedprune_app.launching.local import local_deployment
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
@@ -342,7 +342,7 @@ def test_a_node_whose_disk_is_full_or_damaged_says_so_and_goes_on(deployment, tm
         if len(run.rounds) > seen:
             seen = len(run.rounds)
             damage()
-        assert outcome.outcome_of(run.out / "run.json") is None, "the run is over and has not noticed"
+        assert processes.outcome_of(run.out / "run.json") is None, "the run is over and has not noticed"
         time.sleep(0.05)
     assert "the state of round" in notes()[0]
     assert "is lost, went on from round" in notes()[0]

@@ -32,9 +32,8 @@ from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.results.groups import group_runs
-from fedprune_app.results.perplexity_tables import perplexity_rows
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.written import markdown
+from fedprune_app.results.tables import markdown, perplexity_rows
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.refusing import refuses
@@ -232,7 +231,7 @@ def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folde
         return (replace(each, fields={"clients": 5317, "place": 0}) for each in honest(self, round))
 
     monkeypatch.setattr(LDPFedP3, "send", too_many)
-    with pytest.raises(TooFewReplies, match="clients is 5317, allowed: 1 to 5316"):
+    with pytest.raises(TooFewReplies, match="clients is 5317 and place 0, allowed: 1 to 5316"):
         own(places(folders), name="too-many", **private)
 
 

@@ -20,8 +20,7 @@ from rich.console import Console
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.launching import flower_cli, processes
-from fedprune_app.launching.certificates import make_certificates
-from fedprune_app.launching.credentials import make_node_key
+from fedprune_app.launching.credentials import make_certificates, make_node_key
 from fedprune_app.launching.local import Deployment, local_deployment
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement

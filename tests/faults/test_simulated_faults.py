@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -107,8 +108,8 @@ def test_what_is_remembered_of_arithmetic_changes_nothing(tmp_path, monkeypatch,
 
 def test_a_run_says_of_whom_it_has_no_final_model(simulated):
     """A client's ledger is damaged between the last checkpoint and the end of the run."""
-    ledger = (3 + 0.4777) / 21  # the fourth of 21 files
-    damage = Stop(0.83, after=False, later=Later.DAMAGED, which=ledger)
+    ledger = (8 + 0.4777) / 21  # the ninth of 21 files
+    damage = Stop(0.85, after=False, later=Later.DAMAGED, which=ledger)
     schedule = Schedule(0, "fedspa", 0, (Stop(0.07, after=False), damage))
     told = simulated.told(schedule)
     assert told.law == ""
@@ -293,7 +294,8 @@ def any_reply_counts():
 
 def charged_without_fsync():
     def append(self, entry, file):
-        line = ledger._line(self._check, entry)
+        text = json.dumps(entry)
+        line = f"{ledger._check(self._check, text)} {text}\n".encode()
         file.truncate(self._offset)
         file.seek(self._offset)
         file.write(line)

@@ -34,9 +34,8 @@ from fedprune_app.engine.simulated import answering_in_simulation
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.launching import certificates, credentials, flower_cli, local, processes
-from fedprune_app.launching.certificates import certificates_in, make_certificates, valid_until
-from fedprune_app.launching.credentials import make_node_key
+from fedprune_app.launching import credentials, flower_cli, local, processes
+from fedprune_app.launching.credentials import certificates_in, make_certificates, make_node_key, valid_until
 from fedprune_app.launching.local import node_config_text
 from fedprune_app.node.settings import node_settings
 from tests.refusing import refuses
@@ -174,7 +173,7 @@ def listening(certificates=None):
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if certificates:
-            context.load_cert_chain(certificates.certificate, certificates.key)
+            context.load_cert_chain(credentials.certificate, credentials.key)
 
         def answer():
             with suppress(OSError), server.accept()[0] as connection:
@@ -194,25 +193,25 @@ def listening(certificates=None):
 def test_a_superlink_of_the_right_authority_passes_the_check_of_a_node(tmp_path):
     made = make_certificates(tmp_path, ["127.0.0.1"])
     with listening(made) as address:
-        assert certificates.check_link(address, made.ca) == valid_until(made.certificate)
+        assert credentials.check_link(address, made.ca) == valid_until(made.certificate)
 
 
 def test_a_node_that_cannot_connect_is_told_why_at_once(tmp_path):
     right, wrong = (make_certificates(tmp_path / name, ["127.0.0.1"]) for name in ("right", "wrong"))
     other = make_certificates(tmp_path / "other", ["link.example.org"])
     with listening() as address, pytest.raises(LaunchError, match=f"^{address} shows no certificate .*WRONG_VERSION"):
-        certificates.check_link(address, right.ca)
+        credentials.check_link(address, right.ca)
     reason = re.escape(f"shows no certificate that {str(wrong.ca)!r} vouches for: ")
     with listening(right) as address, pytest.raises(LaunchError, match=f"^{address} {reason}.*certificate verify"):
-        certificates.check_link(address, wrong.ca)
+        credentials.check_link(address, wrong.ca)
     with listening(other) as address, pytest.raises(LaunchError, match=r"IP address mismatch, certificate is"):
-        certificates.check_link(address, other.ca)
+        credentials.check_link(address, other.ca)
     with pytest.raises(LaunchError, match=f"^{address} shows no certificate .*refused"):
-        certificates.check_link(address, right.ca)
+        credentials.check_link(address, right.ca)
     with refuses("address of the SuperLink", "link"):
-        certificates.check_link("link", right.ca)
+        credentials.check_link("link", right.ca)
     with refuses("certificate", right.key):
-        certificates.check_link(address, right.key)
+        credentials.check_link(address, right.key)
 
 
 class PowerCut(BaseException):
@@ -234,7 +233,7 @@ def power_cut(monkeypatch):
             replace_file(path, *arguments, **more)
 
         with monkeypatch.context() as patch:
-            for module in (certificates, credentials):
+            for module in (credentials,):
                 patch.setattr(module, "replace_file", replace_until_then)
             with pytest.raises(PowerCut):
                 make()

@@ -40,7 +40,7 @@ def spoil(texts, **content):
         (["fedspallm.segments=10000"], "client 0 of 2 finds "),
         (["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
         (["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "fedspallm.pattern is '3:5'"),
-        (["data-dir=data/test"], "test', allowed with dataset 'text': a folder with test/*.txt or *.jsonl"),
+        (["data-dir=data/test"], "test', allowed with dataset 'text': a folder with calibration/*"),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "run"])

@@ -21,10 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.privacy import accounting
-from fedprune_app.privacy.accounting import ORDERS, Laplace, Steps, noise_for
+from fedprune_app.privacy.accounting import ORDERS, Laplace, Steps, noise_for, paper_epsilon
 from fedprune_app.privacy.accounting import epsilon as epsilon_of
 from fedprune_app.privacy.ledger import Budget, Ledger, Overspent
-from fedprune_app.privacy.paper import paper_epsilon
 
 DELTA = 1e-5
 

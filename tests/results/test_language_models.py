@@ -9,12 +9,10 @@ import pytest
 
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
-from fedprune_app.results.perplexity_tables import perplexity_rows
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import final_rows
-from fedprune_app.results.written import markdown, write_tables
+from fedprune_app.results.tables import final_rows, markdown, perplexity_rows, write_tables
 
 
 def language_run(folder, density, seed=0, value=7.5, rounds=1, more=""):

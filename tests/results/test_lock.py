@@ -14,8 +14,7 @@ import sys
 import pytest
 
 from fedprune_app.engine.store import exclusive
-from fedprune_app.results.lock import LOCK, is_held
-from fedprune_app.results.reader import load_run, read_info
+from fedprune_app.results.reader import LOCK, is_held, load_run, read_info
 from fedprune_app.results.recorder import write_info
 from fedprune_app.results.report import write_report
 from tests.results.conftest import made_up_run

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.results.declarations import MEASURES, largest, mean
+from fedprune_app.results.declarations import MEASURES, largest, mean, noise_of_mean
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.lines import progress_line, summary_line
@@ -31,11 +31,9 @@ from fedprune_app.results.measures import (
     Title,
 )
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.remarks import noise_of_mean
 from fedprune_app.results.report import write_report
 from fedprune_app.results.rows import from_training, number_in, recorded_of_client, round_columns, row_of
-from fedprune_app.results.tables import final_rows
-from fedprune_app.results.written import comma_separated
+from fedprune_app.results.tables import comma_separated, final_rows
 from fedprune_app.running.progress import RunProgress
 from tests.conftest import tampered_app
 

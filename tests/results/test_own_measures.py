@@ -17,8 +17,7 @@ from fedprune_app.results.groups import group_runs
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import final_rows
-from fedprune_app.results.written import comma_separated, markdown
+from fedprune_app.results.tables import comma_separated, final_rows, markdown
 from fedprune_app.testing import BrokenLawError, check_system
 from tests.conftest import tampered_app
 from tests.refusing import refuses

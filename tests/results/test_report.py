@@ -19,8 +19,7 @@ from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import _packed_plotly, appearance, each_once, render, write_report
-from fedprune_app.results.tables import final_rows
-from fedprune_app.results.written import comma_separated
+from fedprune_app.results.tables import comma_separated, final_rows
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
 

@@ -12,8 +12,15 @@ from fedprune_app.config import OPTIONS
 from fedprune_app.results.columns import best_on_validation, columns, paper_bytes
 from fedprune_app.results.groups import Statistic, group_runs
 from fedprune_app.results.reader import Run, load_run
-from fedprune_app.results.tables import final_rows, statistics_of
-from fedprune_app.results.written import _latex_cell, comma_separated, latex, markdown, write_tables
+from fedprune_app.results.tables import (
+    _latex_cell,
+    comma_separated,
+    final_rows,
+    latex,
+    markdown,
+    statistics_of,
+    write_tables,
+)
 
 
 def run(

@@ -20,9 +20,8 @@ from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
+from fedprune_app.privacy.accounting import Laplace, Steps, epsilon, paper_epsilon
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.privacy.paper import paper_epsilon
 from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP

@@ -26,8 +26,8 @@ from fedprune_app.models.saving import load_packed
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.groups import group_runs
-from fedprune_app.results.perplexity_tables import perplexity_rows
 from fedprune_app.results.reader import load_run
+from fedprune_app.results.tables import perplexity_rows
 from strategies.fedspallm import FedSpaLLM
 from tests.conftest import Finished, wrapped_app
 from tests.core.test_sparsegpt import reference as sparsegpt_reference

@@ -7,8 +7,8 @@ import pytest
 from fedprune_app.models import zero_shot
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.results.groups import group_runs
-from fedprune_app.results.perplexity_tables import perplexity_rows
 from fedprune_app.results.reader import load_run
+from fedprune_app.results.tables import perplexity_rows
 from tests.models.test_zero_shot import task
 from tests.strategies.test_fedspallm import family, llm, run, settings, texts
 

@@ -8,16 +8,7 @@ All text is escaped, since plotly reads a little HTML.
 from collections.abc import Sequence
 
 from fedprune_app.results.columns import epsilon_remark
-from fedprune_app.results.figures import (
-    clients,
-    curves,
-    language,
-    layers,
-    masks,
-    settings,
-    tradeoff,
-    traffic,
-)
+from fedprune_app.results.figures import clients, curves, language, layers, masks, settings, traffic
 from fedprune_app.results.figures.common import Figure
 from fedprune_app.results.groups import Group
 
@@ -48,7 +39,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "What accuracy costs",
             "One point per setting at the end of the run: accuracy against what was spent for it. A line joins "
             "the settings of a system; bars are standard deviations over seeds.",
-            tradeoff.by_cost(groups),
+            settings.by_cost(groups),
         ),
         Figure(
             "settings",

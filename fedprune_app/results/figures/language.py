@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, text_of
 from fedprune_app.results.groups import Group, Statistic
-from fedprune_app.results.perplexity_tables import model_name, perplexity_tables
+from fedprune_app.results.tables import model_name, perplexity_tables
 
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 
