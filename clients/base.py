@@ -128,7 +128,6 @@ class ImageClient(Node):
 
     @property
     def num_examples(self) -> int:
-        """The number of training images."""
         return len(self.data.train_labels)
 
     def introduction(self) -> dict[str, Any]:

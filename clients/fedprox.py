@@ -8,8 +8,7 @@ from typing import Unpack
 from clients.base import LocalTraining
 from clients.fedavg import FedAvgClient
 from clients.task import Task
-from fedprune_app.learning.hooks import proximal
-from fedprune_app.learning.training import TrainingResult
+from fedprune_app.learning.training import TrainingResult, proximal
 
 
 class FedProxClient(FedAvgClient):

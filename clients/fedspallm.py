@@ -8,16 +8,19 @@ holds the model's embeddings, one layer, and that layer's Hessians. Layers that 
 message: it runs its hidden states through its cached dense ones (equation 9) on the way to the next that it prunes.
 """
 
+from __future__ import annotations
+
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from clients import private_text
 from clients.ledgers import open_privacy
 from clients.node import Node, Place, ReplyFields
 from clients.privacy import ClientPrivacy, Spending, noise_multiplier, planned_rounds
@@ -27,7 +30,16 @@ from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
-from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_text, windows_of
+from fedprune_app.data.text import (
+    Document,
+    calibration_documents,
+    calibration_segments,
+    own_documents,
+    perplexity_texts,
+    stdlib_training_text,
+    texts_in,
+    windows_of,
+)
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
@@ -41,6 +53,60 @@ from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
 from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
+
+Files = tuple[tuple[str, int, int], ...]
+_MOST_CLIENTS = 64  # clients whose segments are remembered
+_segments: WeakKeyDictionary[LanguageModel, dict[Hashable, tuple[Tensor, list[str]]]] = WeakKeyDictionary()
+
+
+def segments(
+    model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, **deal: Any
+) -> tuple[Tensor, list[str]]:
+    """Return :func:`calibration_segments` of the text there is, not to be written to; ``deal`` are its arguments.
+
+    With ``test_fraction`` they are of the client's own text, without its test part.
+    """
+    known = _segments.setdefault(model, {})
+    key = dataset, _files(data_dir), test_fraction, *deal.values()
+    if key not in known:
+        if test_fraction is None:
+            documents = _shared_documents(dataset, data_dir, _files(data_dir))
+        else:
+            documents = own_text(data_dir, test_fraction, deal["seed"])[0]
+        if len(known) >= _MOST_CLIENTS:
+            del known[next(iter(known))]
+        known[key] = calibration_segments(documents, model.encode, **deal)
+    return known[key]
+
+
+def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
+    """Return :func:`own_documents`, not to be written to."""
+    return _own_documents(data_dir, test_fraction, seed, _files(data_dir))
+
+
+def forget_documents() -> None:
+    """Free the memory of all but segments, once every client has introduced itself: pruning needs the room."""
+    _shared_documents.cache_clear()
+    _own_documents.cache_clear()
+
+
+def _files(data_dir: str) -> Files:
+    """Return what a folder's text depends on: path, size and time of each file."""
+    if not data_dir:
+        return ()
+    folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")
+    paths = [path for folder in folders for path in texts_in(folder)]
+    return tuple((str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths)
+
+
+@lru_cache(maxsize=1)
+def _shared_documents(dataset: str, data_dir: str, files: Files) -> Sequence[Document]:
+    return list(calibration_documents(dataset, data_dir))
+
+
+@lru_cache(maxsize=1)
+def _own_documents(data_dir: str, test_fraction: float, seed: int, files: Files) -> tuple[list[Document], str]:
+    return own_documents(data_dir, test_fraction, seed)
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
@@ -225,7 +291,7 @@ class FedSpaLLMClient(Node):
     def own_text(self) -> tuple[list[Document], str] | None:
         """These are the documents that the client learns from, and its test text, where its data is its own."""
         if self.has_own_text:
-            return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
+            return own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
@@ -234,7 +300,7 @@ class FedSpaLLMClient(Node):
         There are ``count`` segments, or for 0 as many as the client calibrates with.
         """
         options = self.options
-        return private_text.segments(
+        return segments(
             self.model,
             self.config.dataset,
             self.config.data_dir,
@@ -387,7 +453,7 @@ class FedSpaLLMClient(Node):
         else:
             position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
         if layer:
-            private_text.forget_documents()
+            forget_documents()
         for earlier_layer in range(position, layer):
             tensors = self.model.layer_tensors(earlier_layer)  # line 12
             version = int(state.meta.get("pruned", {}).get(str(earlier_layer), 0))

@@ -5,7 +5,7 @@ from torch import Tensor
 from clients.base import ImageClient, Update
 from clients.task import Task
 from fedprune_app.engine.store import State
-from fedprune_app.learning.hooks import proximal
+from fedprune_app.learning.training import proximal
 
 
 class MTLClient(ImageClient):

@@ -80,7 +80,6 @@ class Task:
 
 
 def _split_payload(payload: Payload) -> tuple[Payload, dict[int, Payload]]:
-    """Undo ``Task._as_one_payload``."""
     senders = dict.fromkeys(int(name.split("/")[1]) for name in payload.tensors if name.startswith(_PEER))
     updates = {}
     for sender in senders:

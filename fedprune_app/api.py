@@ -95,7 +95,7 @@ class RunsFailed(LaunchError):
         self.runs = list(runs)
         self.failed = dict(failed)
 
-    def __reduce__(self) -> tuple[type["RunsFailed"], tuple[str, list[Run], dict[str, str]]]:
+    def __reduce__(self) -> tuple[type[RunsFailed], tuple[str, list[Run], dict[str, str]]]:
         """Return what makes the error again, as a search does whose trials ran in other processes."""
         return type(self), (str(self), self.runs, self.failed)
 

@@ -22,8 +22,7 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.learning.evaluate import dense_gradient
-from fedprune_app.learning.hooks import proximal
-from fedprune_app.learning.training import TrainingResult
+from fedprune_app.learning.training import TrainingResult, proximal
 from fedprune_app.models.vision import load_state_tensors, state_tensors
 from fedprune_app.plugins.registering import register_dataset, register_model, register_partition, register_system
 from fedprune_app.results.own_measures import OwnMeasure

@@ -30,7 +30,6 @@ class System:
 
     @property
     def strategy(self) -> type[FederatedStrategy]:
-        """The class of the server half."""
         if not isinstance(self.server_half, str):
             return self.server_half
         cls: type[FederatedStrategy] = resolve_name(f"{STRATEGIES}.{self.server_half}")
@@ -38,7 +37,6 @@ class System:
 
     @property
     def client(self) -> type[Node]:
-        """The class of the client half."""
         if not isinstance(self.client_half, str):
             return self.client_half
         cls: type[Node] = resolve_name(f"{CLIENTS}.{self.client_half}")

@@ -112,23 +112,19 @@ class FinishedRun:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The content of run.json."""
         content: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
         return content
 
     @property
     def rounds(self) -> list[dict[str, Any]]:
-        """The rows of rounds.jsonl."""
         return self._rows("rounds.jsonl")
 
     @property
     def clients(self) -> list[dict[str, Any]]:
-        """The rows of clients.jsonl."""
         return self._rows("clients.jsonl")
 
     @property
     def sha256(self) -> str:
-        """The hash of all final models."""
         return str(self.info["final_sha256"])
 
     def _rows(self, name: str) -> list[dict[str, Any]]:

@@ -12,10 +12,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from flwr.app import RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from fedprune_app.config import Config, ConfigError
@@ -28,10 +29,41 @@ from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import exchanges, loop
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.flower import StreamedStrategy
 from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.results import own_measures
+
+
+class StreamedStrategy(Strategy):
+    """A strategy whose rounds are streamed: :meth:`start` runs them all.
+
+    Flower's own ``start`` holds all replies of a round at once and hands them to four methods as lists. These methods
+    refuse, so that nobody runs a round without the checks, records and checkpoints of a streamed one.
+    """
+
+    @abstractmethod
+    def run(self, grid: Grid, rounds_completed: int = 0, num_rounds: int | None = None) -> None:
+        """Run the rounds after ``rounds_completed``, to ``num_rounds`` or to the run's own number."""
+
+    def start(  # the rest of Flower's arguments are the run's own settings, which the strategy has
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Any = None,
+    ) -> Result:
+        """Run all rounds. What they give is in the run folder and in the strategy, not in the result."""
+        self.run(grid, num_rounds=num_rounds)
+        return Result()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise NotImplementedError("replies are streamed: call start, which runs all rounds")
+
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse
+
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -208,7 +240,6 @@ class FederatedStrategy(StreamedStrategy):
         loop.run(self, grid, num_rounds or self.config.num_server_rounds, rounds_completed)
 
     def summary(self) -> None:
-        """Log what will run."""
         log.info("%s: %d clients, %d tensors", type(self).__name__, len(self.clients), len(self.model))
 
 

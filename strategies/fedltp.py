@@ -50,9 +50,9 @@ from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.learning.device import device_of
 from fedprune_app.learning.evaluate import evaluate
-from fedprune_app.learning.hooks import adam
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
+from fedprune_app.learning.training import adam
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name

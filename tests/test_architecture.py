@@ -32,14 +32,14 @@ FILES = {  # the same of the files in a room
         {"given", "placement", "combinations", "language_models"},
     ],
     "plugins": [{"loading"}, {"registering"}],
-    "exports": [{"packed"}, {"formats", "predict"}, {"find"}, {"file", "cost"}],
+    "exports": [{"packed"}, {"formats", "predict"}, {"find"}, {"file"}],
     "launching": [
         {"local"},
         {"simulation"},
         {"credentials", "flower_cli"},
         {"processes"},
     ],
-    "running": [{"session", "demo"}, {"numbered", "progress", "signals"}],
+    "running": [{"session", "demo"}, {"numbered", "progress"}],
     "sweeps": [{"sweep"}, {"search"}, {"matrix"}, {"space"}],
     "data": [
         {"splits", "public"},
@@ -252,7 +252,7 @@ def test_a_wheel_can_move_every_import_below_fedprune(package):
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-BUDGET = 20_500
+BUDGET = 20_450
 """Statements of the product. A commit that raises the number says why; what lets it sink lowers it."""
 
 

@@ -145,7 +145,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
     """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
-    from fedprune_app.exports.cost import machine
+    from fedprune_app.exports.formats import machine
 
     table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
     for column in ("", "dense", form, "share"):

@@ -53,7 +53,6 @@ class Config(CommonOptions):
 
     @property
     def public_share(self) -> float:
-        """The share of the training images that no client gets."""
         return self.public_fraction or public_share(self.system, self.fedltp.tickets, self.fedltp.public_dataset)
 
     def settled(self) -> Self:

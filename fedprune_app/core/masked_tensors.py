@@ -22,8 +22,8 @@ _NAME = "masked_tensors"
 _BINS = 2**16
 _Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _Level = ctypes.c_int32
+# The integers that have a dtype's memory, by item size.
 _NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
-"""The integers that have a dtype's memory, by item size."""
 _ARGUMENTS = {
     "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Long, _Double, ctypes.c_int32, _Int],
     "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Double, _Int],
@@ -37,7 +37,6 @@ _ARGUMENTS = {
 
 
 def is_compiled() -> bool:
-    """Return whether the library is there."""
     return library(_NAME) is not None
 
 

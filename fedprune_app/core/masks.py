@@ -69,7 +69,6 @@ def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], densit
 
 
 def full_masks(shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> Masks:
-    """Return masks that keep everything."""
     return {name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}
 
 

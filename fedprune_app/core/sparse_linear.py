@@ -68,12 +68,10 @@ class PackedMatrix:
 
     @property
     def rows(self) -> int:
-        """Return how many rows the matrix has."""
         return len(self.words)
 
     @property
     def density(self) -> float:
-        """Return the share of the entries that are kept."""
         return float(self.starts[-1]) / max(1, self.rows * self.columns)
 
 

@@ -13,12 +13,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+# Channel masks are, for each group by its name, bool (size,), True = kept.
 Kept = dict[str, Tensor]
-"""Channel masks are, for each group by its name, bool (size,), True = kept."""
 
 
+# Extents say how far leading units reach into tensors: name → dimension → how many of its indices.
 Extents = Mapping[str, Mapping[int, int]]
-"""Extents say how far leading units reach into tensors: name → dimension → how many of its indices."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ class ChannelGroup:
 
 
 def full_channels(groups: Sequence[ChannelGroup]) -> Kept:
-    """Return channel masks that keep everything."""
     return {group.name: torch.ones(group.size, dtype=torch.bool) for group in groups}
 
 

@@ -167,7 +167,6 @@ def _list_replies(grid: HttpGrid, message_ids: list[str]) -> Any:
 
 
 def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int) -> Reply:
-    """Return one reply; the SuperLink then forgets that reply."""
     message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
     client, run_id = grid._runtime_client, grid.run.run_id
     budget = Budget(max_bytes)

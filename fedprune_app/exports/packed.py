@@ -13,8 +13,7 @@ from torch import nn
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
-from fedprune_app.exports.cost import medians, one_thread
-from fedprune_app.exports.formats import SUFFIXES
+from fedprune_app.exports.formats import SUFFIXES, medians, one_thread
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed

@@ -16,10 +16,17 @@ from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
-from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD, sgd_step
-from fedprune_app.learning.training import Augmenter, Training, TrainingResult
+from fedprune_app.learning.training import (
+    Augmenter,
+    GradientHook,
+    Objective,
+    StepHook,
+    Training,
+    TrainingResult,
+    cross_entropy,
+)
 from fedprune_app.learning.work import Alone, Grouped
 
 if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without

@@ -177,7 +177,6 @@ class LanguageModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The checkpoint's own tokenizer."""
         try:
             return import_transformers().AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
@@ -223,7 +222,6 @@ class LanguageModel:
         return {f"{self.prefix}.{layer}.{n}": t for n, t in self.matrices[layer].joined(tensors).items()}
 
     def layer_digest(self, layer: int) -> str:
-        """Return the SHA-256 of a dense layer."""
         return self._digest(layer, lambda: self.layer_tensors(layer))
 
     def shell_digest(self) -> str:

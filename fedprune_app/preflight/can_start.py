@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from clients import private_text
+from clients import fedspallm
 from clients.base import ImageClient
 from clients.node import Place
 from fedprune_app import plugins
@@ -73,7 +73,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         raise ConfigError(plugins.told(error)) from error
     finally:
         if placement.engine != "inprocess":  # other processes do the work, and need the memory
-            private_text.forget_documents()
+            fedspallm.forget_documents()
             open_model.cache_clear()
 
 

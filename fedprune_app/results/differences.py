@@ -19,8 +19,8 @@ DRAWS = 10_000
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
+# By seed and client: the accuracy of the client's own model in the last evaluated round.
 Paired = dict[tuple[int, int], float]
-"""By seed and client: the accuracy of the client's own model in the last evaluated round."""
 
 
 @dataclass(frozen=True)

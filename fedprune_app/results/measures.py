@@ -23,15 +23,14 @@ from fedprune_app.core.bounds import LARGEST_SAID, bounded
 
 Row = Mapping[str, Any]
 Take = Callable[[Sequence[float]], float | None]
+# A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.
+# It is made of rows and of the column's name. The rows are one, or the last ones of several runs whose numbers are
+# shown as their mean.
 Remark = Callable[[Sequence[Row], str], str]
-"""A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.
-
-It is made of rows and of the column's name. The rows are one, or the last ones of several runs whose numbers are shown
-as their mean."""
+# The place of what is shown after all else.
 LAST = 1000
-"""The place of what is shown after all else."""
+# Bytes of a megabyte, as the papers count.
 MEGABYTE = 1e6
-"""Bytes of a megabyte, as the papers count."""
 
 
 class Reply(Enum):

@@ -19,10 +19,10 @@ from pathlib import Path
 from fedprune_app.files import may_write, replace_file
 from fedprune_app.results.reader import read_info
 
+# The file of a folder in which fedprune replaces what it wrote before; its text is the command.
 MARK = ".fedprune"
-"""The file of a folder in which fedprune replaces what it wrote before; its text is the command."""
+# The line of a report's head that says who wrote it.
 GENERATOR = '<meta name="generator" content="fedprune">'
-"""The line of a report's head that says who wrote it."""
 _OF_A_RUN = (
     "run.json", "rounds.jsonl", "clients.jsonl", "masks.json", "progress.json", "models", "checkpoints", "clients",
     "peers", "layers", "tensorboard", "mlflow",

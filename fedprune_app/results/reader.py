@@ -30,8 +30,8 @@ from fedprune_app.results.own_measures import OwnMeasure
 
 Row = Mapping[str, Any]
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
+# From whom each client receives, by client.
 Links = Mapping[int, Sequence[int]]
-"""From whom each client receives, by client."""
 
 MAX_MASKS = 1000  # clients: their distances take about 9 MB of masks.json
 LOCK = ".lock"  # the file of a run folder that the process at work holds (engine.store.exclusive)
@@ -93,12 +93,10 @@ class Run:
 
     @property
     def system(self) -> str:
-        """The system is the key of the system that ran."""
         return str(self.info["system"])
 
     @property
     def status(self) -> str:
-        """The status is running, completed, failed or interrupted."""
         return str(self.info["status"])
 
     @property
@@ -110,12 +108,10 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """The seed is the one that the run was started with."""
         return int(self.info["seed"])
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The config has the resolved settings of the run by key."""
         config: Mapping[str, Any] = self.info["config"]
         return config
 

@@ -311,8 +311,8 @@ def _details(run: Run) -> dict[str, Any]:
     }
 
 
+# What the others are compared with, if it is there: the dense method that everybody knows.
 REFERENCE = "fedavg"
-"""What the others are compared with, if it is there: the dense method that everybody knows."""
 
 
 def comparison(groups: Sequence[Group]) -> list[str]:

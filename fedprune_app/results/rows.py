@@ -6,8 +6,8 @@ from typing import Any
 from fedprune_app.results.declarations import MEASURES, noise_of_mean
 from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
 
+# Accuracies by class are recorded of so many classes at most.
 MOST_CLASSES = 1000
-"""Accuracies by class are recorded of so many classes at most."""
 
 
 def number_in(name: str, fields: Row, *, about: str | None = None, most: float | None = None) -> float:

@@ -83,8 +83,8 @@ def data_cells(group: Group) -> tuple[str, str]:
     return dataset, value_text(run.config.get("partition")) if is_dealt else NOT_MEASURED
 
 
+# Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global.
 MODELS = ("dense", "personal_mean", "global")
-"""Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global."""
 
 
 def model_name(key: str, group: Group) -> str:

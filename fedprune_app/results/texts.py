@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+# In place of a test text's name: every client has measured its own model on its own text.
 OWN_TEXT = "own"
-"""In place of a test text's name: every client has measured its own model on its own text."""
 
 
 def windows_of_text(text: str, entry: Mapping[str, Any]) -> str:

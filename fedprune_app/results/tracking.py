@@ -99,8 +99,8 @@ class MLflow:
 
 
 Tracker = TensorBoard | MLflow
+# What opens the tracker of a run, by kind: of a run folder and of its run.json.
 TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
-"""What opens the tracker of a run, by kind: of a run folder and of its run.json."""
 
 
 def _check_server(address: str) -> None:

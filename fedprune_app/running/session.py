@@ -32,7 +32,6 @@ from fedprune_app.running.progress import RunProgress
 
 
 def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> dict[str, Any]:
-    """Run one federation, see :meth:`Session.run`."""
     with Session(console) as session:
         return session.run(prepared, folder, link)
 

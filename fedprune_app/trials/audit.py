@@ -226,7 +226,6 @@ def _numbers(config: Config, question: Question, clients: int) -> tuple[int, int
 
 
 def _app(watch: _Watch, watched: type[ImageClient]) -> ClientApp:
-    """Return the real ClientApp, in which one client is watched."""
 
     def answer(name: str, message: Message, context: Context) -> Message:
         handler = getattr(client_app, name)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from clients import private_text
+from clients import fedspallm
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app.config import parse_config
@@ -85,7 +85,7 @@ def test_the_clients_of_a_process_read_each_file_and_tokenise_each_document_once
 def test_segments_outlive_the_documents(counted):
     segments = [counted(partition).segments()[0] for partition in range(CLIENTS)]
     before = dict(counted.count)
-    private_text.forget_documents()
+    fedspallm.forget_documents()
     for partition in range(CLIENTS):
         assert torch.equal(counted(partition).segments()[0], segments[partition])
     assert counted.count == before
@@ -114,9 +114,9 @@ def test_a_client_with_text_of_its_own_reads_it_once(counted):
 
 
 def test_memory_is_bounded(counted, monkeypatch):
-    monkeypatch.setattr(private_text, "_MOST_CLIENTS", 2)
+    monkeypatch.setattr(fedspallm, "_MOST_CLIENTS", 2)
     for seed in range(4):
         for partition in range(CLIENTS):
             client = counted(partition, seed=seed)
             assert torch.equal(client.segments()[0], expected(client)[0])
-    assert len(private_text._segments[client.model]) == 2
+    assert len(fedspallm._segments[client.model]) == 2

@@ -23,7 +23,7 @@ from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import splits
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
-from fedprune_app.exports import cost, formats
+from fedprune_app.exports import formats
 from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.files import sha256_of
 from fedprune_app.models.saving import load_packed
@@ -125,8 +125,8 @@ def exported(run, client, tmp_path, format="safetensors", **options):
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Times are taken, but shortly."""
-    real = cost.latencies
-    monkeypatch.setattr(cost, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
+    real = formats.latencies
+    monkeypatch.setattr(formats, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_times_are_taken_in_turns_on_one_thread():
     torch.set_num_threads(2)
     try:
         runners = [lambda images, n=n: turns.append((n, len(images), torch.get_num_threads())) for n in "ab"]
-        times = cost.latencies(runners, (1, 2, 2))
+        times = formats.latencies(runners, (1, 2, 2))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)

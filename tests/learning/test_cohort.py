@@ -15,9 +15,9 @@ from fedprune_app.core import cohort
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning import training
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
-from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
+from fedprune_app.learning.training import proximal
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 
 SHAPES = {

@@ -11,9 +11,9 @@ from fedprune_app.core.masks import random_masks
 from fedprune_app.core.rng import generator
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning import grouped
-from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
+from fedprune_app.learning.training import proximal
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 
 META = torch.device("meta")

@@ -12,9 +12,9 @@ from fedprune_app.core.graphs import WARM_UP_STEPS
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.rng import generator
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
+from fedprune_app.learning.training import proximal
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from tests.recording import Recording
 

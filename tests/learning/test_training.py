@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning.evaluate import Evaluation, dense_gradient, evaluate
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
-from fedprune_app.learning.hooks import adam
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
+from fedprune_app.learning.training import adam
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 
 SHAPES = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "cnn-small": (1, 8, 8), "cnn-gn": (3, 8, 8)}

@@ -10,8 +10,8 @@ from fedprune_app.results.reader import Run
 
 Trace = dict[str, Any]
 _LONGEST_NAME = 24  # characters of a class
+# Ticks of an axis of shares have as many decimals as they need, since an axis may span less than 1 %.
 SHARE_TICKS = ".2~%"
-"""Ticks of an axis of shares have as many decimals as they need, since an axis may span less than 1 %."""
 HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
 
 

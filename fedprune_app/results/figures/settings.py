@@ -30,12 +30,12 @@ def _perplexity(run: Run) -> float | None:
     return None if run.headline.startswith("accuracy") else run.last(run.headline)
 
 
+# The numbers of a run's end, by what ends the names of their views.
 _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
     "": accuracy,
     ", validation": partial(Run.last, field="accuracy_validation_mean"),
     ", perplexity": _perplexity,
 }
-"""The numbers of a run's end, by what ends the names of their views."""
 
 
 def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
