@@ -5,8 +5,6 @@ after the last (:meth:`ImageClient.local_update`), and for which model the clien
 (:meth:`ImageClient.personal_model`). Each of them is given the task, which says what is asked, and the client's state.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ holds the model's embeddings, one layer, and that layer's Hessians. Layers that 
 message: it runs its hidden states through its cached dense ones (equation 9) on the way to the next that it prunes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A system's file holds only what is particular to that system. ``fedprune_app/fed
 hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

@@ -1,8 +1,8 @@
 """Fed-LTP, the server half: a winning ticket from public data, its sub-models to the clients, the best round's model.
 
 Shi, Wei, Shen, Li, Wang, Yuan, Guo, "Efficient Federated Learning with Enhanced Privacy via Lottery Ticket Pruning in
-Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; tickets are made in
-``strategies/fedltp.py``. No code was released; where the text is silent or contradicts itself:
+Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; tickets are made
+at the end of this file. No code was released; where the text is silent or contradicts itself:
 
 * P1 is the pruned share of a tensor's weights (equation 15), so ``density`` is 1 - P1. Biases stay.
 * Sub-models are made once, from the magnitudes of the ticket's weights as public data trained them: neither they nor
@@ -20,8 +20,6 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
 * Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
   the data, and nothing here could say what its release costs.
 """
-
-from __future__ import annotations
 
 import logging
 import math

@@ -1,6 +1,4 @@
-"""FedSpaLLM's global model on the server: the dense model, and on disk the layers that were pruned, by round."""
-
-from __future__ import annotations
+"""FedSpaLLM's global model on the server: the dense model, its pruned layers by round on disk, and recovery."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

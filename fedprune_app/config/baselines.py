@@ -1,7 +1,5 @@
 """The baselines that the papers compare with, of a few options each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,6 +1,4 @@
-"""How a wrong setting is told, and how it leaves a ServerApp."""
-
-from __future__ import annotations
+"""How a wrong setting is told, with what was probably meant, and how it leaves a ServerApp."""
 
 import difflib
 import reprlib

@@ -1,7 +1,5 @@
 """From flat keys to a configuration, and from one to another."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache

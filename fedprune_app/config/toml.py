@@ -1,6 +1,4 @@
-"""Settings as text: run-config files, and ``key=value`` on a command line."""
-
-from __future__ import annotations
+"""Settings as text: run-config files, shipped ones among them, and ``key=value`` on a command line."""
 
 import json
 import tomllib

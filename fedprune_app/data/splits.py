@@ -4,8 +4,6 @@ Data that are dealt without ``private`` are split by label: each part has the cl
 own data, and data dealt with ``private``, are split record by record: see :func:`_drawn`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ which holds kept values and entropy-coded masks. In ONNX and torch.export files,
 weights are zeros.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import platform

@@ -1,6 +1,4 @@
-"""Secrets of a deployment: the keys of nodes, the SuperLink's database, and who may submit runs."""
-
-from __future__ import annotations
+"""Secrets of a deployment: the keys of nodes, certificates, the SuperLink's database, and who may submit runs."""
 
 import datetime
 import ipaddress

@@ -1,6 +1,4 @@
-"""Flower's programs as processes of ours: their environment, their logs, and how they end."""
-
-from __future__ import annotations
+"""Flower's programs as processes of ours: their environment, their logs, how they end, and what became of a run."""
 
 import ctypes
 import json

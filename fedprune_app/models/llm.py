@@ -5,8 +5,6 @@ Nothing here knows a family by name: how layers are called is seen at calls of t
 more between its layers is refused when it is opened.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping

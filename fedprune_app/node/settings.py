@@ -1,7 +1,5 @@
 """What a node's operator says: where its data, state and ledger are, and which runs it takes part in."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

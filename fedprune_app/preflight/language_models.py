@@ -1,7 +1,5 @@
 """The language models that runs need are on this machine before Flower starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

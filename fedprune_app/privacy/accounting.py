@@ -4,8 +4,6 @@ One example of a data set is a blank in its neighbour. A release is one of two k
 samples, or a number with Laplace noise.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

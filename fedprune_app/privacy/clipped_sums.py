@@ -1,6 +1,4 @@
-"""Sums of clipped gradients per example, in one backward pass or by Opacus' hooks."""
-
-from __future__ import annotations
+"""Sums of clipped gradients per example, in one backward pass or by Opacus' hooks, and the layers' rules for them."""
 
 import math
 import warnings

@@ -1,7 +1,5 @@
 """All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial

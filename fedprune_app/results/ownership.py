@@ -7,8 +7,6 @@
 Errors here are ``ValueError`` of one line that names what is in the way.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

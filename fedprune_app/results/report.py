@@ -1,7 +1,5 @@
 """A report is one self-contained HTML page that compares runs: it needs no server and no network."""
 
-from __future__ import annotations
-
 import base64
 import os
 import zlib

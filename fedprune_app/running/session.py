@@ -1,6 +1,4 @@
-"""A run goes from start to end, on any engine; its progress is shown and its outcome is checked."""
-
-from __future__ import annotations
+"""A run goes from start to end, on any engine; its progress is shown, signals end it, and its outcome is checked."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""This figure shows what a setting does: accuracy or perplexity against the value of a setting that runs vary."""
-
-from __future__ import annotations
+"""These figures show settings: what each does to the main number, and what accuracy costs."""
 
 import itertools
 import math
