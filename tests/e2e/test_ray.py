@@ -113,7 +113,7 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     rounds = read(out, "rounds.jsonl")
     assert [row["replies"] for row in rounds] == [5, 3, 5]
     assert [row["failures"] for row in rounds] == [1, 3, 1]
-    assert [row["stragglers"] for row in rounds] == [0, 1, 0]
+    assert [row["stragglers"] for row in rounds] == [0, 2, 0]  # a client of the same cohort waits for client 4
     reasons = " ".join(text for row in rounds for text in row["failure_reasons"])
     assert "client 3: RuntimeError: my disk is full" in reasons
     assert "client 2: its process died" in reasons

@@ -126,7 +126,7 @@ def test_a_model_that_is_not_to_be_had_is_told_before_anything_starts(command, t
         refused = fedprune(hub, tmp_path, command, *what[command], *place)
     assert refused.returncode == 2, refused.stderr  # not 1, which is a run that failed
     where = f"matrix '{matrix}', run 'fedspallm-text-modelsome_other-seed0': " if command == "sweep" else ""
-    assert f"error: {where}model 'some/other' cannot be downloaded: " in refused.stderr
+    assert f"error: {where}model is 'some/other', cannot be downloaded: " in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
