@@ -131,7 +131,7 @@ class Checker:
             "preflight.describe.data_found",
             "results.report.write_report",
             "launching.local.is_healthy",
-            "launching.certificates.check_link",
+            "launching.credentials.check_link",
             "launching.credentials.make_database",
             "launching.credentials.make_control_secret",
             "launching.credentials.log_in",
