@@ -173,7 +173,7 @@ def listening(certificates=None):
     with socket.create_server(("127.0.0.1", 0)) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if certificates:
-            context.load_cert_chain(credentials.certificate, credentials.key)
+            context.load_cert_chain(certificates.certificate, certificates.key)
 
         def answer():
             with suppress(OSError), server.accept()[0] as connection:
@@ -233,8 +233,7 @@ def power_cut(monkeypatch):
             replace_file(path, *arguments, **more)
 
         with monkeypatch.context() as patch:
-            for module in (credentials,):
-                patch.setattr(module, "replace_file", replace_until_then)
+            patch.setattr(credentials, "replace_file", replace_until_then)
             with pytest.raises(PowerCut):
                 make()
 
