@@ -146,9 +146,9 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
         tables={
-            "Final numbers": _table(groups, outcome(groups), num_named=4),
+            "Final numbers": _table(groups, outcome(groups), is_first=True),
             "Perplexity": _perplexity_table(groups),
-            "What it cost": _table(groups, cost(), num_named=1),
+            "What it cost": _table(groups, cost()),
         },
         differences=difference_tables(groups),
         figures=all_figures,
@@ -188,13 +188,16 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], shown_columns: Sequence[Column], num_named: int) -> dict[str, Any]:
-    """Return a part of the final table, with ``num_named`` of the four columns that name a row."""
+def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
+    """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown_columns)
+    common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
+    redundant_titles = common_titles if is_first else {"Dataset", "Partition", "Seeds"}
+    indices = [i for i, title in enumerate(header) if title not in redundant_titles]
     return {
-        "header": header[:num_named] + header[4:],
-        "rows": [row[:num_named] + row[4:] for row in rows],
-        "texts": min(num_named, 3),
+        "header": [header[i] for i in indices],
+        "rows": [[row[i] for i in indices] for row in rows],
+        "texts": len({"System", "Dataset", "Partition"} - redundant_titles),
         "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
@@ -332,25 +335,38 @@ def traffic(group: Group) -> Statistic | None:
 
 def _sentences(groups: Sequence[Group]) -> Iterator[str]:
     accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
-    best = max(groups, key=lambda group: accuracy[group.label])
-    reference = next((group for group in groups if group.system == REFERENCE), best)
-    yield f"With {reference.label}, clients' own models have {accuracy[reference.label]:.1f} %."
-    for group in groups:
+    standalone_groups = [group for group in groups if group.system == "standalone"]
+    federated_groups = [group for group in groups if group not in standalone_groups]
+    for group in standalone_groups:
+        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average."
+    best = max(federated_groups or standalone_groups, key=lambda group: accuracy[group.label])
+    reference = next((group for group in federated_groups if group.system == REFERENCE), best)
+    reference_accuracy = accuracy[reference.label]
+    if reference in federated_groups:
+        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %."
+    for group in federated_groups:
         if group is not reference:
-            points = accuracy[group.label] - accuracy[reference.label]
+            points = accuracy[group.label] - reference_accuracy
             beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
-    num_clients = len(reference.runs[0].info.get("partition") or ())
-    counts = f"{number_of(len(reference.runs), 'seed')}, {number_of(num_clients, 'client')}"
-    yield f"{counts}: another seed may differ."
+    count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"
+    yield f"{count}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
 
 
 def _cost(group: Group, reference: Group) -> str:
     operations = [Statistic.of(run.total("flops") for run in side.runs) for side in (group, reference)]
     pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
     shares = [
-        f"{ours.mean / theirs.mean:,.2f} times the {quantity}"
+        f"{_times(ours.mean / theirs.mean)} the {quantity}"
         for quantity, ours, theirs in pairs
         if ours and theirs and theirs.mean
     ]
     return f", for {' and '.join(shares)}" if shares else ""
+
+
+def _times(ratio: float) -> str:
+    if ratio < 0.005:
+        return "next to none of"
+    if 0.995 <= ratio < 1.005:
+        return "all of"
+    return f"{ratio:.2f} of" if ratio < 1.95 else f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:.0f} times"

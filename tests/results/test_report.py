@@ -18,7 +18,7 @@ from fedprune_app.results.figures import figures, settings
 from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.report import _packed_plotly, appearance, each_once, render, write_report
+from fedprune_app.results.report import _packed_plotly, _times, appearance, each_once, render, write_report
 from fedprune_app.results.tables import comma_separated, final_rows
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
@@ -384,8 +384,16 @@ def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_p
     said = Elements(page_of(folders, tmp_path / "report.html")).text
     assert f"With fedavg, clients' own models have {own[0]:.1f} %." in said
     assert f"With subfedavg they have {own[1]:.1f} %, {own[0] - own[1]:.1f} points below, for " in said
-    assert "1 seed, 20 clients: another seed may differ." in said
+    assert "One seed, 20 clients: another seed may differ." in said
     assert "With fedprox" not in said  # its clients have other data
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0.001, "next to none of"), (0.666, "0.67 of"), (1.001, "all of"), (2.13, "2.1 times"), (41.7, "42 times")],
+)
+def test_a_ratio_is_put_into_words(ratio, words):
+    assert _times(ratio) == words
 
 
 def test_each_client_of_the_last_evaluation_is_a_point_and_the_diamond_is_the_worst_tenth(six):
