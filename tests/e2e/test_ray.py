@@ -99,6 +99,7 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
 
     out = tmp_path / "run"
     settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}
+    settings |= {"cohort": 1}  # else those that work beside client 4 wait for it, too
     place = Placement("ray", num_clients=6, num_workers=2)
     with Session(Console(stderr=True)) as session:
         # a worker that died starts anew within the deadline; how long that takes on this machine, a whole run tells
@@ -113,7 +114,7 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     rounds = read(out, "rounds.jsonl")
     assert [row["replies"] for row in rounds] == [5, 3, 5]
     assert [row["failures"] for row in rounds] == [1, 3, 1]
-    assert [row["stragglers"] for row in rounds] == [0, 2, 0]  # a client of the same cohort waits for client 4
+    assert [row["stragglers"] for row in rounds] == [0, 1, 0]
     reasons = " ".join(text for row in rounds for text in row["failure_reasons"])
     assert "client 3: RuntimeError: my disk is full" in reasons
     assert "client 2: its process died" in reasons
