@@ -5,35 +5,27 @@ Every reply passes the same checks on its way in, whichever system asked for it.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flwr.app import MessageType, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, exchange, require
+from fedprune_app.engine.exchange import Answer, exchange, message_to, require
+from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.round import Outgoing, Round, RoundLog
+from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
 from fedprune_app.results.declarations import mean
-from fedprune_app.results.measures import Reply
+from fedprune_app.results.measures import Measures, Reply
 from fedprune_app.results.rows import from_training, number_in, round_columns, row_of
 
 if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy
-
-
-import reprlib
-
-from flwr.app import Message
-from torch import Tensor
-
-from fedprune_app.engine.exchange import message_to
-from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.round import RunContext
-from fedprune_app.results.measures import Measures
 
 # takes in a client's reply, its named values and its content; returns columns. ``ValueError`` refuses the reply
 Read = Callable[[int, wire.Fields, RecordDict], dict[str, Any]]
