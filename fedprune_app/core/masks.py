@@ -235,7 +235,10 @@ def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
     if not count:
         return torch.zeros_like(eligible)
     shape, scores, eligible = eligible.shape, scores.reshape(-1), eligible.reshape(-1)
-    candidates = scores[eligible]
+    if scores.device.type == "cpu":
+        candidates = torch.from_numpy(scores.numpy()[np.flatnonzero(eligible.numpy())])  # six times as fast as torch's
+    else:
+        candidates = scores[eligible]
     threshold = kth_smallest(candidates, len(candidates) - count + 1)
     selection = eligible & (scores > threshold)
     ties = (eligible & (scores == threshold)).nonzero().squeeze(1)

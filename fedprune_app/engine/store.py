@@ -73,9 +73,14 @@ def write_tensors(
     Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. Raises
     ``ValueError`` for values that are no JSON.
     """
-    # a tensor may stand there under two names, and a file of safetensors holds no memory twice
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(copies).digest()}
+    contiguous: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        copy = tensor.detach().cpu().contiguous()
+        # a tensor may stand there under two names, and a file of safetensors holds no memory twice
+        contiguous[name] = copy.clone() if copy.data_ptr() in addresses and copy.numel() else copy
+        addresses.add(copy.data_ptr())
+    header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
     try:
         text = json.dumps(sealed_json(header))
     except (TypeError, ValueError) as error:
@@ -83,7 +88,7 @@ def write_tensors(
             f"a state's meta cannot be written as JSON: {error}; "
             "allowed: texts, numbers, lists, and tables with texts for keys"
         ) from error
-    replace_file(path, save(copies, metadata={_KEY: text}), durable=durable)
+    replace_file(path, save(contiguous, metadata={_KEY: text}), durable=durable)
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:

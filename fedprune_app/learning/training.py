@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedprune_app.core.graphs import Recorder
 from fedprune_app.learning.evaluate import check_examples
 from fedprune_app.learning.flat import check_masks, check_names
 from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
-from fedprune_app.learning.parts import Part
+from fedprune_app.learning.parts import Network, Part
 from fedprune_app.learning.sgd import SGD
 
 if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
     from fedprune_app.privacy.dpsgd import DPSGD
-
-
-from torch.nn import functional as F
-
-from fedprune_app.learning.parts import Network
 
 # a gradient hook changes gradients in place, given all trained (parameters, gradients) by name
 GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
@@ -205,7 +201,11 @@ class Training:
 
     def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
         """Put the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
-        images[: len(batch)], labels[: len(batch)] = self.examples(batch)
+        if self.augment is None and len(batch) == len(images):
+            torch.index_select(self._on_device[0], 0, batch, out=images)
+            torch.index_select(self._on_device[1], 0, batch, out=labels)
+        else:
+            images[: len(batch)], labels[: len(batch)] = self.examples(batch)
 
     def result(self, loss_sum: float) -> TrainingResult:
         """Return the result, once the training is over, from the sum of the examples' losses."""
