@@ -29,7 +29,7 @@ from rich.table import Table
 
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.federation import registration
 from fedprune_app.results.recorder import Recorder
 

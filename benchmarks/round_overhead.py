@@ -42,20 +42,18 @@ from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
-from fedprune_app.data.data_config import data_config
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import message_to
-from fedprune_app.engine.inprocess import InProcessGrid
-from fedprune_app.engine.run_folder import new_run_key
+from fedprune_app.engine.simulated_grid import InProcessGrid
+from fedprune_app.engine.store import new_run_key
 from fedprune_app.learning import training as own_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import run
 

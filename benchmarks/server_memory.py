@@ -44,8 +44,7 @@ from fedprune_app.core.masks import erk_densities, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.engine import wire
-from fedprune_app.engine.run_folder import new_run_key
-from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.engine.store import State, VersionedStore, new_run_key
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors

@@ -28,7 +28,7 @@ from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import Kept, coordinate_masks, shrink
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.train import train
-from fedprune_app.models.channels import channel_groups
+from fedprune_app.models.initial import channel_groups
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The client half that all image systems share: local training, and evaluation of what is personal and received.
+"""The client half that all image systems share: local training, what it costs, and the evaluation of its models.
 
 A system overrides what differs: where training starts (:meth:`ImageClient.begin`), what happens between epochs and
 after the last (:meth:`ImageClient.local_update`), and for which model the client answers
@@ -16,26 +16,63 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from clients.costs import Costs, sgd
 from clients.images import SAID_OF_IMAGES, Images
-from clients.ledgers import open_privacy
 from clients.node import Node, Place, ReplyFields
-from clients.privacy import Spending
+from clients.privacy import Spending, open_privacy
 from clients.task import Task
 from fedprune_app.config import OPTIONS, Config, has_effect
 from fedprune_app.core import rng
-from fedprune_app.core.flops import sparse_flops
+from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
+from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.files import replace_file
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.evaluate import Evaluation, evaluate
+from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import HowToTrain, train
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
-from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.models.initial import initial_model, layer_flops, shared_names, trains_on_one
+
+
+def sgd(config: Config, dataset: Dataset, learning_rate: float, **fields: Any) -> SGD:
+    """Return the run's settings of SGD with this learning rate; ``fields`` are others."""
+    can_train_on_one = trains_on_one(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
+    steps = config.steps_per_epoch
+    return SGD(
+        learning_rate, batch_size=config.batch_size, steps_per_epoch=steps, skips_lone=not can_train_on_one, **fields
+    )
+
+
+class Costs:
+    """The costs of a client with so many examples to train on."""
+
+    def __init__(self, config: Config, dataset: Dataset, num_examples: int) -> None:
+        self.config, self.dataset, self.num_examples = config, dataset, num_examples
+
+    @property
+    def by_layer(self) -> Mapping[str, int]:
+        config, dataset = self.config, self.dataset
+        return layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
+
+    def training(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
+        """Return the FLOPs of training for so many epochs, by default a round's, under these masks."""
+        return training_flops(self.by_layer, self.examples(epochs), masks)
+
+    def examples(self, epochs: int | None = None) -> int:
+        """Return how many examples so many epochs take, by default a round's, counting one as often as it is taken.
+
+        The batches of a private step differ in size. Their expected size is counted, which is public.
+        """
+        config, settings = self.config, sgd(self.config, self.dataset, self.config.learning_rate)
+        per_epoch = settings.examples_per_epoch(self.num_examples)
+        if config.dp.enabled:
+            per_epoch = settings.steps_of(self.num_examples) * min(config.batch_size, self.num_examples)
+        return per_epoch * (config.local_epochs if epochs is None else epochs)
+
 
 Scores = dict[str, float | None]
 

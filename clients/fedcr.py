@@ -23,13 +23,12 @@ from clients.node import Place, never_private
 from clients.task import Task
 from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng
-from fedprune_app.core.gaussians import experts_by_class, kl_divergence
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.learning.parts import Network
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.variational import Variational
+from fedprune_app.models.variational import Variational, experts_by_class, kl_divergence
 
 
 class FedCRClient(FedP3Client):

@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from clients.ledgers import open_privacy
 from clients.node import Node, Place, ReplyFields
-from clients.privacy import ClientPrivacy, Spending, noise_multiplier, planned_rounds
+from clients.privacy import ClientPrivacy, Spending, noise_multiplier, open_privacy, planned_rounds
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.config.fedspallm import CUT

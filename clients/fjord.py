@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from clients.base import ImageClient, Update
-from clients.local_pruning import FJORD_SHARES, OrderedDropout
+from clients.fedp3 import FJORD_SHARES, OrderedDropout
 from clients.node import Place, parts_not_private
 from clients.subfedavg import pruned
 from clients.task import Task

@@ -26,9 +26,9 @@ from clients.node import Place
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
+from fedprune_app.core.aggregate import perm_k_owners
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.sketches import perm_k_owners
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models.names import chosen_name
 

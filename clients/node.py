@@ -15,7 +15,7 @@ from clients.privacy import ClientPrivacy, Spending
 from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.simulated import is_beside_server
+from fedprune_app.engine.simulated_grid import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
@@ -130,7 +130,7 @@ class Node(NumPyClient):
     Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
     :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report`; and :meth:`evaluation`.
 
-    ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :func:`clients.ledgers.open_privacy` opens.
+    ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :func:`clients.privacy.open_privacy` opens.
     """
 
     versions_kept = 3  # of its state, below the one the server last took in

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from fedprune_app.cli.first_look import DEMO_SYSTEMS, demo_settings
 from fedprune_app.results.reader import load_run
-from fedprune_app.running.demo import DEMO_SYSTEMS, demo_settings
 
 ROOT = Path(__file__).parents[1]
 DEMO, ASSETS = ROOT / "runs" / "demo", ROOT / "docs" / "assets"

@@ -33,8 +33,7 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
-from fedprune_app.preflight.given import Given, trusted_code, with_plugins
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
@@ -329,8 +328,7 @@ def export(
     the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
     ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.
     """
-    from fedprune_app.exports.formats import export_model, format_of
-    from fedprune_app.exports.packed import check_options, is_language_model, pack_model
+    from fedprune_app.exports.formats import check_options, export_model, format_of, is_language_model, pack_model
 
     path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):

@@ -11,11 +11,11 @@ from flwr.clientapp import ClientApp
 from clients.node import Kind, Node, Place, check_reply
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
-from fedprune_app.data.errors import FileError
+from fedprune_app.data.dataset import FileError
 from fedprune_app.engine import wire
-from fedprune_app.engine.run_folder import client_state_folder
+from fedprune_app.engine.store import client_state_folder
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.node.settings import check_capacity, node_settings, number_of
+from fedprune_app.node import check_capacity, node_settings, number_of
 from fedprune_app.registry import SYSTEMS
 
 log = logging.getLogger("flwr.fedprune")

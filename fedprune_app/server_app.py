@@ -13,8 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedprune_app import plugins
 from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.engine.flower_private import add_exit_handler
-from fedprune_app.engine.run_folder import new_run_key, run_folder
-from fedprune_app.engine.store import START, State, checkpoint_store, exclusive
+from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
 from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients

@@ -33,14 +33,13 @@ from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, Scalar, paths_from_here, with_carrier
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import exchange, inprocess, wire
+from fedprune_app.engine import exchange, simulated_grid, wire
 from fedprune_app.engine.flower_private import set_answered_id
-from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
 from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
 from fedprune_app.learning.training import TrainingResult
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import System
 from fedprune_app.results import own_measures
@@ -152,7 +151,7 @@ def check_system(
     process; that takes some seconds more. Raises :class:`BrokenLawError`.
     """
     files = [plugins] if isinstance(plugins, str) else list(plugins)
-    with scratch_folder() as folder, inprocess.quiet():
+    with scratch_folder() as folder, simulated_grid.quiet():
         values: dict[str, Scalar] = {**(settings or {}), "system": name, "plugins": ",".join(files)}
         laws = _Laws(folder, {**QUICK, **paths_from_here(values)})
         laws.completes()
@@ -288,7 +287,7 @@ def run_with(
     """Run a federation with the settings ``values`` in this process, on ``grid``, in ``folder``."""
     config = prepare(Given({**values, "out-dir": str(folder)})).config
     replies: dict[str, list[set[str]]] = defaultdict(list)
-    with mock.patch.object(inprocess, "InProcessGrid", listening(grid, replies)):
+    with mock.patch.object(simulated_grid, "InProcessGrid", listening(grid, replies)):
         run_in_process(server_app.app, client_app.app, clients, with_carrier(config))
     return ObservedRun(folder, replies)
 

@@ -25,9 +25,8 @@ from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import exchanges, loop
-from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.participation import Participation, check_min_replies
+from fedprune_app.federation.participation import Budgets, Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.results import own_measures
 

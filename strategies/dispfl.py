@@ -6,8 +6,8 @@ Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``cli
 
 from fedprune_app.config import DisPFLOptions
 from fedprune_app.engine.wire import Schema
+from fedprune_app.results.similarity import MaskDistances
 from strategies.gossip import Gossip
-from strategies.mask_distances import MaskDistances
 
 _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after the last round
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 
 from fedprune_app.config import FedP3Options
-from fedprune_app.core.gaussians import product_with_standard_normal
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import LARGEST, Schema
 from fedprune_app.federation.round import Round
+from fedprune_app.models.variational import product_with_standard_normal
 from strategies.fedp3 import FedP3
 
 MEAN, STD = "prior.mean", "prior.std"

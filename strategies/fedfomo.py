@@ -14,7 +14,7 @@ from fedprune_app.core import rng
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from strategies.relay import Relay
+from strategies.gossip import Relay
 
 _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.federation.round import Outgoing, Round
-from strategies.relay import Relay
+from strategies.gossip import Relay
 
 
 class MTL(Relay):

@@ -22,7 +22,7 @@ from fedprune_app import cli, client_app, registry, server_app
 from fedprune_app.config import config as configuration
 from fedprune_app.config import parse_config, plugged
 from fedprune_app.data import names as data_names
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.learning import training
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.models import names as model_names

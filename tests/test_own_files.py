@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedprune_app.cli import first_look
 from fedprune_app.results.ownership import MARK, is_marked, mark
 from fedprune_app.results.recorder import write_info
 from tests.results.conftest import made_up_run
@@ -132,13 +133,13 @@ def test_a_deployment_does_not_begin_in_a_users_folder(fedprune, tmp_path):
 @pytest.fixture
 def quick_demo(monkeypatch):
     """The demo with runs of one system that are made up, on no engine."""
-    from fedprune_app.running import demo, session
+    from fedprune_app.running import session
 
     def run(session, prepared, folder):
         made_up_run(folder, prepared.config.system, rounds=1)
         return {}
 
-    monkeypatch.setattr(demo, "DEMO_SYSTEMS", ("fedavg", "standalone"))
+    monkeypatch.setattr(first_look, "DEMO_SYSTEMS", ("fedavg", "standalone"))
     monkeypatch.setattr(session.Session, "run", run)
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.cli.looking import _print_predictions
-from fedprune_app.cli.terminal import print_rows, say
 from fedprune_app.exports.predict import Prediction
-from fedprune_app.terminal import Terminal
+from fedprune_app.terminal import Terminal, print_rows, say
 from tests.results.conftest import made_up_run
 
 RED, SHOWN = "\x1b[31m\u202e", r"\x1b[31m\u202e"  # a command to the terminal, and what is shown of it

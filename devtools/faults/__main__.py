@@ -26,13 +26,12 @@ from devtools.faults.schedule import Schedule
 from devtools.faults.simulation import Simulation
 from devtools.faults.tour import write_tour
 from fedprune_app.cli import main
-from fedprune_app.cli.terminal import Plugins, console, say
 from fedprune_app.config import ConfigError
 from fedprune_app.files import scratch_folder
 from fedprune_app.preflight.given import Given, given_in
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.report import check_page_name
-from fedprune_app.terminal import Terminal
+from fedprune_app.terminal import Plugins, Terminal, console, say
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

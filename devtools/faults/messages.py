@@ -16,7 +16,7 @@ from devtools.faults.story import Kind, Story
 from fedprune_app import testing
 from fedprune_app.core import rng
 from fedprune_app.engine.flower_private import set_answered_id
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 
 _SHARE = 0.1  # of the messages go wrong
 _JUMP_SECONDS = 1e6

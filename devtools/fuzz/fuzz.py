@@ -34,13 +34,13 @@ with atheris.instrument_imports(
     from fedprune_app.engine.store import State, read_tensors, write_tensors
     from fedprune_app.exports.file import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.federation import exchanges
-    from fedprune_app.federation.budgets import Budgets
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
+    from fedprune_app.federation.participation import Budgets
     from fedprune_app.models.vision import build_model, state_tensors
     from fedprune_app.preflight.given import Given
     from fedprune_app.results.measures import Reply
     from fedprune_app.results.reader import read_info, read_masks, read_rows
-    from fedprune_app.results.rows import row_of
+    from fedprune_app.results.recorder import row_of
     from fedprune_app.sweeps.matrix import read_matrix
 
 import torch

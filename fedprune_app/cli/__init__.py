@@ -10,17 +10,17 @@ import click
 import typer
 
 from fedprune_app import __version__
-from fedprune_app.cli import deploying, first_look, looking, running, trials
-from fedprune_app.cli.terminal import say
+from fedprune_app.cli import deploying, first_look, looking, running
 from fedprune_app.config import OPTIONS, ConfigError
 from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.terminal import say
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train, prune and compare personalised federated models.",
 )
-for _commands in (running, looking, trials, first_look):
+for _commands in (running, looking, first_look):
     app.add_typer(_commands.app)
 app.add_typer(deploying.app, name="deploy", help="Deploy on real nodes, with TLS and keys; see docs/deploy.md.")
 _INTERRUPTED = 130

@@ -8,13 +8,12 @@ from typing import Annotated
 import typer
 
 from fedprune_app.cli.running import run_once
-from fedprune_app.cli.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, say
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.config.options import share_in_turn
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import given_in
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Placement, given_in
 from fedprune_app.preflight.prepare import prepare
+from fedprune_app.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, say
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -48,7 +47,7 @@ def local(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     from fedprune_app.config import POLICY_FILE
-    from fedprune_app.node.settings import read_policy
+    from fedprune_app.node import read_policy
 
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:

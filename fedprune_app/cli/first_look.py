@@ -1,4 +1,4 @@
-"""Commands for a first look: ``list`` and ``demo``."""
+"""Commands for a first look: ``list`` and ``demo``, which is small enough for two cores and three minutes."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,62 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.cli.running import say_sizes
-from fedprune_app.cli.terminal import Out, Plugins, Workers, console, say
-from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
+from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
-from fedprune_app.preflight.given import Given, given_in
-from fedprune_app.preflight.placement import Placement
-from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import Terminal
+from fedprune_app.preflight.given import Given, Placement, given_in
+from fedprune_app.preflight.prepare import check_out, prepare
+from fedprune_app.results.ownership import check_free, is_marked
+from fedprune_app.results.reader import read_info
+from fedprune_app.terminal import Out, Plugins, Terminal, Workers, console, say
+
+DEMO_CLIENTS = 20
+DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
+LLM_CLIENTS = 4
+LLM_DENSITIES = (0.5, 0.3)
+
+
+def demo_settings(system: str) -> dict[str, Scalar]:
+    """Return the settings of one system's demo run: the embedded digits, label shares of each client by Dirichlet(0.3).
+
+    A client has 72 images of several classes, so it gains by a federation. Gossip at density 0.5 gains little there.
+    """
+    return {
+        "system": system,
+        "evaluate-every": 2,
+        "partition": "dirichlet-client",
+        "num-server-rounds": 20,
+        "fraction-train": 0.5,
+        **({"density": 0.8, "dispfl.growth": "random"} if system == "dispfl" else {}),
+    }
+
+
+def llm_settings(density: float) -> dict[str, Scalar]:
+    """Return the settings of one run on the embedded language model; clients hold packages of the standard library."""
+    return {
+        "system": "fedspallm",
+        "dataset": "stdlib",
+        "num-server-rounds": 1,
+        "fraction-train": 1.0,
+        "density": density,
+        "batch-size": 64,
+        "fedspallm.deal": "one",
+        "fedspallm.block-size": 16,  # an eighth of the model's width
+        "fedspallm.segments": 32,
+        "fedspallm.test-windows": 256,
+    }
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace what is there.
+
+    A demo may replace an earlier demo's run, unless somebody has continued that one.
+    """
+    check_out(folder)
+    check_free(folder)
+    is_there = (folder / "run.json").exists()
+    if is_there and (not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds")):
+        raise ConfigError("--out", folder, "another folder", which="holds a run that is no demo's")
+
 
 app = typer.Typer()
 
@@ -112,11 +161,7 @@ def demo(
     Its language model is first trained here, on Python's own sources.
     The runs of an earlier demo in --out are replaced.
     """
-    from fedprune_app.preflight.language_models import embedded_model
-    from fedprune_app.results.ownership import check_report_file, mark, remove_run
-    from fedprune_app.results.recorder import holds_run
-    from fedprune_app.results.report import write_report
-    from fedprune_app.running.demo import (
+    from fedprune_app.cli.first_look import (
         DEMO_CLIENTS,
         DEMO_SYSTEMS,
         LLM_CLIENTS,
@@ -125,6 +170,10 @@ def demo(
         demo_settings,
         llm_settings,
     )
+    from fedprune_app.preflight.language_models import embedded_model
+    from fedprune_app.results.ownership import check_report_file, mark, remove_run
+    from fedprune_app.results.recorder import holds_run
+    from fedprune_app.results.report import write_report
     from fedprune_app.running.session import Session
 
     out = out.expanduser().resolve()

@@ -8,7 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from fedprune_app.cli.terminal import (
+from fedprune_app.files import next_folder
+from fedprune_app.preflight.given import Placement, given_in
+from fedprune_app.preflight.prepare import Prepared, prepare
+from fedprune_app.terminal import (
     AcceptLoss,
     Configs,
     Engine,
@@ -21,12 +24,9 @@ from fedprune_app.cli.terminal import (
     print_rows,
     say,
 )
-from fedprune_app.preflight.given import given_in
-from fedprune_app.preflight.placement import Placement
-from fedprune_app.preflight.prepare import Prepared, prepare
-from fedprune_app.running.numbered import LATEST, next_folder
 
 app = typer.Typer()
+LATEST = Path("runs/latest")  # the link to the run that was started last without a folder of its own
 _MOST_LINES = 10  # of one kind, at the end of a run
 
 

@@ -11,13 +11,19 @@ This package is a leaf of the house: it imports nothing of ours, and everything 
 from fedprune_app.config.baselines import FedSPAOptions
 from fedprune_app.config.common import Table, class_names
 from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
-from fedprune_app.config.effects import check_effects, has_effect
 from fedprune_app.config.errors import REFUSED, ConfigError, refused, told_of
 from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
 from fedprune_app.config.options import Kind, Option, Scalar, option
-from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below
+from fedprune_app.config.parsing import (
+    check_effects,
+    check_resumable,
+    has_effect,
+    parse_config,
+    paths_from_here,
+    written_below,
+)
 from fedprune_app.config.plugged import check_uses, is_used, register_table, uses_of, with_carrier
 from fedprune_app.config.policy import NO_POLICY, POLICY_FILE, POLICY_KEYS, Policy, PolicyError, declined
 from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value

@@ -21,9 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.dataset import Dataset, Form, Images, Labels, scale
-from fedprune_app.data.errors import shortened
-from fedprune_app.data.labels import coded, in_order, text_of
+from fedprune_app.data.dataset import Dataset, Form, Images, Labels, coded, in_order, scale, shortened, text_of
 from fedprune_app.data.partitions import Indices
 from fedprune_app.data.pictures import as_deep_as, stacked
 

@@ -1,9 +1,9 @@
-"""A dataset is a labelled set of examples in memory; here is also what its readers share."""
+"""A dataset is a labelled set of examples in memory; here is also what its readers share: labels, files, errors."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +13,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.files import locked
+
+
+def shortened(names: Sequence[str], limit: int = 12) -> str:
+    """Return the first ``limit`` names as text, and how many there are beside these.
+
+    >>> shortened(["a", "b", "c"], limit=2)
+    'a, b, ... (1 more)'
+    """
+    suffix = f", ... ({len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix
+
+
+class FileError(ValueError):
+    """A data file cannot be used: the text names the file, and ``unnamed`` says only its ``place``.
+
+    A file's name may tell whom the file is about, and a reason what is in it. So a node's errors that go to a server
+    have neither.
+    """
+
+    def __init__(self, path: Path | str, place: str, reason: str) -> None:
+        super().__init__(f"'{path}' {reason}")
+        self.unnamed = f"{place} cannot be used; the node's log says which one and why"
+
+
+def text_of(value: object) -> str:
+    """Return the text of a label or an owner. Bytes are UTF-8, and a whole number has no fraction.
+
+    >>> text_of(b"cat"), text_of(1.0), text_of("1.0")
+    ('cat', '1', '1.0')
+    """
+    if isinstance(value, bytes):
+        return value.decode()
+    return str(int(value) if isinstance(value, float | np.floating) and value.is_integer() else value)
+
+
+def in_order(labels: Collection[str]) -> tuple[str, ...]:
+    """Return the different labels in order: numbers by their value, texts by their letters."""
+    sorted_labels = sorted({*labels})  # it also orders 01 and 1
+    try:
+        return tuple(sorted(sorted_labels, key=float))
+    except ValueError:
+        return tuple(sorted_labels)
+
+
+def coded(
+    labels: Mapping[str, Sequence[str]], classes: Sequence[str], refuse: Callable[[str, str], ValueError]
+) -> dict[str, NDArray[np.int64]]:
+    """Return the labels of each part as numbers of ``classes``.
+
+    What ``refuse`` makes of a part and of a label that is no class is raised.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    for part, names in labels.items():
+        if unknown_labels := sorted({*names} - {*classes}):
+            raise refuse(part, unknown_labels[0])
+    return {part: np.array([numbers[name] for name in names], dtype=np.int64) for part, names in labels.items()}
+
 
 Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
 Labels = NDArray[np.int64]

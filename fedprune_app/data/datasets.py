@@ -1,27 +1,219 @@
-"""Image datasets are uint8 arrays: embedded digits, the papers' public sets, and folders of images.
+"""Image datasets are uint8 arrays: embedded digits, the papers' public sets, folders of images, a server's public ones.
 
 Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its binary version, decoded images
 from ``.npy`` files.
 """
 
+import json
+import string
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.data import brought, folders, leaf, tables
-from fedprune_app.data.cifar import CIFAR10_NORM, cifar_binary
+from fedprune_app.data import brought, folders, partitions, tables
 from fedprune_app.data.dataset import (
     Dataset,
     Form,
+    Images,
+    Labels,
+    Split,
+    fetch_archive,
     first_folder,
     measured_scale,
+    missing,
+    owned_by,
+    require,
+    scale,
+    visible,
 )
-from fedprune_app.data.idx import IDX, idx_dataset
 from fedprune_app.data.names import LOADERS
-from fedprune_app.data.partitions import stratified_holdout
+from fedprune_app.data.partitions import Indices, stratified_holdout
+
+CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+
+
+def femnist(folder: Path, *, public_scale: bool) -> Dataset:
+    """Read FEMNIST with its writers, who are the owners of its images.
+
+    Images are normalised by the statistics of the training images, or to [-1, 1] with ``public_scale``. Raises a
+    one-line ``ValueError``.
+    """
+    parts = {part: _read(folder, part) for part in ("train", "test")}
+    (images, labels, writers), (test_images, test_labels, test_writers) = parts["train"], parts["test"]
+    owners, test_owners = owned_by(writers, test_writers)
+    return Dataset(
+        "femnist",
+        *(images, labels, test_images, test_labels, CLASSES, *scale(images, public_scale)),
+        owners=owners,
+        test_owners=test_owners,
+        is_measured=not public_scale,
+    )
+
+
+def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
+    files = [Path(item.path) for item in visible(folder / part) if item.name.endswith(".json")]
+    if not files:
+        raise ValueError(missing("femnist", folder, f"{part}/*.json (of LEAF's preprocess.sh)"))
+    images, labels, writers = [], [], []
+    for path in files:
+        try:
+            content = json.loads(path.read_bytes())
+            for writer in content["users"]:
+                pixels, own_labels = _user_images(content["user_data"][writer])
+                images.append(pixels)
+                labels.append(own_labels)
+                writers += [str(writer)] * len(own_labels)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"'{path}' is no file of LEAF's ({type(error).__name__}: {error})") from None
+    return np.concatenate(images), np.concatenate(labels), writers
+
+
+def _user_images(user_data: Any) -> tuple[Images, Labels]:
+    pixels = np.asarray(user_data["x"], dtype=np.float64).reshape(-1, 1, 28, 28)
+    labels = np.asarray(user_data["y"], dtype=np.int64)
+    in_range = ((pixels >= 0) & (pixels <= 1)).all() and ((labels >= 0) & (labels < len(CLASSES))).all()
+    if labels.shape != (len(pixels),) or not in_range:
+        raise ValueError("allowed: as many labels from 0 to 61 as images of numbers from 0 to 1")
+    return np.rint(pixels * 255).astype(np.uint8), labels
+
+
+@dataclass(frozen=True)
+class _IdxSet:
+    """An IDX set says where torchvision keeps a set, and describes the set.
+
+    The place is torchvision's class, its arguments, and the prefixes of the train and test files. Of the classes the
+    first ``num_classes`` are read, or all.
+    """
+
+    torchvision_class: str
+    arguments: dict[str, str]
+    prefixes: tuple[str, str]
+    classes: tuple[str, ...]
+    mean: float
+    std: float
+    first_label: int = 0
+    transposed: bool = False
+    num_classes: int | None = None
+
+
+_DIGITS = tuple("0123456789")
+
+
+_CLOTHES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
+)  # fmt: skip
+
+
+_LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+
+
+_EMNIST_D, _EMNIST_L = ((f"emnist-{split}-train", f"emnist-{split}-test") for split in ("digits", "letters"))
+
+
+IDX = {
+    "mnist": _IdxSet("MNIST", {}, ("train", "t10k"), _DIGITS, 0.1307, 0.3081),
+    "fashion-mnist": _IdxSet("FashionMNIST", {}, ("train", "t10k"), _CLOTHES, 0.2860, 0.3530),
+    "emnist-digits": _IdxSet("EMNIST", {"split": "digits"}, _EMNIST_D, _DIGITS, 0.1733, 0.3317, transposed=True),
+    **{
+        name: _IdxSet(
+            "EMNIST",
+            {"split": "letters"},
+            _EMNIST_L,
+            _LETTERS,
+            0.1736,
+            0.3248,
+            1,
+            transposed=True,
+            num_classes=num_classes,
+        )
+        for name, num_classes in (("emnist-letters", None), ("emnist-letters-10", 10))
+    },
+}
+
+
+def idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
+    """Read an IDX set; torchvision only downloads the files, because its classes also unpickle an older form."""
+    kind = IDX[name]
+    raw = folder / kind.torchvision_class / "raw"
+    files = [
+        raw / f"{prefix}-{part}" for prefix in kind.prefixes for part in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    ]
+
+    def fetch() -> None:
+        from torchvision import datasets
+
+        getattr(datasets, kind.torchvision_class)(folder, download=True, **kind.arguments)
+
+    require(name, files, folder, download, fetch)
+    splits = []
+    for image_file, label_file in (files[:2], files[2:]):
+        images, labels = _read_idx(image_file, 3)[:, None], _read_idx(label_file, 1).astype(np.int64)
+        if kind.transposed:
+            images = images.swapaxes(2, 3)
+        images, labels = np.ascontiguousarray(images), labels - kind.first_label
+        selection = slice(None) if kind.num_classes is None else labels < kind.num_classes
+        splits.append((images[selection], labels[selection]))
+    return Dataset(name, *splits[0], *splits[1], kind.classes[: kind.num_classes], (kind.mean,), (kind.std,))
+
+
+def _read_idx(path: Path, ndim: int) -> Images:
+    """Read an IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values.
+
+    The values stay in the file, which all processes of this machine share, and are read when they are used.
+    """
+    header = 4 + 4 * ndim
+    is_empty = not path.stat().st_size  # an empty file cannot be mapped
+    content: Images = np.empty(0, np.uint8) if is_empty else np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+    if len(content) < header or content[:4].tolist() != [0, 0, 8, ndim]:
+        raise ValueError(f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions")
+    shape = content[4:header].view(">u4").astype(np.int64)
+    if len(content) - header != shape.prod():
+        raise ValueError(f"'{path}' has {len(content) - header} values, its header says {shape.prod()}")
+    return content[header:].reshape(shape)
+
+
+CIFAR10_NORM = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))  # as Sub-FedAvg; Dis-PFL's std differs
+_CIFAR100_NORM = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+_CIFAR_HOME = "https://www.cs.toronto.edu/~kriz"
+
+
+def cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
+    """Read CIFAR's binary version: records of label bytes (CIFAR-100: coarse, fine) and 3072 pixels, by channel."""
+    if name == "cifar10":
+        folder_name, archive, md5 = "cifar-10-batches-bin", "cifar-10-binary", "c32a1d4ab5d03f1284b67883e8d87530"
+        batches, test = [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"
+        names, label_bytes, norm = "batches.meta.txt", 1, CIFAR10_NORM
+    else:
+        folder_name, archive, md5 = "cifar-100-binary", "cifar-100-binary", "03b5dce01913d631647c71ecec9e9cb8"
+        batches, test = ["train.bin"], "test.bin"
+        names, label_bytes, norm = "fine_label_names.txt", 2, _CIFAR100_NORM
+    root = folder / folder_name
+    files = [root / file for file in (*batches, test, names)]
+    hint = " (nor train/<class>/* and test/<class>/*; pickled batches are not read)" if name == "cifar10" else ""
+    url = f"{_CIFAR_HOME}/{archive}.tar.gz"
+    require(name, files, folder, download, lambda: fetch_archive(url, folder, md5), hint)
+    classes = tuple(files[-1].read_text().split())
+
+    def read(paths: Iterable[Path]) -> Split:
+        parts = []
+        for path in paths:
+            content = np.fromfile(path, dtype=np.uint8)
+            if not len(content) or len(content) % (label_bytes + 3072):
+                raise ValueError(f"'{path}' has {len(content)} bytes, not whole records of {label_bytes + 3072}")
+            records = content.reshape(-1, label_bytes + 3072)
+            images = records[:, label_bytes:].reshape(-1, 3, 32, 32)
+            parts.append((images, records[:, label_bytes - 1].astype(np.int64)))
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    return Dataset(name, *read(files[: len(batches)]), *read(files[-2:-1]), classes, *norm)
 
 
 def load_dataset(
@@ -56,7 +248,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     if name == "tiny-imagenet":
         return folders.tiny_imagenet(folder, download)
     if name == "femnist":
-        return leaf.femnist(folder, public_scale=public_scale)
+        return femnist(folder, public_scale=public_scale)
     if name == "huggingface":
         return brought.on_disk(folder, form, public_scale=public_scale)
     if name == "table":
@@ -87,3 +279,52 @@ def _digits() -> Dataset:
     return Dataset(
         "digits", images[train], labels[train], images[test], labels[test], names, *measured_scale((images, train))
     )
+
+
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what image libraries mean by grey
+
+
+def public_dataset(
+    name: str, data_dir: str, shape: tuple[int, int, int], samples: int, seed: int, download: bool = False
+) -> tuple[Tensor, Tensor, int]:
+    """Return training images of a dataset as float32 (N, *shape), their labels (N,), and the number of classes.
+
+    ``samples`` images are drawn with the label law of the dataset; 0 takes all images. The images are normalised by
+    their own mean and standard deviation per channel. Raises ``ValueError`` as
+    :func:`~fedprune_app.data.datasets.load_dataset`, and for more samples than there are.
+    """
+    dataset = load_dataset(name, data_dir, download)
+    indices = some_of(dataset.train_labels, samples, seed)
+    images = adapted(dataset.train_images[indices], shape)
+    std, mean = torch.std_mean(images, dim=(0, 2, 3), keepdim=True, correction=0)
+    images = images.sub_(mean).div_(std.clamp(min=1e-6))
+    return images, torch.from_numpy(dataset.train_labels[indices]), dataset.num_classes
+
+
+def some_of(labels: Labels, samples: int, seed: int) -> Indices:
+    """Return sorted positions of ``samples`` labels with the label law of all, or of all labels for 0.
+
+    ``ValueError`` for more samples than there are.
+    """
+    if samples > len(labels):
+        raise ValueError(f"fedltp.public-samples is {samples}, allowed: at most {len(labels)}, which are public")
+    rng = numpy_generator(seed, "public samples")
+    return partitions.stratified_sample(labels, samples, rng) if samples else np.arange(len(labels))
+
+
+def adapted(images: Images, shape: tuple[int, int, int]) -> Tensor:
+    """Return uint8 images (N, C, H, W) as float32 (N, *shape) in [0, 1].
+
+    * Grey comes from colours by luminance.
+    * Colours come from grey by repeating it.
+    * Sizes change by bilinear interpolation with antialiasing.
+    """
+    channels, *size = shape
+    pixels = torch.from_numpy(np.ascontiguousarray(images)).float().div_(255)
+    if pixels.shape[1] == 3 and channels == 1:
+        pixels = torch.einsum("nchw,c->nhw", pixels, torch.tensor(_LUMA))[:, None]
+    elif pixels.shape[1] == 1 and channels == 3:
+        pixels = pixels.expand(-1, 3, -1, -1)
+    if list(pixels.shape[2:]) != size:
+        pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True, align_corners=False)
+    return pixels.clamp(0, 1)

@@ -14,6 +14,7 @@ import numpy as np
 from fedprune_app.data.dataset import (
     AS_IT_IS,
     Dataset,
+    FileError,
     Form,
     Images,
     Scale,
@@ -26,7 +27,6 @@ from fedprune_app.data.dataset import (
     scale,
     visible,
 )
-from fedprune_app.data.errors import FileError
 from fedprune_app.data.pictures import as_deep_as, picture_of, resized, stacked
 from fedprune_app.files import locked, may_write, replacing
 

@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.dataset import Dataset, Form, missing, owned_by, scale
-from fedprune_app.data.errors import FileError, shortened
-from fedprune_app.data.labels import coded, in_order, text_of
+from fedprune_app.data.dataset import (
+    Dataset,
+    FileError,
+    Form,
+    coded,
+    in_order,
+    missing,
+    owned_by,
+    scale,
+    shortened,
+    text_of,
+)
 
 if TYPE_CHECKING:
     import pandas

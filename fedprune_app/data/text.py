@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import rng
-from fedprune_app.data.errors import FileError
+from fedprune_app.data.dataset import FileError
 
 # An encoder maps a text to its token ids (tokens,).
 Encoder = Callable[[str], Tensor]

@@ -1,25 +1,64 @@
-"""A Grid of simulated clients knows their contexts and holds messages until they are answered; engines differ in where.
+"""A Grid of simulated clients knows their contexts and holds messages until they are answered, here in this process.
 
 The same ServerApp and ClientApp objects run as anywhere, and messages are encoded as on any other engine.
 """
 
 import itertools
+import logging
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedprune_app.core.cohort import largest_cohort, work_in_cohort
+from fedprune_app.core.cohort import largest_cohort, share_of, work_in_cohort
 from fedprune_app.core.rng import derive_seed
 from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
     Run,
     TaskIdentity,
+    set_answered_id,
     set_message_id,
 )
-from fedprune_app.engine.simulated import answering_in_simulation
+
+_beside_server: ContextVar[bool | None] = ContextVar("_beside_server", default=None)  # None: in no simulation of ours
+
+
+@contextmanager
+def answering_in_simulation(beside_server: bool) -> Iterator[None]:
+    """Let :func:`is_simulated` return True until the block ends; only simulations enter it.
+
+    ``beside_server`` says whether the server is on the same machine.
+    """
+    token = _beside_server.set(beside_server)
+    try:
+        yield
+    finally:
+        _beside_server.reset(token)
+
+
+def is_beside_server() -> bool:
+    """Return whether the client at work shares the server's machine for certain, so that the server syncs its files."""
+    return _beside_server.get() is True
+
+
+def is_simulated() -> bool:
+    """Return whether the client at work is one of a simulation: of ours, or of Flower's, whose clients are Ray actors.
+
+    A node of a deployment is a process of its own, which no message makes an actor.
+    """
+    return _beside_server.get() is not None or _is_ray_actor()
+
+
+def _is_ray_actor() -> bool:
+    ray = sys.modules.get("ray")  # in an actor it is there; a node does not import it for this question
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
 
 RUN_ID = 1
 # the code of an error that a client raised, the one that Flower has for it
@@ -101,3 +140,49 @@ def answers(
 
     works = [lambda request=request: answer(*request) for request in requests]
     yield from work_in_cohort(works)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let Flower log errors alone until the block ends, since a progress bar shows what matters.
+
+    The environment variable FEDPRUNE_LOG names another level to log from.
+    """
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class InProcessGrid(SimulatedGrid):
+    """The clients of this grid answer in this process, when their replies are asked for."""
+
+    def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]) -> None:
+        super().__init__(num_clients, run_config)
+        self._client_app = client_app
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run the clients whose replies are asked for, cohort by cohort as the result is iterated."""
+        pending_ids = [message_id for message_id in message_ids if message_id in self._pending]
+        size = share_of(len(pending_ids), 1, self._largest_cohort)
+        for start in range(0, len(pending_ids), size):
+            ids = pending_ids[start : start + size]
+            messages = [self._pending.pop(message_id) for message_id in ids]
+            requests = [(message, self._context(message)) for message in messages]
+            del messages
+            for number, reply in answers(self._client_app, requests):
+                set_answered_id(reply, ids[number])
+                yield reply
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return list(self.pull_messages(self.push_messages(messages)))
+
+
+def run_in_process(
+    server_app: ServerApp, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]
+) -> None:
+    """Run a federation to its end in this process; whatever the ServerApp raises is raised."""
+    InProcessGrid(client_app, num_clients, run_config).serve(server_app)

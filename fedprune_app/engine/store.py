@@ -12,6 +12,7 @@ versions stay until the server's own older checkpoints are gone too.
 import json
 import logging
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import locked, make_durable, replace_file
@@ -242,3 +244,27 @@ def make_states_durable(states: Path, clients: Iterable[int], run_key: str, roun
 
 def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:
     return VersionedStore(folder / "checkpoints", owner=owner("checkpoint", run_key))
+
+
+_RUN_KEY = re.compile(r"[0-9a-f]{16}")
+
+
+def run_folder(config: Config, run_id: int) -> Path:
+    """Return ``out-dir``, or the folder that is resumed from, or ``~/fedprune-runs/<run id>``."""
+    folder = config.out_dir or config.resume_from
+    return Path(folder) if folder else Path.home() / "fedprune-runs" / str(run_id)
+
+
+def new_run_key() -> str:
+    return secrets.token_hex(8)
+
+
+def client_state_folder(config: Config, run_id: int, run_key: str) -> Path:
+    """Return the folder of all clients' states: ``clients`` in the run folder, or this run's part of ``state-dir``.
+
+    ``state-dir`` may serve many runs. ``run_key`` is drawn when a run starts and stays when the run resumes, unlike
+    Flower's run id. The server sends the key, so it is checked: ``ValueError`` for anything but 16 hexadecimal digits.
+    """
+    if not _RUN_KEY.fullmatch(run_key):
+        raise ValueError(f"run-key is {run_key!r}, allowed: 16 hexadecimal digits")
+    return state_folder(run_folder(config, run_id), config.state_dir, run_key)

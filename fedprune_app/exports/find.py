@@ -15,10 +15,9 @@ from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import coordinate_masks, gather
-from fedprune_app.data.data_config import data_config
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.names import LOADERS
-from fedprune_app.data.splits import dataset_of
+from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
 from fedprune_app.exports.file import ExportInfo, full_density, network_of
 from fedprune_app.federation.clients import ImageClientInfo

@@ -16,7 +16,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation.exchanges import Exchanges, exchange_columns
 from fedprune_app.federation.round import Round
-from fedprune_app.results.lines import summary_line
+from fedprune_app.results.texts import summary_line
 
 if TYPE_CHECKING:
     from strategies.base import FederatedStrategy

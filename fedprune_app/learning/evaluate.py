@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedprune_app.core.computation import module_mode
+from fedprune_app.core.flops import module_mode
 from fedprune_app.learning.device import computing, fast_layout, move_to_device
 
 

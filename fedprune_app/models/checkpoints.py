@@ -48,7 +48,7 @@ def resolve_checkpoint(name: str, download: bool) -> Path:
     if folder.is_dir():
         return folder.resolve()
     if folder.suffix == ".gguf":
-        from fedprune_app.models.gguf import folder_of_gguf
+        from fedprune_app.models.cached import folder_of_gguf
 
         return folder_of_gguf(folder)
     return _hub_snapshot(name, download)

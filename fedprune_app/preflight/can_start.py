@@ -19,8 +19,7 @@ from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
 from fedprune_app.core.rng import generator
 from fedprune_app.data.splits import check_repeatable, label_counts, unread
-from fedprune_app.engine.run_folder import new_run_key
-from fedprune_app.engine.store import VersionedStore
+from fedprune_app.engine.store import VersionedStore, new_run_key
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
@@ -29,8 +28,8 @@ from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
+from fedprune_app.preflight.given import Placement
 from fedprune_app.preflight.language_models import check_texts
-from fedprune_app.preflight.placement import Placement
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder

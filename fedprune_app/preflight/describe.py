@@ -8,10 +8,8 @@ import torch
 
 from clients.fedspallm import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.config import Config
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.dataset import Dataset
-from fedprune_app.data.errors import shortened
-from fedprune_app.data.splits import dataset_of, digests, label_counts, unread
+from fedprune_app.data.dataset import Dataset, shortened
+from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts, unread
 from fedprune_app.data.text import calibration_documents, own_documents
 from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops

@@ -20,8 +20,7 @@ from fedprune_app.config import (
 )
 from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.registry import SYSTEMS, System
 
 

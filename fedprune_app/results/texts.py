@@ -1,7 +1,11 @@
-"""Test texts and models have names in words: what a perplexity was measured on, and whose models were measured."""
+"""Results in words: test texts and models by name, and a round in one line."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.measures import MEGABYTE, Measures, Row
 
 # In place of a test text's name: every client has measured its own model on its own text.
 OWN_TEXT = "own"
@@ -33,3 +37,34 @@ def tested_on(row: Mapping[str, Any]) -> str:
     That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.
     """
     return next((windows_of_text(text, entry) for text, entry in (row.get("perplexity_by_text") or {}).items()), "")
+
+
+def summary_line(row: Row, measures: Measures | None = None) -> str:
+    """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
+
+    ``measures`` are all numbers that there are, by default fedprune's own.
+    """
+
+    def words(of_training: bool) -> list[str]:
+        lines = (measures or MEASURES).lines
+        of_kind = [(column, line) for column, line, is_trained in lines if is_trained == of_training]
+        entries = [(column, line, row.get(column.name)) for column, line in of_kind]
+        return [
+            f"{line.log} {line.number(value)}{column.remarked(row)}"
+            + (f" ({tested_on(row)})" if line.on_a_text else "")
+            for column, line, value in entries
+            if value is not None and not math.isnan(value)
+        ]
+
+    cost = [f"{(row['bytes_up'] + row['bytes_down']) / MEGABYTE:.2f} MB", f"{row['seconds']:.1f} s"]
+    return ", ".join([f"{row['replies']} replies", f"{row['failures']} failures", *words(True), *cost, *words(False)])
+
+
+def progress_line(row: Row) -> str:
+    measured = [(column, line) for column, line, _ in MEASURES.lines if row.get(column.name) is not None]
+    parts = [
+        f"{line.terminal} {line.number(row[column.name])}{column.remarked(row)}  "
+        for column, line in measured
+        if line.terminal
+    ]
+    return "".join([*parts, f"({text})  " if (text := tested_on(row)) else ""])

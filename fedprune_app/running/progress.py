@@ -22,7 +22,7 @@ from rich.progress import (
 
 from fedprune_app.config import Config
 from fedprune_app.launching.processes import read_json
-from fedprune_app.results.lines import progress_line
+from fedprune_app.results.texts import progress_line
 
 
 class RunProgress:

@@ -1,4 +1,4 @@
-"""A run goes from start to end, on any engine; its progress is shown, signals end it, and its outcome is checked."""
+"""A run goes from start to end, on any engine, in a folder of its own; its progress is shown, its outcome checked."""
 
 import os
 import signal
@@ -16,16 +16,15 @@ from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
-from fedprune_app.files import scratch_folder
+from fedprune_app.files import point_to, scratch_folder
 from fedprune_app.launching import flower_cli, processes, simulation
 from fedprune_app.launching.flower_cli import Link
 from fedprune_app.launching.processes import read_json
 from fedprune_app.preflight import language_models
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.results.ownership import mark
 from fedprune_app.results.recorder import write_info
-from fedprune_app.running.numbered import point_to
 from fedprune_app.running.progress import RunProgress
 
 
@@ -115,7 +114,7 @@ class Session(ExitStack):
 
     def _run_here(self, prepared: Prepared, progress: RunProgress) -> None:
         from fedprune_app import client_app, server_app
-        from fedprune_app.engine.inprocess import quiet, run_in_process
+        from fedprune_app.engine.simulated_grid import quiet, run_in_process
 
         with quiet(), progress.in_background():
             try:

@@ -45,8 +45,7 @@ from fedprune_app.files import replace_file
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import Run, load_run
-from fedprune_app.sweeps.matrix import OBJECTIVES
-from fedprune_app.sweeps.space import Search, optuna
+from fedprune_app.sweeps.matrix import OBJECTIVES, Search, optuna
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -12,8 +12,7 @@ from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.preflight import language_models
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement, recorded_clients
+from fedprune_app.preflight.given import Given, Placement, recorded_clients
 from fedprune_app.preflight.prepare import Prepared, check_out, prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import check_free, mark
@@ -21,9 +20,8 @@ from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.results.tables import write_tables
 from fedprune_app.running.session import Session
-from fedprune_app.sweeps.matrix import Matrix, to_yaml
+from fedprune_app.sweeps.matrix import Matrix, Search, to_yaml
 from fedprune_app.sweeps.search import BEST, SearchResult, best_matrix, find, storage_in, study_of
-from fedprune_app.sweeps.space import Search
 
 Say = Callable[[str, str], object]  # told what happens: a label, which may be empty, and a text
 

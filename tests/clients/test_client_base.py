@@ -17,8 +17,7 @@ from clients.subfedavg import SubFedAvgClient
 from clients.task import Task, reply_from_numpy
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.vision import state_tensors
 
 QUICK = {"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, "subfedavg.accuracy-threshold": 0.0}

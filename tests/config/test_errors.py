@@ -10,7 +10,7 @@ import pytest
 
 from fedprune_app.config import REFUSED, ConfigError, PolicyError, parse_config, refused, told_of
 from fedprune_app.config.policy import declined
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Placement
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import CLIENTS, NEEDED, PRIVATE, QUICK, ROUNDS, ObservedRun, run_with
 from tests.models.tiny_llm import text_folder, tiny_byte_model

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import Session
 from tests.conformance.conftest import CLIENTS, SYSTEM

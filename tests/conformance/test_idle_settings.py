@@ -11,7 +11,7 @@ from fedprune_app.config import OPTIONS, Config, has_effect, parse_config
 from fedprune_app.config.common import CommonOptions
 from tests.conformance.conftest import CASE_BY_TIER
 
-HANDED_ON = ("/config/", "/data/data_config.py", "/registry.py")
+HANDED_ON = ("/config/", "/data/splits.py", "/registry.py")
 """These files hand all settings on, or compare them."""
 READ_IN_VAIN = {
     "data-dir",  # a client puts it in its first answer, which is for clients with folders of their own

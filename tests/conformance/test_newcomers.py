@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import cut_after, lasting

@@ -8,7 +8,7 @@ from flwr.app import MessageType
 from clients.node import ReplyFields, declared, undeclared
 from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.registry import SYSTEMS
 from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM, SYSTEM_BY_TIER
 

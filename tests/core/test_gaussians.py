@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch.distributions import Normal, kl
 
-from fedprune_app.core.gaussians import experts_by_class, kl_divergence, product_with_standard_normal
+from fedprune_app.models.variational import experts_by_class, kl_divergence, product_with_standard_normal
 
 
 def gaussians(count, seed=0):

@@ -21,7 +21,7 @@ from fedprune_app.core.structured import (
     scatter,
     shrink,
 )
-from fedprune_app.models.channels import channel_groups
+from fedprune_app.models.initial import channel_groups
 from fedprune_app.models.vision import build_model
 
 SHAPES = {"lenet5-bn": (3, 32, 32), "cnn5-bn": (1, 28, 28), "vgg11-bn": (3, 32, 32), "resnet18-bn": (3, 16, 16)}

@@ -18,12 +18,10 @@ from pyarrow import parquet
 
 import fedprune_app
 from fedprune_app import cli
-from fedprune_app.data import brought, leaf, splits
-from fedprune_app.data.data_config import DataConfig
-from fedprune_app.data.dataset import Form
+from fedprune_app.data import brought, datasets, splits
+from fedprune_app.data.dataset import FileError, Form
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.errors import FileError
-from fedprune_app.data.splits import client_data, dataset_of, label_counts
+from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.exports.predict import predictions
 
@@ -447,7 +445,7 @@ def test_femnist_is_read_by_writer(tmp_path):
     write_leaf(tmp_path, "train", {"f0002_07": 5}, seed=1)
     write_leaf(tmp_path, "test", {"f0000_14": 2, "f0001_41": 3, "f0002_07": 1}, seed=2)
     found = load_dataset("femnist", tmp_path)
-    assert found.classes == leaf.CLASSES
+    assert found.classes == datasets.CLASSES
     assert found.image_shape == (1, 28, 28)
     assert found.owners.tolist() == [1] * 6 + [0] * 4 + [2] * 5
     assert found.test_owners.tolist() == [0, 0, 1, 1, 1, 2]

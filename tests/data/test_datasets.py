@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedprune_app.data import cifar, dataset, datasets, folders
+from fedprune_app.data import dataset, datasets, folders
+from fedprune_app.data.dataset import FileError
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.errors import FileError
 from fedprune_app.data.names import DATASETS
 
 
@@ -428,7 +428,7 @@ def test_missing_files_say_what_is_expected_where(tmp_path, name):
 
 
 def test_a_failed_download_is_an_error_of_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(cifar, "_CIFAR_HOME", (tmp_path / "no-server").as_uri())
+    monkeypatch.setattr(datasets, "_CIFAR_HOME", (tmp_path / "no-server").as_uri())
     message = error_of("cifar10", tmp_path / "new", download=True)
     assert message.startswith(f"data-dir '{tmp_path / 'new'}': download of dataset 'cifar10' failed: ")
 
@@ -440,7 +440,7 @@ def test_a_download_fills_the_folder_once(tmp_path, monkeypatch):
         fetched.append(url)
         write_cifar10(folder)
 
-    monkeypatch.setattr(cifar, "fetch_archive", fetch)
+    monkeypatch.setattr(datasets, "fetch_archive", fetch)
     for _ in range(2):
         datasets._load.cache_clear()
         assert len(load_dataset("cifar10", tmp_path / "new", download=True).train_labels) == 10

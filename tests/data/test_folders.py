@@ -13,9 +13,8 @@ import torch
 from PIL import Image
 
 from fedprune_app.data import splits
-from fedprune_app.data.data_config import DataConfig
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import client_data, label_counts
+from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.exports.predict import predictions
 
 

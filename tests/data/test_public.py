@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.data.public import adapted, public_dataset, some_of
+from fedprune_app.data.datasets import adapted, public_dataset, some_of
 
 
 def pictures(*shape):

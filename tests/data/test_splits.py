@@ -9,11 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprune_app.data import splits
-from fedprune_app.data.data_config import DataConfig
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import PARTITIONS
-from fedprune_app.data.splits import ClientData, client_data, label_counts, partition_indices
+from fedprune_app.data.splits import ClientData, DataConfig, client_data, label_counts, partition_indices
 
 CLIENTS = 10
 PARTS = ("train", "validation", "test")

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from fedprune_app.data.errors import FileError
+from fedprune_app.data.dataset import FileError
 from fedprune_app.data.text import (
     Document,
     calibration_documents,

@@ -18,8 +18,7 @@ import typer
 from devtools.faults import __main__ as faults
 from fedprune_app import cli
 from fedprune_app.config import read_toml
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +123,7 @@ class Checker:
             "preflight.language_models.embedded_model",
             "preflight.can_start.doubts",
             "running.session.Session.run",
-            "trials.audit.audit",
+            "trials.audit",
             "exports.formats.export_model",
             "exports.predict.predictions",
             "sweeps.sweep.find",
@@ -142,7 +141,7 @@ class Checker:
         self.monkeypatch.setattr(faults, "_show_schedule", started)
         self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded_info", _recorded_info)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
-        self.monkeypatch.setattr("fedprune_app.preflight.placement._check_ray_address", lambda address: None)
+        self.monkeypatch.setattr("fedprune_app.preflight.given._check_ray_address", lambda address: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
 
     def check(self, words: list[str]) -> None:

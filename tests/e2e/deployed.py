@@ -13,7 +13,7 @@ from flwr.clientapp import ClientApp
 
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.launching import flower_cli, simulation
 from fedprune_app.launching.local import Deployment, local_deployment
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import Session
 

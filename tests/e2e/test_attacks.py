@@ -12,7 +12,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.federation import exchanges
 from fedprune_app.results.measures import Reply
-from fedprune_app.results.rows import row_of
+from fedprune_app.results.recorder import row_of
 from strategies.fedcr import PRECISION, WEIGHTED
 from tests.conftest import tampered_app
 from tests.refusing import refuses

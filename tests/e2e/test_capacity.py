@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.config import ConfigError
-from fedprune_app.engine import inprocess
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine import simulated_grid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 
 
 def grid_with(capacities):
@@ -22,7 +22,7 @@ def grid_with(capacities):
 
 
 def test_a_nodes_capacity_is_its_density_and_others_follow_the_list(federate, monkeypatch):
-    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.3, None, 0.9, 1]))
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.3, None, 0.9, 1]))
     run = federate(
         clients=4, system="dispfl", num_server_rounds=2, evaluate_every=2, **{"dispfl.densities": "0.5 0.7 0.5 0.5"}
     )
@@ -33,7 +33,7 @@ def test_a_nodes_capacity_is_its_density_and_others_follow_the_list(federate, mo
 @pytest.mark.few(2)
 @pytest.mark.parametrize("capacity", [0, 1.5, "much", True])
 def test_a_capacity_that_is_no_density_leaves_the_node_out_and_says_why(federate, monkeypatch, capacity):
-    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.5, capacity]))
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.5, capacity]))
     run = federate(clients=2, system="dispfl", num_server_rounds=1, evaluate_every=0)
     assert run.info["status"] == "completed"
     (reason,) = run.info["clients_left_out"]
@@ -69,7 +69,7 @@ def test_the_topologies_that_can_be_chosen_are_those_that_exist():
 
 @pytest.mark.full
 def test_a_nodes_capacity_is_how_far_its_sub_network_is_pruned(federate, monkeypatch):
-    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.6, None, 1]))
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.6, None, 1]))
     run = federate(
         clients=3,
         system="subfedavg",

@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.exports.find import find_model
 from fedprune_app.results.reader import Run, load_run
 from tests.conftest import Finished, tampered_app, wrapped_app

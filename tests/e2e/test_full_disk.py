@@ -17,8 +17,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import append_lines
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger

@@ -20,15 +20,13 @@ from clients.standalone import StandaloneClient
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.data import splits
-from fedprune_app.data.data_config import DataConfig, data_config
-from fedprune_app.data.splits import client_data, dataset_of, label_counts
+from fedprune_app.data.splits import DataConfig, client_data, data_config, dataset_of, label_counts
 from fedprune_app.data.text import own_documents
-from fedprune_app.engine import inprocess
+from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
 from fedprune_app.exports.find import find_model
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.results.groups import group_runs
@@ -86,7 +84,7 @@ def own(federate, monkeypatch):
     """``own(node_configs, node_ids, **settings)``: a run of nodes with these node-configs."""
 
     def run(node_configs, node_ids=None, **settings):
-        monkeypatch.setattr(inprocess, "InProcessGrid", grid_of(node_configs, node_ids))
+        monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_of(node_configs, node_ids))
         return federate(clients=len(node_configs), **{**IMAGES, **settings})
 
     return run
@@ -322,7 +320,7 @@ def test_a_run_waits_for_min_clients_and_whoever_watches_is_told(federate, monke
                 Late.told = (json.loads((tmp_path / "run" / "progress.json").read_text()),)
             return list(super().get_node_ids())[: 1 if Late.asked < 4 else 3]
 
-    monkeypatch.setattr(inprocess, "InProcessGrid", Late)
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", Late)
     run = federate(clients=3, system="standalone", num_server_rounds=1, min_clients=3)
     assert len(run.info["partition"]) == 3
     assert Late.told == ({"text": "waiting for clients: 1 of 3 connected"},)
@@ -579,6 +577,6 @@ def test_three_nodes_of_own_data_run_over_grpc_and_end_as_in_process(folders, tm
     nodes = [places(folders, capacity=(0.4, 0.7, 1.0)[k])[k] for k in range(3)]
     ordered = [{**nodes[number[n]], "capacity": (0.4, 0.7, 1.0)[number[n]]} for n in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inprocess, "InProcessGrid", grid_of(ordered, [1, 2, 3]))
+        patch.setattr(simulated_grid, "InProcessGrid", grid_of(ordered, [1, 2, 3]))
         run_in_process(server_app.app, client_app.app, 3, {**info["config"], "out-dir": str(tmp_path / "here")})
     assert json.loads((tmp_path / "here" / "run.json").read_text())["final_sha256"] == info["final_sha256"]

@@ -92,8 +92,7 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
 
 @pytest.mark.programs
 def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(tmp_path):
-    from fedprune_app.preflight.given import Given
-    from fedprune_app.preflight.placement import Placement
+    from fedprune_app.preflight.given import Given, Placement
     from fedprune_app.preflight.prepare import prepare
     from fedprune_app.running.session import Session
 

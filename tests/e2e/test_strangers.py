@@ -20,11 +20,10 @@ import pytest
 from rich.console import Console
 
 from fedprune_app import client_app, server_app
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.launching import flower_cli, simulation
 from fedprune_app.launching.local import local_deployment
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import Session
 from tests.e2e.deployed import until

@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedprune_app import client_app
 from fedprune_app.engine import replies, wire
 from fedprune_app.engine.exchange import Answer, TooFewReplies, exchange, message_to, require
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 
 
 @pytest.fixture(autouse=True)

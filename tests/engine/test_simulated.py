@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from fedprune_app.engine.simulated import answering_in_simulation, is_simulated
+from fedprune_app.engine.simulated_grid import answering_in_simulation, is_simulated
 
-ASKED = "from fedprune_app.engine.simulated import is_simulated; print(is_simulated())"
+ASKED = "from fedprune_app.engine.simulated_grid import is_simulated; print(is_simulated())"
 ON_RAY = f"""
 import subprocess, sys
 import ray
-from fedprune_app.engine.simulated import is_simulated
+from fedprune_app.engine.simulated_grid import is_simulated
 
 @ray.remote
 class Actor:

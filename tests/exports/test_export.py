@@ -21,7 +21,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import splits
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
 from fedprune_app.exports import formats
 from fedprune_app.exports.file import load_model, read_export_info

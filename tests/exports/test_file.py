@@ -22,7 +22,7 @@ from fedprune_app.exports.file import (
     network_of,
     read_export_info,
 )
-from fedprune_app.models.channels import channel_groups
+from fedprune_app.models.initial import channel_groups
 from fedprune_app.models.vision import build_model, state_tensors
 
 

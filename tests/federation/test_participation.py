@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.config import parse_config
-from fedprune_app.results.lines import progress_line
+from fedprune_app.results.texts import progress_line
 from tests.refusing import refuses
 
 

@@ -12,9 +12,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedprune_app import client_app
 from fedprune_app.config import DEFAULTS
 from fedprune_app.data import splits
-from fedprune_app.engine import inprocess
+from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.federation import registration
 from fedprune_app.federation.clients import TextClientInfo
 from fedprune_app.federation.registration import register_clients
@@ -318,7 +318,7 @@ class Part(InProcessGrid):
 
 
 def test_a_node_that_is_no_part_of_a_run_does_not_stop_its_resumption(federate, monkeypatch, tmp_path):
-    monkeypatch.setattr(inprocess, "InProcessGrid", Part)
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", Part)
     monkeypatch.setattr(Part, "partitions", (0, 1, 3))
     settings = {"clients": 4, "system": "fedavg", "evaluate_every": 0}
     whole = federate(name="whole", num_server_rounds=2, **settings)

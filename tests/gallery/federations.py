@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedprune_app import plugins
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.models.initial import initial_model
 from fedprune_app.plugins import loading

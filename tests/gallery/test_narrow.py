@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.testing import check_system
 from tests.gallery import federations as small
 from tests.gallery.narrow import WIDTHS, logits, reference

@@ -29,15 +29,15 @@ from flwr.supercore.error import ApiErrorCode
 from PIL import Image
 
 from fedprune_app.cli import deploying
-from fedprune_app.engine.run_folder import client_state_folder
-from fedprune_app.engine.simulated import answering_in_simulation
+from fedprune_app.engine.simulated_grid import answering_in_simulation
+from fedprune_app.engine.store import client_state_folder
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.launching import credentials, flower_cli, local, processes
 from fedprune_app.launching.credentials import certificates_in, make_certificates, make_node_key, valid_until
 from fedprune_app.launching.local import node_config_text
-from fedprune_app.node.settings import node_settings
+from fedprune_app.node import node_settings
 from tests.refusing import refuses
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from clients.local_pruning import OrderedDropout, UniformPruning, share_law
+from clients.fedp3 import OrderedDropout, UniformPruning, share_law
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import random_masks

@@ -18,9 +18,8 @@ from fedprune_app.learning import training
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.privacy.dpsgd import DPSGD
+from fedprune_app.privacy.dpsgd import DPSGD, check_private
 from fedprune_app.privacy.noise import KeyedNoise
-from fedprune_app.privacy.suitable import check_private
 
 SHAPE, CLASSES, EXAMPLES = (2, 8, 8), 3, 5
 Value = torch.Tensor

@@ -10,8 +10,8 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from fedprune_app.config import DEFAULTS, OPTIONS  # noqa: E402
+from fedprune_app.models.cached import _converted_folder  # noqa: E402
 from fedprune_app.models.checkpoints import resolve_checkpoint  # noqa: E402
-from fedprune_app.models.gguf import _converted_folder  # noqa: E402
 from fedprune_app.models.llm import LanguageModel, import_transformers  # noqa: E402
 from tests.models.tiny_gguf import gguf_model, write_gguf  # noqa: E402
 from tests.models.tiny_llm import text_folder  # noqa: E402

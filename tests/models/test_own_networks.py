@@ -10,8 +10,7 @@ from torch import nn
 from fedprune_app.config import ConfigError
 from fedprune_app.models.vision import architecture
 from fedprune_app.preflight.can_start import doubts
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 
 SHAPE = (1, 8, 8)

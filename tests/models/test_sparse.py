@@ -10,7 +10,7 @@ from torch import nn
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparse_linear import instructions, pack
-from fedprune_app.exports.packed import pack_model
+from fedprune_app.exports.formats import pack_model
 from fedprune_app.models import sparse
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed

@@ -15,10 +15,10 @@ from flwr.supercore.task_identity import TaskIdentity
 from clients import images
 from fedprune_app import cli, client_app
 from fedprune_app.config import POLICY_KEYS, parse_config
-from fedprune_app.engine import inprocess, wire
+from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
-from fedprune_app.engine.inprocess import InProcessGrid
-from fedprune_app.node.settings import node_settings, read_policy
+from fedprune_app.engine.simulated_grid import InProcessGrid
+from fedprune_app.node import node_settings, read_policy
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
 from tests.refusing import refuses
@@ -34,7 +34,7 @@ def nodes(federate, monkeypatch):
     """``nodes(node_configs, **settings)``: a finished run of nodes with these node-configs."""
 
     def run(node_configs, name="run", **settings):
-        monkeypatch.setattr(inprocess, "InProcessGrid", grid_of(node_configs, range(1, len(node_configs) + 1)))
+        monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_of(node_configs, range(1, len(node_configs) + 1)))
         return federate(name, len(node_configs), **{**QUICK, **settings})
 
     return run

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare, prepare_all
 from fedprune_app.sweeps.matrix import matrix_of
 from tests.refusing import refuses

@@ -13,13 +13,12 @@ import torch
 from clients.fedavg import FedAvgClient
 from clients.node import Place
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise
-from fedprune_app.trials.audit import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
+from fedprune_app.trials import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
 from tests.refusing import refuses
 
 # --- the bound --------------------------------------------------------------------------------------------------------

@@ -23,9 +23,8 @@ from fedprune_app.models.names import MODELS
 from fedprune_app.models.vision import architecture, build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
 from fedprune_app.privacy.clipped_sums import clip_factors, windows
-from fedprune_app.privacy.dpsgd import DPSGD
+from fedprune_app.privacy.dpsgd import DPSGD, check_independence, check_model, check_private
 from fedprune_app.privacy.noise import KeyedNoise, Noise
-from fedprune_app.privacy.suitable import check_independence, check_model, check_private
 
 METHODS = ("one-pass", "hooks")
 UNUSED = ("unused.weight", "unused.bias")

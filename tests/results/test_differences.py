@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fedprune_app.config.common import DEALT_BY, PUBLISHED
-from fedprune_app.data.data_config import DataConfig
 from fedprune_app.data.names import DATASETS, LOADERS, TEXTS
+from fedprune_app.data.splits import DataConfig
 from fedprune_app.results.differences import (
     difference,
     difference_tables,

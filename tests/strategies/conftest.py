@@ -16,7 +16,7 @@ from fedprune_app import client_app, server_app
 from fedprune_app.config import DEFAULTS, Config, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
 from tests.conftest import Finished
 

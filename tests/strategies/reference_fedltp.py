@@ -14,8 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from fedprune_app.core import rng
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data, public_part
+from fedprune_app.data.splits import client_data, data_config, public_part
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import build_model
 from tests.strategies.reference import WEIGHTS, logits

@@ -17,9 +17,8 @@ from PIL import Image
 from torch.nn import functional as F
 
 from fedprune_app.core import rng
-from fedprune_app.data.data_config import data_config
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.initial import initial_model
 
 STATISTICS = ("running_mean", "running_var")

@@ -7,8 +7,7 @@ import torch
 
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.exports.find import find_model
 from fedprune_app.models.initial import initial_model

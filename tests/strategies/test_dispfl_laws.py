@@ -20,11 +20,11 @@ from clients.task import Task
 from fedprune_app import server_app
 from fedprune_app.config import parse_config, read_toml
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import inprocess, wire
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine import simulated_grid, wire
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
-from fedprune_app.federation import exchanges, update_store
-from fedprune_app.federation.update_store import UpdateStore
+from fedprune_app.federation import exchanges
+from fedprune_app.federation.exchanges import UpdateStore
 from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps.matrix import read_matrix
@@ -279,12 +279,12 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     shuffle = np.random.default_rng(0)
     orders = []
 
-    class ShuffledGrid(inprocess.InProcessGrid):
+    class ShuffledGrid(simulated_grid.InProcessGrid):
         def pull_messages(self, message_ids):
             orders.append(shuffle.permutation(list(message_ids)).tolist())
             return super().pull_messages(orders[-1])
 
-    monkeypatch.setattr(inprocess, "InProcessGrid", ShuffledGrid)
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", ShuffledGrid)
     shuffled = start(federation, case, RESUMED[case], evaluate_every=0, fresh=True)
     assert any(order != sorted(order, key=int) for order in orders)
     assert shuffled.sha256 == in_order.sha256
@@ -595,7 +595,7 @@ def test_a_neighbour_model_is_read_from_disk_only_where_memory_has_no_room(feder
     monkeypatch.setattr(UpdateStore, "get", lambda self, *which: read.append(which) or get(self, *which))
     found = []
     for room in (10**9, 0):
-        monkeypatch.setattr(update_store, "_quarter_of_memory", lambda room=room: room)
+        monkeypatch.setattr(exchanges, "_quarter_of_memory", lambda room=room: room)
         settings = {**QUICK, "num_server_rounds": 3, "dispfl.neighbours": 2}
         found.append((federate(f"{room}", system="dispfl", **settings).sha256, len(read)))
     (with_room, none), (without, many) = found

@@ -15,8 +15,8 @@ from fedprune_app.core import rng
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.masks import erk_densities, keep_count, uniform_densities
 from fedprune_app.data import splits
-from fedprune_app.data.data_config import data_config
 from fedprune_app.data.dataset import Dataset
+from fedprune_app.data.splits import data_config
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names
 from fedprune_app.preflight.given import Given

@@ -11,7 +11,7 @@ from flwr.common.serde import recorddict_to_proto
 
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import inprocess
+from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import Round, RunContext
@@ -404,7 +404,7 @@ def test_a_residual_projection_and_every_norm_belong_to_a_layer_of_18():
 
 
 def test_a_clients_capacity_bounds_what_is_deployed_to_it(federation, monkeypatch):
-    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([None, 0.5, 0.8, 1.0, 0.2, None]))
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([None, 0.5, 0.8, 1.0, 0.2, None]))
     run = federation(**GN, fedp3_layer_set="capacity", fedp3_capacities="0.75 0.9", fraction_train=1.0, fresh=True)
     total = sum(t.numel() for t in run.server.values())
     capacities = [0.75, 0.5, 0.8, 1.0, 0.2, 0.9]

@@ -19,8 +19,8 @@ from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.codec import unpack
 from fedprune_app.engine import wire
-from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
 from fedprune_app.preflight.given import Given

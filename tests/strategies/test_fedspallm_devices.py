@@ -10,8 +10,8 @@ import torch
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.masks import keep_count
-from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.engine.simulated_grid import run_in_process
 from tests.conftest import Finished
 from tests.models.tiny_llm import DEVICES, FAMILIES, text_folder, tiny_byte_model
 

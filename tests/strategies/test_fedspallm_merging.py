@@ -11,7 +11,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.results.reader import load_run
 from tests.conftest import Finished, wrapped_app
 from tests.refusing import refuses

@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.idx import IDX
-from fedprune_app.data.splits import client_data
-from fedprune_app.engine import inprocess
+from fedprune_app.data.datasets import IDX
+from fedprune_app.data.splits import client_data, data_config
+from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.store import VersionedStore, read_tensors
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.learning.evaluate import evaluate
@@ -280,12 +279,12 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     shuffle = np.random.default_rng(0)
     orders = []
 
-    class ShuffledGrid(inprocess.InProcessGrid):
+    class ShuffledGrid(simulated_grid.InProcessGrid):
         def pull_messages(self, message_ids):
             orders.append(shuffle.permutation(list(message_ids)).tolist())
             return super().pull_messages(orders[-1])
 
-    monkeypatch.setattr(inprocess, "InProcessGrid", ShuffledGrid)
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", ShuffledGrid)
     shuffled = federation(clients=6, fresh=True, **settings)
     assert any(order != sorted(order, key=int) for order in orders)
     assert shuffled.sha256 == in_order.sha256

@@ -13,7 +13,7 @@ from clients.task import Task
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare

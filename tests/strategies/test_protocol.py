@@ -10,8 +10,7 @@ import pytest
 
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.data import splits
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import BIASES, WEIGHTS, logits, share_correct
 

@@ -8,7 +8,7 @@ All text is escaped, since plotly reads a little HTML.
 from collections.abc import Sequence
 
 from fedprune_app.results.columns import epsilon_remark
-from fedprune_app.results.figures import clients, curves, language, layers, masks, settings, traffic
+from fedprune_app.results.figures import clients, curves, masks, settings
 from fedprune_app.results.figures.common import Figure
 from fedprune_app.results.groups import Group
 
@@ -62,14 +62,14 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
             "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
             "tokens were measured. After one round the clients' own are the standalone baseline, later they are not.",
-            language.perplexity(groups),
+            settings.perplexity(groups),
         ),
         Figure(
             "decoder-layers",
             "Decoder layers",
             "By layer of a language model, in the last round: how far the clients' masks agree, mean over pairs, and "
             "the density of their mean before and after the server expands its masks.",
-            layers.decoder_layers(groups),
+            masks.decoder_layers(groups),
         ),
         Figure(
             "classes",
@@ -90,8 +90,8 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "bytes",
             "Traffic, measured and by the papers' formulas",
             "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
-            + traffic.on_peers(groups),
-            traffic.bytes_of_runs(groups),
+            + clients.on_peers(groups),
+            clients.bytes_of_runs(groups),
             rows=len(groups),
         ),
         Figure(
@@ -99,13 +99,13 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "Traffic of a client by the layers it trains",
             "Measured on the last training messages of a client of each set, to it and from it. The last layer, which "
             "all train, is not named.",
-            traffic.by_layer_set(groups),
+            clients.by_layer_set(groups),
         ),
         Figure(
             "layers",
             "Density by layer",
             "Kept share of each layer in the last evaluation, mean over clients.",
-            layers.densities(groups),
+            masks.densities(groups),
         ),
         *curves.figures_of_measures(groups),
         Figure(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedprune_app.running.numbered import next_folder
+from fedprune_app.files import next_folder
 
 
 def test_two_commands_at_once_get_two_numbers_and_what_stays_empty_is_removed(tmp_path):

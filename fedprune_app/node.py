@@ -11,7 +11,7 @@ from fedprune_app.config import POLICY_FILE, POLICY_KEYS, Config, ConfigError, P
 from fedprune_app.config.options import listed
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
-from fedprune_app.engine.simulated import is_simulated
+from fedprune_app.engine.simulated_grid import is_simulated
 from fedprune_app.plugins import Code
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare

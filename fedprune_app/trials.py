@@ -30,10 +30,9 @@ from fedprune_app import client_app, server_app
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.data_config import data_config
-from fedprune_app.data.splits import ClientData, client_data
+from fedprune_app.data.splits import ClientData, client_data, data_config
 from fedprune_app.engine import wire
-from fedprune_app.engine.inprocess import quiet, run_in_process
+from fedprune_app.engine.simulated_grid import quiet, run_in_process
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import scratch_folder
 from fedprune_app.learning.training import TrainingResult

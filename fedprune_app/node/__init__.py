@@ -1,1 +1,0 @@
-"""What a node of a deployment allows, and says of itself."""
