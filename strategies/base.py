@@ -6,7 +6,6 @@ hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 
 import hashlib
 import logging
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,11 +16,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import Config
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.robust import BoundedMean, TrimmedMean
+from fedprune_app.core.robust import BoundedMean
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import exchanges, loop
@@ -76,7 +75,7 @@ class FederatedStrategy(StreamedStrategy):
     headline = "accuracy_personal_mean"  # the number that the system is judged by
     has_global_model = True
     exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
-    averages = False  # whether the system averages models, so that ``robust`` means something
+    averages = False  # whether the system averages models, so that ``robust-norm`` means something
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
     def __init__(
@@ -251,42 +250,17 @@ class AveragingStrategy(FederatedStrategy):
     averages = True
     by_examples = False  # whether a client counts by its number of examples
 
-    def __init__(
-        self, context: RunContext, model: Mapping[str, Tensor] | None = None, prunable: frozenset[str] = frozenset()
-    ) -> None:
-        super().__init__(context, model, prunable)
-        self.check_moves(len(self.participation.members))
-
-    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean | TrimmedMean:
-        """Return the average that ``robust`` asks for, of at most ``count`` models with the server's coordinates."""
-        config = self.config
-        if config.robust == "trimmed-mean":
-            return TrimmedMean(config.robust_trim)
-        mean = MaskedMean(count, max_weight)
-        return BoundedMean(mean, self.model, config.robust_norm) if config.robust == "clip" else mean
+    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean:
+        """Return an average of at most ``count`` models with the server's coordinates, within ``robust-norm``."""
+        mean, bound = MaskedMean(count, max_weight), self.config.robust_norm
+        return BoundedMean(mean, self.model, bound) if bound else mean
 
     def weight_of(self, client: int) -> int:
         """Return how much a client counts.
 
-        A number of examples is what the client says, so under ``robust`` all clients count alike.
+        A number of examples is what the client says, so under ``robust-norm`` all clients count alike.
         """
-        return self.clients[client].num_examples if self.by_examples and self.config.robust == "none" else 1
-
-    def check_moves(self, holders: int, of_what: str = "") -> None:
-        """Refuse a robust average that would never move what so many clients hold; ``of_what`` names it in the error.
-
-        Raises :class:`ConfigError`.
-        """
-        trim, count = self.config.robust_trim, min(holders, self.participation.most)
-        if self.config.robust == "trimmed-mean" and trim and int(trim * count + 1e-9) < 1:
-            allowed = f"{math.ceil(1000 / count) / 1000:g} to below 0.5" if count > 2 else "another value of robust"
-            raise ConfigError(
-                "robust-trim",
-                trim,
-                allowed,
-                condition=f"with {count} clients a round{of_what}",
-                hint="a coordinate of which no value can be left out stays where it is",
-            )
+        return self.clients[client].num_examples if self.by_examples and not self.config.robust_norm else 1
 
     # --- the mean, which systems override ---------------------------------------------------------------------------
 
@@ -301,10 +275,5 @@ class AveragingStrategy(FederatedStrategy):
         self.model = self.averaged_model(round)
 
     def averaged_model(self, round: Round) -> dict[str, Tensor]:
-        """Return the average of the replies; where nobody sent a coordinate, or too few, it is as it was."""
-        model = self.mean.mean(self.model)
-        if isinstance(self.mean, TrimmedMean) and (names := self.mean.stayed):
-            place = "" if len(names) == len(self.model) else f" in {len(names)} of the model's tensors"
-            trim = f"robust-trim {self.config.robust_trim:g}"
-            round.log.say(f"too few replies for {trim} to leave any out: they move nothing{place}")
-        return model
+        """Return the average of the replies; a coordinate that nobody sent is as it was."""
+        return self.mean.mean(self.model)

@@ -13,8 +13,8 @@ at the end of this file. No code was released; where the text is silent or contr
   the others had not moved it: ``fedltp.average=participants``. Lost replies count in neither.
 * Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas say the round's).
   A score is the share of correct predictions among the validation examples of those who answered: with equal answers
-  the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust`` it is the mean of
-  the clients' own shares: how many examples a client has is what it says.
+  the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust-norm`` it is the
+  mean of the clients' own shares: how many examples a client has is what it says.
 * The model that is evaluated after a round is the best so far, which would be the final one (equation 19). It is the
   newest one while no score of any round was accepted.
 * Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
@@ -65,9 +65,6 @@ class FedLTP(DPFed):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        if self.options.pruning == "iterative" and self.config.robust == "trimmed-mean":
-            # some weights are in one sub-model of a round, and of one value none can be left out
-            raise ConfigError("robust", "trimmed-mean", "none, clip", condition="with fedltp.pruning 'iterative'")
         self.levels: dict[str, Tensor] = {}  # how many sub-models have each weight
         self.drawn: dict[int, int] = {}  # by client, its sub-model, from 1
         self.best: tuple[int, float] = (0, -1.0)  # round and score
@@ -155,7 +152,7 @@ class FedLTP(DPFed):
         if scores:
             client_mean = math.fsum(shares) / len(shares)  # in whatever order they came
             pooled_score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
-            columns["validation_score"] = score = pooled_score if self.config.robust == "none" else client_mean
+            columns["validation_score"] = score = client_mean if self.config.robust_norm else pooled_score
             if self.best[0] == 0 or score > self.best[1]:
                 self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:

@@ -49,9 +49,9 @@ class FedP3(AveragingStrategy):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        aggregation, robust = self.options.aggregation, self.config.robust
-        if aggregation in ("attention", "weighted-literal") and robust != "none":  # whose factor shrinks what stayed
-            raise ConfigError("robust", robust, "none", condition=f"with fedp3.aggregation {aggregation!r}")
+        aggregation, bound = self.options.aggregation, self.config.robust_norm
+        if aggregation in ("attention", "weighted-literal") and bound:  # whose factor shrinks what stayed
+            raise ConfigError("robust-norm", bound, "0", condition=f"with fedp3.aggregation {aggregation!r}")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}

@@ -53,14 +53,6 @@ class FedSPA(DPFed):
                 f"at least {least_said(1 / size)}, so that a client has one",
                 condition=f"with a model of {size:,} coordinates",
             )
-        # a trimmed mean would leave out every client that has a coordinate
-        if self.config.robust == "trimmed-mean" and self.options.share <= self.config.robust_trim:
-            raise ConfigError(
-                "fedspa.share",
-                self.options.share,
-                f"above robust-trim, which is {self.config.robust_trim:g}",
-                condition="with robust 'trimmed-mean'",
-            )
 
     @property
     def options(self) -> FedSPAOptions:

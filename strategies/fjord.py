@@ -4,7 +4,7 @@ Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accu
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, Algorithm 1. The client half is ``clients/fjord.py``.
 
 Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples
-(alike under ``robust``), so that with all clients at full width it is FedAvg.
+(alike under ``robust-norm``), so that with all clients at full width it is FedAvg.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,8 +39,6 @@ class FjORD(AveragingStrategy):
         super().__init__(context, model, prunable)
         self.shapes = {name: tensor.shape for name, tensor in self.model.items()}
         self.groups = hidden_groups(layers_of(list(self.model), self.prunable), self.shapes)
-        widths = [self.width(client) for client in self.clients]
-        self.check_moves(widths.count(max(widths)), f" of the largest width, {max(widths):g}")
 
     def width(self, client: int) -> float:
         """Return p_max: the share of each layer's units that the client can bear."""

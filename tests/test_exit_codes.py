@@ -59,7 +59,7 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
             ["system=fedcr", "model=cnn-small-cr"],
             "max-grad-norm is 0.0",
         ),
-        (["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"], "robust-trim is 0.01"),
+        (["system=fedspa", "fedspa.share=1e-6"], "fedspa.share is 1e-06"),
         (["system=fedp3", "fedp3.layer-set=none"], "fedp3.layer-set is 'none'"),
         (["system=fedltp", "validation-fraction=0", "fedltp.public-samples=1"], ""),
         (["system=fedspallm", "dataset=text", "data-dir=nowhere"], "data-dir is '"),
@@ -114,11 +114,11 @@ def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
         "import sys, fedprune_app.preflight.can_start as s; s.doubts = lambda config, placement: []\n"
         "from fedprune_app.cli import main; main()"
     )
-    setting = ["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"]
+    setting = ["system=fedspa", "fedspa.share=1e-6"]
     command = [sys.executable, "-c", code, "run", *SMALL, *setting, "--clients", "4", "--out"]
     command += [engine, "--engine", engine]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: robust-trim is 0.01")
+    assert done.stderr.splitlines()[-1].startswith("error: fedspa.share is 1e-06")
     info = json.loads((tmp_path / engine / "run.json").read_text())
-    assert (info["status"], info["error"][:12]) == ("failed", "robust-trim ")
+    assert (info["status"], info["error"][:12]) == ("failed", "fedspa.share")

@@ -324,28 +324,11 @@ class CommonOptions:
     min_replies: int = option(
         1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
     )
-    robust: str = option(
-        "none",
-        "The protection of the server's average against hostile clients.",
-        choices={
-            "none": "the plain average",
-            "clip": "each client's distance from the server's model is clipped to robust-norm",
-            "trimmed-mean": "of each coordinate, the smallest and largest values are left out",
-        },
-    )
     robust_norm: float = option(
         0.0,
-        "The largest L2 distance of a client's model from the server's, with robust 'clip'.",
+        "The largest L2 distance of a client's model from the server's. The server clips a longer one, and all clients "
+        "count alike: so one hostile client moves the average little. 0: no bound.",
         least=0,
-        needs={"robust": ("clip",)},
-    )
-    robust_trim: float = option(
-        0.2,
-        "The share of a coordinate's values that is left out at each end, with robust 'trimmed-mean'. A coordinate "
-        "with too few values to leave any out does not change.",
-        least=0,
-        below=0.5,
-        needs={"robust": ("trimmed-mean",)},
     )
     out_dir: str = option(
         "",
@@ -452,13 +435,6 @@ class CommonOptions:
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
             raise ConfigError("evaluate-clients", self.evaluate_clients, allowed)
-        if (self.robust == "clip") != (self.robust_norm > 0):
-            raise ConfigError(
-                "robust-norm",
-                self.robust_norm,
-                "above 0" if self.robust == "clip" else "0",
-                condition=f"with robust {self.robust!r}",
-            )
         if self.resume_from and self.out_dir and self.out_dir != self.resume_from:
             raise ConfigError("out-dir", self.out_dir, "that same folder, or nothing", condition="with resume-from")
 

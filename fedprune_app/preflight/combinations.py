@@ -43,11 +43,11 @@ def check_system(config: Config) -> Config:
     system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
         raise ConfigError(reason)
-    if config.robust != "none" and not system.strategy.averages:
+    if config.robust_norm and not system.strategy.averages:
         raise ConfigError(
-            "robust",
-            config.robust,
-            "none",
+            "robust-norm",
+            config.robust_norm,
+            "0",
             condition=f"with system {config.system!r}",
             hint="its server averages no models",
         )

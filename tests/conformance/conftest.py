@@ -39,15 +39,8 @@ VARIANTS = {
         "drop-probability": 0.4,
     },
     "dispfl: private": {"system": "dispfl", "dispfl.growth": "random", **PRIVATE},
-    "fedavg: trimmed mean, four of the clients": {
-        "system": "fedavg",
-        "robust": "trimmed-mean",
-        "robust-trim": 0.3,
-        "fraction-train": 0.8,
-    },
     "fedavg: clipped, cropped, weight decay": {
         "system": "fedavg",
-        "robust": "clip",
         "robust-norm": 1.0,
         "augmentation": "crop-flip",
         "weight-decay": 1e-3,

@@ -16,8 +16,6 @@ HANDED_ON = ("/config/", "/data/splits.py", "/registry.py")
 READ_IN_VAIN = {
     "data-dir",  # a client puts it in its first answer, which is for clients with folders of their own
     "dispfl.neighbours",  # every topology is told the number
-    "robust-norm",  # every protection of the average is told both
-    "robust-trim",
     "dp.planned-rounds",  # read before it is known whether the noise is given or chosen
     # read for each client, also where it trains all layers, of which none is chosen or pruned
     *("density", "fedp3.densities", "fedp3.assignment"),

@@ -209,13 +209,6 @@ def test_what_cannot_be_is_refused_on_one_line(settings, said):
         prepare(Given({"system": "fedltp", **settings}))
 
 
-def test_a_trimmed_mean_that_never_moved_what_one_client_has_is_refused(federation):
-    settings = {"system": "fedltp", "robust": "trimmed-mean", "robust_trim": 0.4, "fraction_train": 1.0, **QUICK}
-    with refuses("robust", "trimmed-mean", condition="fedltp.pruning"):
-        federation(**settings, fedltp_pruning="iterative", fresh=True)
-    assert federation(**settings).info["status"] == "completed"
-
-
 def test_more_public_images_than_there_are_fail_the_run_on_one_line(federation, tmp_path):
     with pytest.raises(ValueError, match=r"fedltp.public-samples is 9999"):
         federation(system="fedltp", **QUICK, fedltp_public_samples=9999, out_dir=str(tmp_path))
@@ -327,7 +320,7 @@ def test_a_client_that_says_it_has_a_million_examples_outvotes_nobody_under_robu
     monkeypatch.setattr(FedLTPClient, "num_examples", count)
     settings = {"system": "fedltp", "fresh": True, "num_server_rounds": 1, "fraction_train": 1.0, **QUICK}
     (plain,) = federation(**settings).rounds
-    (robust,) = federation(robust="clip", robust_norm=100.0, **settings).rounds
+    (robust,) = federation(robust_norm=100.0, **settings).rounds
     assert plain["validations"] == robust["validations"] == 4
     assert plain["validation_score"] > 0.99
     assert robust["validation_score"] == pytest.approx((1 + sum(honest.values())) / 4)

@@ -12,7 +12,6 @@ from fedprune_app.core import rng
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.models.initial import initial_model
-from tests.refusing import refuses
 from tests.strategies.reference import logits
 
 SETTINGS = {
@@ -155,12 +154,6 @@ def test_batch_norms_are_cut_too_and_a_run_says_how_dense_clients_are(federation
 def test_local_norms_are_refused_because_nobody_trains_those_beyond_a_clients_width(federation):
     with pytest.raises(TooFewReplies, match="batch-norm is 'local'"):
         federation(**SETTINGS, model="cnn-small-bn", batch_norm="local", fresh=True)
-
-
-def test_a_trimmed_mean_that_never_moved_the_outermost_units_is_refused(federation):
-    settings = {**SETTINGS, "clients": 8, "fraction_train": 1.0, "robust": "trimmed-mean", "fjord_widths": "0.5 1.0"}
-    with refuses("robust-trim", 0.2):
-        federation(**settings, robust_trim=0.2, fresh=True)
 
 
 def test_group_norm_is_refused_where_it_would_not_be_the_same_network(federation):
