@@ -1,7 +1,7 @@
 """D-PSGD-FT, the client half: D-PSGD's, and fine-tuning before it is evaluated."""
 
 from clients.dpsgd import DPSGDClient
-from clients.finetune import FineTuned
+from clients.fedavg_ft import FineTuned
 
 
 class DPSGDFTClient(FineTuned, DPSGDClient):

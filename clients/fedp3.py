@@ -4,6 +4,8 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 
 * What the server pruned stays pruned while the client trains, as in Algorithm 2; the code lets it grow back until the
   next round overwrites it.
+* ``Q_i`` says which part of the network one local step trains, as FjORD's ordered dropout does. Each call draws
+  the part of one step. The client's own layers are always trained in full.
 * All layers are trained, those that are not sent too, as in both. In its last round the code trains the last layer
   alone, for 10 epochs; the text knows nothing of it, and it is not done here.
 """

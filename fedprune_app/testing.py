@@ -42,7 +42,7 @@ from fedprune_app.learning.training import TrainingResult
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import System
-from fedprune_app.results import own_measures
+from fedprune_app.results import declarations
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measures
 from fedprune_app.terminal import Terminal
@@ -354,13 +354,13 @@ class _Laws:
             evaluated == set(range(CLIENTS)), "all clients are evaluated in the end", f"only {sorted(evaluated)} were"
         )
         system = str(self._settings["system"])
-        measures = own_measures.all_of(system)
+        measures = declarations.all_of(system)
         wrong_names = misrecorded(run.rounds, measures.columns, measures)
         wrong_names += misrecorded(run.clients, {"round", "partition", *measures.of_clients}, measures)
         _must(not wrong_names, "all that is recorded is declared", f"{', '.join(wrong_names)} is not")
         missing_names = [
             measure.name
-            for measure in own_measures.of_system(system)
+            for measure in declarations.of_system(system)
             if all(row.get(measure.column) is None for row in run.rounds)
         ]
         _must(

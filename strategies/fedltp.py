@@ -36,7 +36,7 @@ from fedprune_app.config import Config, ConfigError, FedLTPOptions
 from fedprune_app.core import rng
 from fedprune_app.core.masks import full_masks, packed, unpacked
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.scores import Ticket, at_level, nested_levels, selection_probabilities, ticket_masks
+from fedprune_app.core.tickets import Ticket, at_level, nested_levels, selection_probabilities, ticket_masks
 from fedprune_app.data.datasets import public_dataset, some_of
 from fedprune_app.data.partitions import most_held_out
 from fedprune_app.data.splits import data_config, public_part

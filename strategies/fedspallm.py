@@ -25,7 +25,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.core import metrics, rng
+from fedprune_app.core import rng
 from fedprune_app.core.layers import assign_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -36,6 +36,7 @@ from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.models.cutting import Cut
 from fedprune_app.models.llm import LanguageModel, Perplexity
 from fedprune_app.models.saving import PrunedLayers
+from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.recorder import number_in, round_columns, row_of
 from fedprune_app.results.similarity import MaskDistances
@@ -372,7 +373,7 @@ class LayerRounds(Exchanges):
         require(round.log.replies, min(self.config.min_replies, len(round.participants)), name, round.log.failures)
         self._by_layer = self.strategy.end_recovery()
         losses = [row["recovery_loss"] for row in round.log.clients.values() if row.get("recovery_loss") is not None]
-        return {**self._columns(round), "recovery_loss": metrics.summary(losses).mean}
+        return {**self._columns(round), "recovery_loss": measures.summary(losses).mean}
 
     def _show_progress(self) -> None:
         layer, num_layers = self.strategy.layer, self.dense.num_layers
@@ -542,5 +543,5 @@ def over_clients(
 
 def _client_summary(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
     values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
-    summary = metrics.summary(values)
+    summary = measures.summary(values)
     return {"personal_mean": summary.mean, "personal_std": summary.std, "personal_models": len(values)}

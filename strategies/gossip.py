@@ -1,4 +1,4 @@
-"""Decentralised systems, the server half: a relay that draws the topology and passes neighbours' models on.
+"""Decentralised systems, the server half: a relay, without a model, draws the topology and passes models on.
 
 The models could go from peer to peer; the server only stands in for the links. So two traffics are counted: the
 peer-to-peer one, from the sizes of the updates that neighbours exchange, and what the star really moved.

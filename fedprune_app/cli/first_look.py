@@ -1,4 +1,4 @@
-"""Commands for a first look: ``list`` and ``demo``, which is small enough for two cores and three minutes."""
+"""Commands for a first look: ``list`` and ``demo``, which is real in every part, and takes two cores three minutes."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def list_(
     from fedprune_app.models.names import MODELS
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
-    from fedprune_app.results import own_measures
+    from fedprune_app.results import declarations
 
     if plugin or system not in ("", *SYSTEMS):
         given_in(None, [f"system={system}"] if system else None, plugin)
@@ -107,7 +107,7 @@ def list_(
     for key, names in installed().items():
         for name, module in names.items():
             kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
-    measures = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
+    measures = {name: declarations.described(name) for name in SYSTEMS if declarations.of_system(name)}
     if as_json:
         settings = {
             key: {

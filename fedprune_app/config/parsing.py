@@ -102,7 +102,10 @@ def has_effect(key: str, config: Config) -> bool:
 
 
 def check_effects(keys: Iterable[str], config: Config) -> None:
-    """Raise :class:`ConfigError` for a key among ``keys`` that has no effect in a run with this configuration."""
+    """Raise :class:`ConfigError` for a key among ``keys`` that has no effect in a run with this configuration.
+
+    A result that does not depend on the key would be taken for one that does.
+    """
     for key in keys:
         if (need := _unmet_need(key, config)) is not None:
             (name, values), settings = need, config.to_dict()

@@ -266,7 +266,7 @@ def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Ten
     """Draw which client sends each coordinate, int64 (d,): a random permutation, cut into as many blocks as clients.
 
     Blocks are equal, or differ by one where n does not divide d. Each coordinate belongs to each client with
-    probability 1/n. Source: Definition 2; Szlendak et al., "Permutation compressors", 2021.
+    probability 1/n. Source: FedP3, Definition 2; Szlendak et al., "Permutation compressors", 2021.
     """
     clients = torch.randperm(num_clients, generator=rng)  # the first ones have the larger blocks
     return clients[torch.randperm(dimension, generator=rng) % num_clients]

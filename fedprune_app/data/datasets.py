@@ -41,7 +41,11 @@ CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 
 
 def femnist(folder: Path, *, public_scale: bool) -> Dataset:
-    """Read FEMNIST with its writers, who are the owners of its images.
+    """Read LEAF's FEMNIST with its writers, who are the owners of its images, from the files of LEAF's scripts.
+
+    ``data-dir/train/*.json`` and ``data-dir/test/*.json`` have the lists ``users`` and ``num_samples``, and
+    ``user_data``: for each user ``x``, images of 784 numbers from 0 (black) to 1 (white), and ``y``, labels from 0 to
+    61. Source: Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018.
 
     Images are normalised by the statistics of the training images, or to [-1, 1] with ``public_scale``. Raises a
     one-line ``ValueError``.

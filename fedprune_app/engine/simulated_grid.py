@@ -50,7 +50,8 @@ def is_beside_server() -> bool:
 def is_simulated() -> bool:
     """Return whether the client at work is one of a simulation: of ours, or of Flower's, whose clients are Ray actors.
 
-    A node of a deployment is a process of its own, which no message makes an actor.
+    Everything else counts as a node of a deployment, whatever the run's configuration says: a node is a process of its
+    own, which no message makes an actor.
     """
     return _beside_server.get() is not None or _is_ray_actor()
 
@@ -158,7 +159,10 @@ def quiet() -> Iterator[None]:
 
 
 class InProcessGrid(SimulatedGrid):
-    """The clients of this grid answer in this process, when their replies are asked for."""
+    """The clients of this grid answer in this process, when their replies are asked for.
+
+    It is for breakpoints, for tests, and for machines without Ray. Only the transport differs: it is a dictionary.
+    """
 
     def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]) -> None:
         super().__init__(num_clients, run_config)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from clients.base import ImageClient
-from clients.finetune import FineTuned
+from clients.fedavg_ft import FineTuned
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload

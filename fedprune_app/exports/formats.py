@@ -298,6 +298,8 @@ def check_options(output: Path, client: int | None, format: str, **options: obje
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     """Write the packed model of a run, or of a checkpoint, to the folder ``output``, and measure both.
 
+    A packed model has kept values and coded masks, which a CPU also computes with.
+
     A weight that is exactly 0 counts as pruned. Raises a one-line ``ValueError``.
     """
     if output.exists() and not (force and (output / "packed.json").is_file()):

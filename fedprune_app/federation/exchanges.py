@@ -43,7 +43,10 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class UpdateStore:
-    """Updates by client; decoded ones stay in memory up to ``decoded_bytes``.
+    """A relaying server keeps the latest encoded update of each client here, on disk, and never looks into it.
+
+    On disk because a hundred clients' models are gigabytes, and because a resumed run needs them: they are versioned by
+    round like every state. A server that does read updates remembers them decoded, up to ``decoded_bytes`` in memory.
 
     The default is a quarter of the machine's or the container's memory, and 8 GiB at most.
     """

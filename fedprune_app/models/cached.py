@@ -52,6 +52,8 @@ def is_whole(folder: Path) -> bool:
 def folder_of_gguf(path: Path) -> Path:
     """Return the cached folder of a GGUF file's model, which is named by the file's content.
 
+    transformers computes the weights from the file's blocks, as 32-bit numbers.
+
     ``ValueError`` where there is no such file, it is cut off, or transformers cannot read its model or its tokenizer.
     """
     if not path.is_file():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedprune_app.core.masks import keep_count, packed, random_coordinates, relative_threshold_masks, unpacked
 from fedprune_app.core.rng import generator
-from fedprune_app.core.scores import at_level, nested_levels, selection_probabilities, ticket_masks
+from fedprune_app.core.tickets import at_level, nested_levels, selection_probabilities, ticket_masks
 
 SHAPES = {"conv.weight": (10, 1, 5, 5), "fc.weight": (40, 32)}
 

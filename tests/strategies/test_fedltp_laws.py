@@ -13,7 +13,7 @@ from clients.fedltp import FedLTPClient
 from fedprune_app.config import parse_config
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.rng import generator
-from fedprune_app.core.scores import Ticket, ticket_masks
+from fedprune_app.core.tickets import Ticket, ticket_masks
 from fedprune_app.data.splits import client_data, data_config, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors

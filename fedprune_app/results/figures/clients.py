@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Sequence
 
-from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
@@ -20,7 +19,7 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Group, Statistic
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.measures import MEGABYTE, worst_decile
 from fedprune_app.results.reader import last_of_clients
 
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
