@@ -19,7 +19,7 @@ PUBLISHED = frozenset(
 )
 
 # These data have classes with names of their own, columns, or pictures; a plug-in's data may have them.
-_NAMED: Needs = {**IMAGES, "dataset": NoneOf((*sorted(PUBLISHED), "femnist"))}
+_NAMED: Needs = {**IMAGES, "dataset": NoneOf(tuple(sorted(PUBLISHED)))}
 _COLUMNS: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "image-folder"))}
 _PICTURES: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "table"))}
 
@@ -86,7 +86,7 @@ class CommonOptions:
         "If true, missing files are fetched: a torchvision dataset into data-dir, a model from the Hugging Face hub.",
         changes_results=False,
         resumable=True,
-        needs={"dataset": NoneOf(("digits", "image-folder", "femnist", "table", "huggingface"))},
+        needs={"dataset": NoneOf(("digits", "image-folder", "table", "huggingface"))},
     )
     partition: str = option(
         "shards",

@@ -13,7 +13,6 @@ DATASETS: dict[str, str] = {
     "cifar10": "32x32 colour photographs, 10 classes, 50,000 + 10,000; cifar-10-batches-bin/*.bin or image folder",
     "cifar100": "32x32 colour photographs, 100 classes, 50,000 + 10,000; data-dir/cifar-100-binary/*.bin",
     "tiny-imagenet": "64x64 colour photographs, 200 classes, 100,000 + 10,000 (its validation set)",
-    "femnist": "28x28 grey characters by writer, 62 classes, of LEAF; data-dir/train/*.json and data-dir/test/*.json",
     "image-folder": "your own: data-dir/train/<class>/* and data-dir/test/<class>/*, images of one size or image-size",
     "table": "your own numbers: data-dir/train.csv and test.csv, or .parquet, with a column of labels; extra 'data'",
     "huggingface": "your own images: data-dir is what save_to_disk of Hugging Face's datasets wrote; extra 'data'",
@@ -30,7 +29,7 @@ PARTITIONS: dict[str, str] = {
     "classes": "a fixed number of classes per client, equal volumes (FedP3's class-wise, Dis-PFL's pathological)",
     "dirichlet-class": "each class split over the clients by a Dirichlet draw, unequal volumes (Fed-LTP)",
     "dirichlet-client": "each client draws its label preferences, equal volumes (Dis-PFL, FedP3)",
-    "owners": "each client has its own: data-dir/<client>/<class>/*, a table's owner-column, LEAF's writers",
+    "owners": "each client has its own: data-dir/<client>/<class>/*, a table's owner-column, a plug-in's owners",
 }
 
 OWNERS = "owners"

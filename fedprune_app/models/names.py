@@ -39,7 +39,6 @@ AUTO = {
     "cifar10": "lenet5",
     "cifar100": "lenet5",
     "tiny-imagenet": "lenet5",
-    "femnist": "cnn5",
     "image-folder": "lenet5",
     "table": "mlp-small",
     "huggingface": "lenet5",

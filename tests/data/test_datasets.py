@@ -422,7 +422,7 @@ def test_missing_files_say_what_is_expected_where(tmp_path, name):
         message = error_of(name, tmp_path / folder)
         assert message.startswith(f"data-dir '{tmp_path / folder}' {says}")
         assert f"dataset '{name}'" in message
-        own = ("femnist", "image-folder", "table")  # nobody offers them for download
+        own = ("image-folder", "table")  # nobody offers them for download
         assert message.endswith("set download=true to fetch it") == (name not in own)
     assert not (tmp_path / "nowhere").exists()
 

@@ -206,7 +206,7 @@ def test_the_keys_that_deal_the_data_are_those_of_its_configuration():
     fields = {name.replace("_", "-") for name in DataConfig.__dataclass_fields__}
     derived = {"is-own", "private", "split-secret", "public-share"}
     assert {*DEALT_BY} - {"public-fraction"} == fields - derived - {"data-dir", "download"}
-    assert {*DATASETS, *TEXTS} - PUBLISHED - {*LOADERS} == {"femnist", "image-folder", "table", "huggingface", "text"}
+    assert {*DATASETS, *TEXTS} - PUBLISHED - {*LOADERS} == {"image-folder", "table", "huggingface", "text"}
 
 
 def test_the_best_system_is_that_of_the_clients_which_all_have():
