@@ -22,7 +22,7 @@ from _turns import Steps, clock_of, compute_in
 from torch import Tensor
 
 from fedprune_app.config import parse_config
-from fedprune_app.core.graphs import Recorder
+from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.files import replace_file
 from fedprune_app.learning.device import recorder_of
 
@@ -118,7 +118,7 @@ class Bench:
     def compute_in(self, precision: str, *, deterministic: bool = False) -> None:
         compute_in(precision, self.device, self.threads, deterministic=deterministic)
 
-    def recorder(self, wanted: bool = True) -> Recorder | None:
+    def recorder(self, wanted: bool = True) -> CudaGraphs | None:
         return recorder_of(parse_config({"cuda-graphs": wanted}), torch.device(self.device))
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.cohort import work_in_cohort
-from fedprune_app.core.graphs import Recorder
+from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.core.masks import prune_and_grow, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -68,7 +68,7 @@ class Trained:
         self.batch = 4 if bench.tiny else min(most, BATCHES[model])
         self.sizes = [3 * self.batch, 2 * self.batch + 3, self.batch + 1]
 
-    def weights(self, cohort: bool = False, clients: int = 3, recorder: Recorder | None = None) -> list[Tensor]:
+    def weights(self, cohort: bool = False, clients: int = 3, recorder: CudaGraphs | None = None) -> list[Tensor]:
         """Return each client's weights as one tensor; without ``cohort`` each trains in the network's own form."""
         works = [partial(self._train, number, recorder) for number in range(clients)]
         most = 1 << 62 if cohort else 0
@@ -76,7 +76,7 @@ class Trained:
             found = dict(work_in_cohort(works))
         return [found[number] for number in range(clients)]
 
-    def _train(self, number: int, recorder: Recorder | None) -> Tensor:
+    def _train(self, number: int, recorder: CudaGraphs | None) -> Tensor:
         shape, draw = SHAPES[self.model], generator(0, "data", number)
         network = build_model(self.model, shape, 10, rng=generator(0, "init"))
         images = torch.randn(self.sizes[number], *shape, generator=draw)

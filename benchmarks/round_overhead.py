@@ -55,7 +55,7 @@ from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running.session import run
+from fedprune_app.running import run
 
 _WARM_UP = 2  # first rounds of a run, in which Ray's workers import and load the data
 _TEST_IMAGES = 1000

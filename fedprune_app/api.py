@@ -127,7 +127,7 @@ def run(
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` for a run that
     fails.
     """
-    from fedprune_app.running.session import run as run_prepared
+    from fedprune_app.running import run as run_prepared
 
     folder = _path("out", out).resolve()
     given = _given(config, settings).for_run_in(folder, resume=resume)

@@ -11,14 +11,15 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedprune_app import plugins
+from fedprune_app import server as build
 from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
-from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import sha256_of
+from fedprune_app.launching.processes import CLIENTS_VARIABLE, tell_launcher, watch_launcher
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import Prepared, prepare
@@ -26,9 +27,7 @@ from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import declarations
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
-from fedprune_app.server import resuming
-from fedprune_app.server.build import BUILDS, CLIENT_INFOS, other_data
-from fedprune_app.server.resuming import Choice
+from fedprune_app.server import BUILDS, CLIENT_INFOS, Choice, other_data
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -63,7 +62,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     recorder = Recorder(folder, tracking=config.tracking)
     saved_run = None
     if config.resume_from:
-        saved_run = resuming.find(folder, read_info(folder), config)
+        saved_run = build.find(folder, read_info(folder), config)
         if saved_run.is_complete:
             log.info("the run in %s is complete", folder)
             return
@@ -82,8 +81,8 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         roster = _gather(grid, config, recorder, earlier_info)
         choice, point, state = None, START, None
         if saved_run is not None:
-            lost_states = resuming.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
-            choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
+            lost_states = build.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
+            choice = build.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
         strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))

@@ -421,7 +421,7 @@ class _Laws:
         )
 
     def is_the_same_on(self, engine: str) -> None:
-        from fedprune_app.running.session import run
+        from fedprune_app.running import run
 
         folder = self._folder / engine
         prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))

@@ -180,8 +180,8 @@ class FederatedStrategy(StreamedStrategy):
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""
-        dense = len(round.participants) * exchanges.dense_bytes(self.model)
-        return dense, dense
+        dense_bytes = 4.0 * sum(tensor.numel() for tensor in self.model.values() if tensor.is_floating_point())
+        return len(round.participants) * dense_bytes, len(round.participants) * dense_bytes
 
     def traffic(self, round: Round) -> dict[str, Any]:
         """Return who carried how much. In a star the busiest node is the server, in one direction."""

@@ -25,17 +25,17 @@ ROOF = [  # from the top: a room imports those of lower floors alone, and all th
     {"registry", "terminal"},
 ]
 FILES = {  # the same of the files in a room
-    "preflight": [{"describe"}, {"prepare"}, {"can_start"}, {"given", "combinations", "language_models"}],
+    "preflight": [{"describe"}, {"prepare"}, {"can_start"}, {"given", "combinations"}],
     "plugins": [{"loading"}, {"registering"}],
     "exports": [{"formats", "predict"}, {"find"}, {"file"}],
     "launching": [{"local"}, {"simulation"}, {"credentials", "flower_cli"}, {"processes"}],
-    "running": [{"session"}, {"progress"}],
     "sweeps": [{"sweep"}, {"search"}, {"matrix"}],
     "data": [
         {"splits"},
         {"datasets"},
-        {"brought", "folders", "tables", "text"},
-        {"dataset", "partitions", "pictures"},
+        {"brought", "tables", "text"},
+        {"folders", "partitions"},
+        {"dataset"},
         {"names"},
     ],
     "privacy": [{"dpsgd"}, {"clipped_sums"}, {"ledger"}, {"accounting", "audit", "noise"}],
@@ -123,7 +123,7 @@ def test_a_file_of_a_room_imports_only_lower_floors(room):
 PARSING = {"fedprune_app.config.parse_config", "fedprune_app.config.check_resumable"}
 PARSING |= {"fedprune_app.preflight.combinations.check_system", "fedprune_app.config.parsing"}
 PARSE = {
-    "fedprune_app/server/resuming.py": "the server knows the run that goes on",
+    "fedprune_app/server.py": "the server knows the run that goes on",
 }
 
 
@@ -235,7 +235,7 @@ def test_a_wheel_can_move_every_import_below_fedprune(package):
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-BUDGET = 20_200
+BUDGET = 20_000
 """Statements of the product. A commit that raises the number says why; what lets it sink lowers it."""
 
 

@@ -77,7 +77,7 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
 def test_a_setting_that_the_run_would_refuse_is_told_before_it_starts(fedprune, tmp_path, monkeypatch, settings, says):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     # no model is trained here
-    monkeypatch.setattr("fedprune_app.preflight.language_models.prepare_models", lambda configs, console: None)
+    monkeypatch.setattr("fedprune_app.preflight.can_start.prepare_models", lambda configs, console: None)
     for part in ("train", "test"):
         for kind in ("a", "b"):
             (tmp_path / "float" / part / kind).mkdir(parents=True)

@@ -302,7 +302,6 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/data/folders.py": "into the temporary file of replacing",
     "fedprune_app/exports/formats.py": "into memory",
     "fedprune_app/testing.py": "copies a run within a scratch folder",
-    "fedprune_app/running/session.py": "a link to a run, where nothing else has its name",
 }
 WRITING = {
     "write_text",

@@ -133,7 +133,7 @@ def test_a_deployment_does_not_begin_in_a_users_folder(fedprune, tmp_path):
 @pytest.fixture
 def quick_demo(monkeypatch):
     """The demo with runs of one system that are made up, on no engine."""
-    from fedprune_app.running import session
+    from fedprune_app import running as session
 
     def run(session, prepared, folder):
         made_up_run(folder, prepared.config.system, rounds=1)

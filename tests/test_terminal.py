@@ -77,7 +77,7 @@ def test_an_error_names_strange_things_as_they_are(fedprune, arguments, says):
 
 def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
     from fedprune_app.config import parse_config
-    from fedprune_app.running.progress import RunProgress
+    from fedprune_app.running import RunProgress
 
     row = {"round": 1, "failures": 2, "perplexity_by_text": {f"{STRANGE}{RED}": {"own": 3.0}}}
     with RunProgress(parse_config({}), tmp_path, Terminal(width=300, force_terminal=True)) as progress:

@@ -170,11 +170,11 @@ def demo(
         demo_settings,
         llm_settings,
     )
-    from fedprune_app.preflight.language_models import embedded_model
+    from fedprune_app.preflight.can_start import embedded_model
     from fedprune_app.results.ownership import check_report_file, mark, remove_run
     from fedprune_app.results.recorder import holds_run
     from fedprune_app.results.report import write_report
-    from fedprune_app.running.session import Session
+    from fedprune_app.running import Session
 
     out = out.expanduser().resolve()
     cells = {system: demo_settings(system) for system in DEMO_SYSTEMS}

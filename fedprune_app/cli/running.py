@@ -148,7 +148,7 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
 
     The ``link`` will lead to the run's folder, from before the run begins.
     """
-    from fedprune_app.running.session import run as run_prepared
+    from fedprune_app.running import run as run_prepared
 
     info = run_prepared(prepared, prepared.folder, console, link)
     for kind, key in (("note", "notes"), ("lost", "losses"), ("left out", "clients_left_out")):

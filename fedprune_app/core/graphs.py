@@ -5,22 +5,11 @@ list of these operations with the memory that they read and write.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 # So many steps are done before one is recorded: the first ones load kernels and choose between algorithms.
 WARM_UP_STEPS = 3
-
-
-class Recorder(Protocol):
-    """A recorder does a step, or records a step so that it can be repeated."""
-
-    def warm_up(self, step: Callable[[], object]) -> None:
-        """Do a step, in the way in which a step is recorded afterwards."""
-
-    def record(self, step: Callable[[], object]) -> Callable[[], None]:
-        """Record a step without doing it, and return a function that does it."""
 
 
 class CudaGraphs:
@@ -52,7 +41,7 @@ class RepeatedSteps:
     A step must read all that differs between steps from memory that stays in its place.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CudaGraphs) -> None:
         self._recorder = recorder
         self._done: dict[int, int] = {}
         self._recorded: dict[int, Callable[[], None]] = {}

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fedprune_app.core.graphs import Recorder, RepeatedSteps
+from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import PRUNED, NOfM, check_n_of_m, missing_until, n_of_m_mask, one_target, smallest
 
@@ -86,7 +86,7 @@ def sparsegpt(
     n_of_m: NOfM | None = None,
     block_size: int = 128,
     damping: float = 0.01,
-    recorder: Recorder | None = None,
+    recorder: CudaGraphs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pruned and updated matrix and its mask, both (out, in).
 
@@ -122,7 +122,7 @@ def sparsegpt_together(
     n_of_m: NOfM | None = None,
     block_size: int = 128,
     damping: float = 0.01,
-    recorder: Recorder | None = None,
+    recorder: CudaGraphs | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what :func:`sparsegpt` returns, for each of some ``matrices`` (out, in) that have the same inputs.
 

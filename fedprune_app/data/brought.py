@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.data.dataset import Dataset, Form, Images, Labels, coded, in_order, scale, shortened, text_of
+from fedprune_app.data.folders import as_deep_as, stacked
 from fedprune_app.data.partitions import Indices
-from fedprune_app.data.pictures import as_deep_as, stacked
 
 _CHANNELS = (1, 3)
 

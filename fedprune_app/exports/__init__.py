@@ -1,1 +1,0 @@
-"""A model leaves a run: it is found, made small, written, packed, read again and asked."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -440,11 +439,6 @@ def exchange_columns(round: Round) -> dict[str, Any]:
         "bytes_down": round.log.bytes_down,
         "dropped": len(round.dropped),
     }
-
-
-def dense_bytes(model: Mapping[str, Tensor]) -> float:
-    """Return the bytes of all parameters of a model at 32 bits each."""
-    return 4.0 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
 
 
 def star_traffic(log: RoundLog, paper_bytes: tuple[float, float]) -> dict[str, Any]:

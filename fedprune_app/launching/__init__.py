@@ -1,1 +1,0 @@
-"""How Flower's processes come to life."""

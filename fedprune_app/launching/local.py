@@ -25,7 +25,6 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
-from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import kept_secret, replace_file
 from fedprune_app.launching import flower_cli, processes
@@ -38,6 +37,7 @@ from fedprune_app.launching.credentials import (
     public_half,
 )
 from fedprune_app.launching.flower_cli import Link
+from fedprune_app.launching.processes import LAUNCHER_VARIABLE, launcher_identity
 
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
 _NODE_SECONDS = 180.0

@@ -22,10 +22,9 @@ import clients
 import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, Scalar, to_toml
-from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import processes
-from fedprune_app.launching.processes import RecordedEnd
+from fedprune_app.launching.processes import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, RecordedEnd, launcher_identity
 
 _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fedprune_app.config import Config
-from fedprune_app.core.graphs import CudaGraphs, Recorder
+from fedprune_app.core.graphs import CudaGraphs
 
 _TRIM, _MAP = (-1, 2**28), (-3, 2**25)  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, and bytes
 
@@ -44,7 +44,7 @@ def _keep_memory() -> None:
             ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
-def recorder_of(config: Config, device: torch.device) -> Recorder | None:
+def recorder_of(config: Config, device: torch.device) -> CudaGraphs | None:
     """Return the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
     return CudaGraphs(device) if config.cuda_graphs and device.type == "cuda" else None
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedprune_app.core.cohort import together
 from fedprune_app.core.flops import module_mode
-from fedprune_app.core.graphs import Recorder, RepeatedSteps
+from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
@@ -66,7 +66,7 @@ def train(
     device: torch.device | str | None = None,
     precision: str = "float32",
     grouped: bool = True,
-    recorder: Recorder | None = None,
+    recorder: CudaGraphs | None = None,
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
 

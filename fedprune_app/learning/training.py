@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedprune_app.core.graphs import Recorder
+from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.learning.evaluate import check_examples
 from fedprune_app.learning.flat import check_masks, check_names
 from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
@@ -132,7 +132,7 @@ class Training:
     device: torch.device = _CPU
     precision: str = "float32"
     grouped: bool = True
-    recorder: Recorder | None = None
+    recorder: CudaGraphs | None = None
     num_threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
@@ -142,10 +142,9 @@ class Training:
         is_plain = self.objective is cross_entropy and self.augment is None and self.precision == "float32"
         if self.private is not None and not is_plain:
             raise ValueError("private training is by cross entropy, without augmentation and in float32")
-        if self.private is not None and self.part is not None and not self.private.takes_parts:
-            raise ValueError(
-                f"grad_sample is {self.private.grad_sample!r}, allowed with parts of a network: auto, one-pass"
-            )
+        # one backward pass to the layers' outputs works on a part of a network as on the whole
+        if self.private is not None and self.part is not None and self.private.grad_sample == "hooks":
+            raise ValueError("grad_sample is 'hooks', allowed with parts of a network: auto, one-pass")
         check_names("frozen", self.frozen, self.model)
         check_masks(self.model, self.kept)
 

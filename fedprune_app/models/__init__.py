@@ -1,1 +1,0 @@
-"""This package holds the networks of the papers."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedprune_app.core.graphs import Recorder
+from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.core.hessians import ClippedMoments
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
@@ -34,7 +34,7 @@ class Pruner:
     density: float = 0.5
     n_of_m: NOfM | None = None  # in place of density
     block_size: int = 128
-    recorder: Recorder | None = None
+    recorder: CudaGraphs | None = None
 
     def __call__(self, weights: Sequence[Tensor], inputs: Any) -> list[tuple[Tensor, Tensor]]:
         """Return (pruned weight, mask) of each matrix; the matrices have the same inputs.

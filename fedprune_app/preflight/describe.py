@@ -15,7 +15,7 @@ from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names
-from fedprune_app.preflight.language_models import with_a_model
+from fedprune_app.preflight.can_start import with_a_model
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.registry import SYSTEMS
 

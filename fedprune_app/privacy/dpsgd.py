@@ -180,14 +180,6 @@ class DPSGD:
     grad_sample: str = "auto"
     physical_batch: int = 256
 
-    @property
-    def takes_parts(self) -> bool:
-        """Return whether steps may train parts of the network.
-
-        They may with one backward pass to the layers' outputs, which works on a part as on the whole.
-        """
-        return self.grad_sample in ("auto", "one-pass")
-
     def batches(self, num_examples: int) -> Iterator[Tensor]:
         """Draw the positions of each step's examples in one epoch: each one is in with ``sample_rate``, by itself."""
         for _ in range(self.steps_per_epoch):

@@ -152,7 +152,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         },
         differences=difference_tables(groups),
         figures=all_figures,
-        formulas=_formulas(runs),
+        formulas={run.system: text for run in runs if (text := run.info.get("paper_bytes_formula"))},
         lost_titles=list(MEASURES.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
@@ -281,10 +281,6 @@ def _card(group: Group, accuracy: str) -> dict[str, Any]:
     if numbers[accuracy]:
         main += column[accuracy].remark(group.runs)
     return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
-
-
-def _formulas(runs: Sequence[Run]) -> dict[str, str]:
-    return {run.system: str(run.info["paper_bytes_formula"]) for run in runs if run.info.get("paper_bytes_formula")}
 
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from fedprune_app.config import Config, ConfigError, Scalar, paths_from_here, to
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.preflight import language_models
+from fedprune_app.preflight import can_start
 from fedprune_app.preflight.given import Given, Placement, recorded_clients
 from fedprune_app.preflight.prepare import Prepared, check_out, prepare
 from fedprune_app.registry import SYSTEMS
@@ -19,7 +19,7 @@ from fedprune_app.results.ownership import check_free, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.results.tables import write_tables
-from fedprune_app.running.session import Session
+from fedprune_app.running import Session
 from fedprune_app.sweeps.matrix import Matrix, Search, to_yaml
 from fedprune_app.sweeps.search import BEST, SearchResult, best_matrix, find, storage_in, study_of
 
@@ -79,7 +79,7 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
         runs = [prepare(Given(first, where=matrix.where), placement) for first in firsts]
     with Session(console) as session:
         # minutes of training or a download, which a mistake should not wait for
-        language_models.prepare_models([run.config for run in runs if not run.is_complete], console)
+        can_start.prepare_models([run.config for run in runs if not run.is_complete], console)
         mark(out, "sweep")
 
         def make(run: Prepared) -> Run:

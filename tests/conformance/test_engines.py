@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running.session import Session
+from fedprune_app.running import Session
 from tests.conformance.conftest import CLIENTS, SYSTEM
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]

@@ -119,10 +119,10 @@ class Checker:
             raise Started
 
         for name in (
-            "preflight.language_models.prepare_models",
-            "preflight.language_models.embedded_model",
+            "preflight.can_start.prepare_models",
+            "preflight.can_start.embedded_model",
             "preflight.can_start.doubts",
-            "running.session.Session.run",
+            "running.Session.run",
             "trials.audit",
             "exports.formats.export_model",
             "exports.predict.predictions",

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running.session import Session
+from fedprune_app.running import Session
 
 
 def placement(engine: str, clients: int, deployment: str, data: str) -> Placement:

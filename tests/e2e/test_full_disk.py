@@ -21,7 +21,7 @@ from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.running.session import run
+from fedprune_app.running import run
 from tests.conftest import Finished, wrapped_app
 
 SETTINGS = {"num_server_rounds": 3, "fraction_train": 1.0, "local_epochs": 1, "evaluate_every": 0}

@@ -94,7 +94,7 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
 def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(tmp_path):
     from fedprune_app.preflight.given import Given, Placement
     from fedprune_app.preflight.prepare import prepare
-    from fedprune_app.running.session import Session
+    from fedprune_app.running import Session
 
     out = tmp_path / "run"
     settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}

@@ -25,7 +25,7 @@ from fedprune_app.launching import flower_cli, simulation
 from fedprune_app.launching.local import local_deployment
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running.session import Session
+from fedprune_app.running import Session
 from tests.e2e.deployed import until
 from tests.e2e.test_proxy import behind_a_dead_proxy
 

@@ -24,7 +24,7 @@ from fedprune_app.launching.credentials import make_certificates, make_node_key
 from fedprune_app.launching.local import Deployment, local_deployment
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running.session import run
+from fedprune_app.running import run
 from tests.e2e.deployed import SETTINGS, in_process_sha256, nodes_with_the_app, until
 
 pytestmark = pytest.mark.programs

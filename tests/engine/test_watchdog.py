@@ -7,11 +7,11 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.launching.processes import LAUNCHER_VARIABLE, launcher_identity
 
 WATCHED = """
 import sys
-from fedprune_app.engine.watchdog import watch_launcher
+from fedprune_app.launching.processes import watch_launcher
 watch_launcher()
 print("watched", flush=True)
 sys.stdin.read()
@@ -20,7 +20,7 @@ print("went on")
 PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 LAUNCHER = """
 import os, sys
-from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.launching.processes import LAUNCHER_VARIABLE, launcher_identity
 print(launcher_identity(), flush=True)
 sys.stdin.read()
 """

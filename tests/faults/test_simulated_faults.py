@@ -23,14 +23,13 @@ from devtools.faults.schedule import Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
 from devtools.faults.story import BETWEEN, STOPS, Kind, Story
 from devtools.faults.tour import write_tour
-from fedprune_app import files, testing
+from fedprune_app import files, server, testing
 from fedprune_app.cli import main
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
 from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import reader, recorder
-from fedprune_app.server import resuming
 from strategies import base
 from tests.docs.scripts import script
 from tests.refusing import refuses
@@ -274,7 +273,7 @@ def digests_unchecked():
 
 
 def records_unchecked():
-    return resuming, "check_records", lambda folder, marks: []
+    return server, "check_records", lambda folder, marks: []
 
 
 def later_rows_kept():

@@ -11,9 +11,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedprune_app import server_app
 from fedprune_app.engine.simulation import Workers
-from fedprune_app.engine.watchdog import CLIENTS_VARIABLE
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import local, processes, simulation
+from fedprune_app.launching.processes import CLIENTS_VARIABLE
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 

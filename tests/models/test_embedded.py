@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedprune_app.models.embedded import Recipe, byte_tokenizer, embedded_folder, train_embedded
 from fedprune_app.models.llm import LanguageModel, import_transformers
-from fedprune_app.preflight import language_models
+from fedprune_app.preflight import can_start
 from tests.models.tiny_llm import perplexity
 
 SMALL = Recipe(width=32, inner_width=48, num_layers=1, num_heads=2, length=32, batch_size=8, steps=120)
@@ -64,12 +64,12 @@ def test_a_run_does_not_begin_with_a_damaged_cached_model(cache, monkeypatch):
 
     monkeypatch.setattr("fedprune_app.models.embedded.train_embedded", train)
     console = Console(quiet=True)
-    weights = language_models.embedded_model(console) / "model.safetensors"
-    assert language_models.embedded_model(console) == weights.parent
+    weights = can_start.embedded_model(console) / "model.safetensors"
+    assert can_start.embedded_model(console) == weights.parent
     assert len(trained) == 1
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    language_models.embedded_model(console)
+    can_start.embedded_model(console)
     assert (len(trained), weights.read_bytes()) == (2, before)
 
 

@@ -17,7 +17,7 @@ def texts(tmp_path, monkeypatch):
         raise AssertionError("the model is trained though the texts are bad")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("fedprune_app.preflight.language_models.embedded_model", trains)
+    monkeypatch.setattr("fedprune_app.preflight.can_start.embedded_model", trains)
     return text_folder(tmp_path / "data", size=3000)
 
 

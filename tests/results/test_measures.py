@@ -34,7 +34,7 @@ from fedprune_app.results.recorder import from_training, number_in, recorded_of_
 from fedprune_app.results.report import write_report
 from fedprune_app.results.tables import comma_separated, final_rows
 from fedprune_app.results.texts import progress_line, summary_line
-from fedprune_app.running.progress import RunProgress
+from fedprune_app.running import RunProgress
 from tests.conftest import tampered_app
 
 SHARPNESS = Measure(

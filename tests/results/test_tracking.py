@@ -63,14 +63,17 @@ def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp
 
 @pytest.mark.timeout(60)
 def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypatch):
-    """MLflow itself would ask again for minutes."""
-    monkeypatch.setattr(tracking, "_ANSWER_SECONDS", 0.2)
+    """MLflow's own default is to ask again for minutes, and its errors quote the address."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")  # so that it is unset afterwards
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes the connection
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:secret@{address}")
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        with pytest.raises(OSError, match=rf"^MLFLOW_TRACKING_URI is 'http://{address}': no server .* \(timed out\)$"):
+        with pytest.raises(Exception, match=r"Read timed out") as error:
             tracking.TRACKERS["mlflow"](tmp_path, {"config": {}, "system": "fedavg"})
+    assert "secret" not in str(error.value)
 
 
 def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, caplog, monkeypatch):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running.session import Session
+from fedprune_app.running import Session
 
 QUICK = {"system": "fedavg", "num-server-rounds": 1, "local-epochs": 1}
 

@@ -1,31 +1,132 @@
 """A run goes from start to end, on any engine, in a folder of its own; its progress is shown, its outcome checked."""
 
+from __future__ import annotations
+
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.engine.store import exclusive
-from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import point_to, scratch_folder
 from fedprune_app.launching import flower_cli, processes, simulation
 from fedprune_app.launching.flower_cli import Link
-from fedprune_app.launching.processes import read_json
-from fedprune_app.preflight import language_models
+from fedprune_app.launching.processes import read_json, take_refusal
+from fedprune_app.preflight import can_start
 from fedprune_app.preflight.given import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.results.ownership import mark
 from fedprune_app.results.recorder import write_info
-from fedprune_app.running.progress import RunProgress
+from fedprune_app.results.texts import progress_line
+
+
+class RunProgress:
+    """The progress of a run is what its folder says, as a live bar: round, accuracy, bytes, time left."""
+
+    def __init__(self, config: Config, folder: Path, console: Console) -> None:
+        self._folder = folder
+        self._file = folder / "rounds.jsonl"
+        self._counts_rounds = True
+        self._offset = self._file.stat().st_size if config.resume_from and self._file.exists() else 0
+        self._accuracy = ""
+        self._bytes = 0
+        self._is_live = console.is_terminal or console.is_jupyter
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", style="bold", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}", markup=False),
+            TextColumn("{task.fields[failed]}", style="yellow", markup=False),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not self._is_live,  # a log gets a line per round instead
+        )
+        self._console, self._system, self._rounds = console, config.system, config.num_server_rounds
+        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")
+
+    def __enter__(self) -> RunProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.update()
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._bar.update(self._task, said=text)
+
+    def update(self) -> None:
+        """Show the rounds that were written since the last call.
+
+        Where the system tells the progress of the current round, that is shown too.
+        """
+        state = read_json(self._folder / "progress.json")
+        if "done" in state:
+            self._counts_rounds = False
+            said = f"{state['text']}  {self._accuracy}"
+            self._bar.update(self._task, completed=state["done"], total=state["total"], said=said)
+        elif state:
+            self.say(str(state.get("text")))
+        try:
+            with self._file.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset = 0  # a resumed run writes a new file, without lost rounds
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            self._show(json.loads(line))
+
+    def _show(self, row: Mapping[str, Any]) -> None:
+        self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
+        if numbers := progress_line(row):
+            self._accuracy = numbers
+        failed = f"{row['failures']} failed" if row.get("failures") else ""
+        text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
+        completed = row["round"] if self._counts_rounds else None  # None leaves it as it is
+        self._bar.update(self._task, completed=completed, said=text, failed=failed)
+        if not self._is_live:
+            line = f"{self._system}: round {row['round']} of {self._rounds}  {text}  {failed}".rstrip()
+            self._console.print(line, soft_wrap=True)
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Keep the bar alive while this thread runs the federation."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.2):
+                self.update()
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()
 
 
 def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> dict[str, Any]:
@@ -83,7 +184,7 @@ class Session(ExitStack):
         config, place = prepared.config, prepared.placement
         self.tell(prepared.notes)
         if not place.superlink:  # real nodes have models of their own
-            language_models.prepare_models([config], self.console)
+            can_start.prepare_models([config], self.console)
         if place.deployment is not None:
             mark(folder, "run")  # the deployment writes there before the run does
         if link is not None:

@@ -1,1 +1,0 @@
-"""What the ServerApp is made of."""
