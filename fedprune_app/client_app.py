@@ -15,7 +15,7 @@ from fedprune_app.data.dataset import FileError
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import client_state_folder
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.node import check_capacity, node_settings, number_of
+from fedprune_app.preflight.node import check_capacity, node_settings, number_of
 from fedprune_app.registry import SYSTEMS
 
 log = logging.getLogger("flwr.fedprune")

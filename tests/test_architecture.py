@@ -15,17 +15,16 @@ ROOT = Path(__file__).parents[1]
 ROOF = [  # from the top: a room imports those of lower floors alone, and all that stand below the roof
     {"cli"},
     {"api", "testing"},
-    {"sweeps", "trials"},
+    {"sweeps"},
     {"running", "exports"},
     {"server_app", "client_app", "extend"},
-    {"node"},
     {"preflight"},
     {"server", "launching"},
     {"plugins"},
     {"registry", "terminal"},
 ]
 FILES = {  # the same of the files in a room
-    "preflight": [{"describe"}, {"prepare"}, {"can_start"}, {"given", "combinations"}],
+    "preflight": [{"describe", "node"}, {"prepare"}, {"can_start"}, {"given", "combinations"}],
     "plugins": [{"loading"}, {"registering"}],
     "exports": [{"formats", "predict"}, {"find"}, {"file"}],
     "launching": [{"local"}, {"simulation"}, {"credentials", "flower_cli"}, {"processes"}],

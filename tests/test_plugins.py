@@ -19,9 +19,9 @@ from fedprune_app import plugins, registry
 from fedprune_app.config import PolicyError, parse_config, with_carrier
 from fedprune_app.data import brought
 from fedprune_app.data.dataset import Form
-from fedprune_app.node import read_policy
 from fedprune_app.plugins import loading
 from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.node import read_policy
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import BrokenLawError, check_system
 from tests.refusing import refuses
@@ -634,7 +634,7 @@ def test_carried_options_are_checked(files, text, said):
 
 
 def node_settings(run, node):
-    from fedprune_app.node import node_settings
+    from fedprune_app.preflight.node import node_settings
 
     return node_settings(run, {"partition-id": 0, "num-partitions": 2, **node})
 

@@ -47,7 +47,7 @@ def local(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     from fedprune_app.config import POLICY_FILE
-    from fedprune_app.node import read_policy
+    from fedprune_app.preflight.node import read_policy
 
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:

@@ -239,8 +239,8 @@ def audit(
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.results.ownership import check_json_file
-    from fedprune_app.trials import Question
-    from fedprune_app.trials import audit as run_audit
+    from fedprune_app.testing.audit import Question
+    from fedprune_app.testing.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
     given = given_in(files, [text for text in settings if "=" in text], plugin)

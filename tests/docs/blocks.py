@@ -123,7 +123,7 @@ class Checker:
             "preflight.can_start.embedded_model",
             "preflight.can_start.doubts",
             "running.Session.run",
-            "trials.audit",
+            "testing.audit.audit",
             "exports.formats.export_model",
             "exports.predict.predictions",
             "sweeps.sweep.find",

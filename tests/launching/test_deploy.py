@@ -37,7 +37,7 @@ from fedprune_app.files import replace_file
 from fedprune_app.launching import credentials, flower_cli, local, processes
 from fedprune_app.launching.credentials import certificates_in, make_certificates, make_node_key, valid_until
 from fedprune_app.launching.local import node_config_text
-from fedprune_app.node import node_settings
+from fedprune_app.preflight.node import node_settings
 from tests.refusing import refuses
 
 

@@ -18,7 +18,7 @@ from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise
-from fedprune_app.trials import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
+from fedprune_app.testing.audit import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
 from tests.refusing import refuses
 
 # --- the bound --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fedprune_app.config import POLICY_KEYS, parse_config
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
 from fedprune_app.engine.simulated_grid import InProcessGrid
-from fedprune_app.node import node_settings, read_policy
+from fedprune_app.preflight.node import node_settings, read_policy
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
 from tests.refusing import refuses
