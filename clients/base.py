@@ -74,6 +74,9 @@ class Costs:
         return per_epoch * (config.local_epochs if epochs is None else epochs)
 
 
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
 Scores = dict[str, float | None]
 
 

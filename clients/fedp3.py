@@ -127,6 +127,9 @@ class OrderedDropout:
         return max([1, *(norm.num_channels // norm.num_groups for _, norm in self._norms_of(group))])
 
 
+# --- the client -------------------------------------------------------------------------------------------------------
+
+
 class FedP3Client(ImageClient):
     """The state holds all ``weights``, and ``masks``, the P_i under which they were trained."""
 

@@ -53,6 +53,9 @@ class CropFlip:
         return batch.view(count, self._height, self._width, -1).permute(0, 3, 1, 2)
 
 
+# --- the images of a client -------------------------------------------------------------------------------------------
+
+
 # how many of which class is nobody's business with privacy, and the others may follow from the images
 _OF_THE_DATA = frozenset(
     {

@@ -250,6 +250,9 @@ class ClientPrivacy:
         return fields | {"budget-spent": not self.affords_a_round}
 
 
+# --- where the ledger is, and whose -----------------------------------------------------------------------------------
+
+
 def open_privacy(node: Node, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
     """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 

@@ -192,6 +192,9 @@ def _losses(point: ResumePoint, lost_states: LostStates) -> list[str]:
     ]
 
 
+# --- images or a language model ---------------------------------------------------------------------------------------
+
+
 Build = Callable[[RunContext], FederatedStrategy]
 CLIENT_INFOS: dict[str, type[ClientInfo]] = {"images": ImageClientInfo, "text": TextClientInfo}
 

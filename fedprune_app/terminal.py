@@ -30,6 +30,9 @@ class Terminal(Console):
 console = Terminal(stderr=True)
 
 
+# --- options of all commands ------------------------------------------------------------------------------------------
+
+
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Configs = Annotated[
     list[Path] | None,

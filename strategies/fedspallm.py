@@ -469,6 +469,9 @@ class LayerRounds(Exchanges):
         return int(content["layers-done"])
 
 
+# --- what is recorded of an evaluation --------------------------------------------------------------------------------
+
+
 def client_row(
     fields: wire.Fields, texts: Sequence[str], num_layers: int, *, own_data: bool, has_own_model: bool = True
 ) -> dict[str, Any]:

@@ -99,6 +99,9 @@ class Relay(FederatedStrategy):
         self.updates.drop_after(max([0, *self.state_rounds.values()]))
 
 
+# --- gossip over a topology -------------------------------------------------------------------------------------------
+
+
 _AVERAGED_AT_ONCE = 4  # updates; more save little
 
 

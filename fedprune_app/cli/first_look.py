@@ -67,6 +67,9 @@ def check_replaceable(folder: Path) -> None:
         raise ConfigError("--out", folder, "another folder", which="holds a run that is no demo's")
 
 
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
 app = typer.Typer()
 
 

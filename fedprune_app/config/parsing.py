@@ -75,6 +75,9 @@ def check_resumable(settings: Mapping[str, object], config: Config) -> None:
             )
 
 
+# --- which keys have an effect ----------------------------------------------------------------------------------------
+
+
 # By key and system: the keys that a system has for the same quantity, as the end of a sentence.
 _INSTEAD = {
     ("density", "subfedavg"): "; system 'subfedavg' has subfedavg.target-rate, the percentage that is pruned",

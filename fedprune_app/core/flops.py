@@ -67,6 +67,9 @@ def generic_copy(model: nn.Module, draw: torch.Generator) -> nn.Module:
     return copy
 
 
+# --- floating-point operations ----------------------------------------------------------------------------------------
+
+
 # A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights.
 BACKWARD_PER_FORWARD = 2
 

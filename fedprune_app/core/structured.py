@@ -273,6 +273,9 @@ class LeadingCounts:
         return int(self.table[rows - 1, columns - 1])
 
 
+# --- groups of inputs, removed by a Hessian ---------------------------------------------------------------------------
+
+
 _STEPS = 64  # at most in which groups are removed; more change little
 
 

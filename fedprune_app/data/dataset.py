@@ -71,6 +71,9 @@ def coded(
     return {part: np.array([numbers[name] for name in names], dtype=np.int64) for part, names in labels.items()}
 
 
+# --- the dataset ------------------------------------------------------------------------------------------------------
+
+
 Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]

@@ -127,6 +127,9 @@ def _read_idx(path: Path, ndim: int) -> Images:
     return content[header:].reshape(shape)
 
 
+# --- CIFAR ------------------------------------------------------------------------------------------------------------
+
+
 CIFAR10_NORM = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))  # as Sub-FedAvg; Dis-PFL's std differs
 _CIFAR100_NORM = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 _CIFAR_HOME = "https://www.cs.toronto.edu/~kriz"
@@ -224,6 +227,9 @@ def _digits() -> Dataset:
     return Dataset(
         "digits", images[train], labels[train], images[test], labels[test], names, *measured_scale((images, train))
     )
+
+
+# --- a server's public images -----------------------------------------------------------------------------------------
 
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what image libraries mean by grey

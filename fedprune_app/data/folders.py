@@ -116,6 +116,9 @@ def picture_of(image: Pixels) -> Picture:
     return Image.fromarray(image[0] if len(image) == 1 else np.ascontiguousarray(image.transpose(1, 2, 0)))
 
 
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
 _READING = b"npy3"  # version of the way in which files become pixels: a cache of another version is not used
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 Member = tuple[os.DirEntry[str], int]  # a file, and its label

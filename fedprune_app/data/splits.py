@@ -83,6 +83,9 @@ def data_config(config: Config, is_own: bool = False, split_secret: str = "") ->
     return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, split_secret=split_secret, **fields)
 
 
+# --- who has which examples -------------------------------------------------------------------------------------------
+
+
 CPU = torch.device("cpu")
 
 

@@ -61,6 +61,9 @@ def _is_ray_actor() -> bool:
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
+# --- the grid ---------------------------------------------------------------------------------------------------------
+
+
 RUN_ID = 1
 # the code of an error that a client raised, the one that Flower has for it
 RAISED = 2
@@ -156,6 +159,9 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
 
 
 class InProcessGrid(SimulatedGrid):

@@ -249,6 +249,9 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
 CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
 
 
+# --- packed language models -------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Cost:
     """A language model costs these bytes on disk and in memory, and these milliseconds for one token on one thread."""

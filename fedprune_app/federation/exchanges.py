@@ -153,6 +153,9 @@ def notes_of(client: int, fields: wire.Fields, log: RoundLog, lose: Callable[[in
 Rows = Mapping[int, dict[str, Any]]
 
 
+# --- the exchanges of a round -----------------------------------------------------------------------------------------
+
+
 class Exchanges:
     """The exchanges that a strategy can have with its clients, and what is recorded of them.
 

@@ -108,6 +108,9 @@ class Budgets:
         self.spent = {int(k): int(round) for k, round in meta.get("spent", {}).items()}
 
 
+# --- who takes part ---------------------------------------------------------------------------------------------------
+
+
 def check_min_replies(config: Config, max_asked: int, num_clients: int) -> None:
     """Raise :class:`ConfigError` if a round, which asks ``max_asked`` of the clients, cannot have ``min-replies``."""
     if num_clients < 1 and config.holdout_clients:

@@ -194,6 +194,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
+# --- who ends with whom -----------------------------------------------------------------------------------------------
+
+
 # a launcher says in this variable of the environment how many clients its simulation has
 CLIENTS_VARIABLE = "FEDPRUNE_CLIENTS"
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"

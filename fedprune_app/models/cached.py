@@ -49,6 +49,9 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
 def folder_of_gguf(path: Path) -> Path:
     """Return the cached folder of a GGUF file's model, which is named by the file's content.
 

@@ -39,6 +39,9 @@ def product_with_standard_normal(precision: Tensor, weighted: Tensor) -> tuple[T
     return weighted / precision, precision.rsqrt()
 
 
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
 LATENT = 256
 _SHIFT = 5.0  # σ = softplus(output - 5): an untrained encoder has a small σ
 

@@ -123,6 +123,9 @@ def with_a_model(config: Config) -> Iterator[Config]:
         yield replace(local_config, model=str(folder / "model"))
 
 
+# --- the checks -------------------------------------------------------------------------------------------------------
+
+
 def doubts(config: Config, placement: Placement) -> list[str]:
     """Return what makes a run at this place less than its settings seem to say.
 

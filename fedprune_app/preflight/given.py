@@ -98,6 +98,9 @@ def of_run(settings: Mapping[str, object], trusted: Collection[str]) -> Given:
     return Given(settings)
 
 
+# --- where a run takes place ------------------------------------------------------------------------------------------
+
+
 ENGINES = ("ray", "flower", "inprocess")
 _ON_RAY = ("ray", "flower")
 

@@ -164,6 +164,9 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
 
 
+# --- DP-SGD -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class DPSGD:
     """DP-SGD settings say how the gradients of a private training are made.

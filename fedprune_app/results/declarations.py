@@ -437,6 +437,9 @@ MEASURES = Measures(
 """All numbers that are reported, in the order in which they are recorded."""
 
 
+# --- numbers of plug-ins ----------------------------------------------------------------------------------------------
+
+
 Told = Literal["training", "evaluation", "server"]
 OverRounds = Literal["last", "total", "mean"]
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")

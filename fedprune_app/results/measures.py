@@ -60,6 +60,9 @@ def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
     return Summary(float(array.mean()), float(array.std()), worst_decile(array))
 
 
+# --- measures and columns ---------------------------------------------------------------------------------------------
+
+
 Row = Mapping[str, Any]
 Take = Callable[[Sequence[float]], float | None]
 # A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.

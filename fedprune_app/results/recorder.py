@@ -137,6 +137,9 @@ def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float
     return {name: take(numbers) for name, numbers in values.items()}
 
 
+# --- the run folder ---------------------------------------------------------------------------------------------------
+
+
 log = logging.getLogger("flwr.fedprune")
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
 Status = Literal["completed", "failed", "interrupted"]

@@ -45,6 +45,9 @@ class MaskDistances:
         return distance
 
 
+# --- label similarity beside it ---------------------------------------------------------------------------------------
+
+
 Array = NDArray[np.float64]
 
 

@@ -39,6 +39,9 @@ def tested_on(row: Mapping[str, Any]) -> str:
     return next((windows_of_text(text, entry) for text, entry in (row.get("perplexity_by_text") or {}).items()), "")
 
 
+# --- a round in one line ----------------------------------------------------------------------------------------------
+
+
 def summary_line(row: Row, measures: Measures | None = None) -> str:
     """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
 

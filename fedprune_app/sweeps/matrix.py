@@ -102,6 +102,9 @@ def _distribution(key: str, spec: Range) -> Any:
         raise ConfigError(f"{key} in space", spec, "what Optuna draws from", hint=str(error)) from None
 
 
+# --- the matrix -------------------------------------------------------------------------------------------------------
+
+
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 # what a search may go by, and where better is; no number of test data, which nothing may be decided by
 OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}

@@ -138,6 +138,9 @@ def partition(groups: Sequence[Group]) -> list[Variant]:
     return list(views.values())
 
 
+# --- what is sent -----------------------------------------------------------------------------------------------------
+
+
 _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )

@@ -84,6 +84,9 @@ def _signed(value: float | None) -> str:
     return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")
 
 
+# --- what is left of each layer ---------------------------------------------------------------------------------------
+
+
 def densities(groups: Sequence[Group]) -> list[Variant]:
     layout = {
         "xaxis": {"type": "category"},

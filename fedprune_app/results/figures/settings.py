@@ -124,6 +124,9 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
     return variants
 
 
+# --- what language models lose by pruning -----------------------------------------------------------------------------
+
+
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 
 
