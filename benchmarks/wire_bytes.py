@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedprune_app.config import Scalar, parse_config
-from fedprune_app.launching import flower_cli, simulation
+from fedprune_app.launching import processes, simulation
 from fedprune_app.launching.local import Deployment, local_deployment
 
 _SAMPLE_SECONDS = 0.2
@@ -100,7 +100,7 @@ def measure(
 ) -> list[tuple[dict[str, Any], Bytes, float]]:
     """(record, wire, seconds) of each round that follows another."""
     config = parse_config({**settings, "out-dir": str(folder)})
-    run_id = flower_cli.submit(deployment.link, app, config.to_dict())
+    run_id = processes.submit(deployment.link, app, config.to_dict())
     marks: list[tuple[float, Bytes]] = []
     stop = threading.Event()
 
@@ -111,11 +111,11 @@ def measure(
 
     marker = threading.Thread(target=mark, daemon=True)
     marker.start()
-    outcome = flower_cli.follow(deployment.link, run_id, folder, lambda: None)
+    outcome = processes.follow(deployment.link, run_id, folder, lambda: None)
     stop.set()
     marker.join()
     if outcome != "finished:completed":
-        raise SystemExit(f"{settings}: {outcome}: {flower_cli.failure(deployment.link, run_id)}")
+        raise SystemExit(f"{settings}: {outcome}: {processes.failure(deployment.link, run_id)}")
     rows = rows_of(folder)
     return [
         (rows[i], marks[i][1] - marks[i - 1][1], marks[i][0] - marks[i - 1][0])

@@ -154,7 +154,7 @@ def sweep(
 
     ``matrix`` is a YAML file, or a mapping with the same entries: ``{"systems": ["fedavg", "dispfl"], "seeds": [0, 1],
     "common": {"num-server-rounds": 5}}``. With an entry ``search`` settings are drawn, see
-    :mod:`fedprune_app.sweeps.search`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
+    :mod:`fedprune_app.sweeps.sweep`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
     that have finished before are kept. By default there are as many ``clients`` as a resumed sweep has, as the matrix
     says, or 20.
 

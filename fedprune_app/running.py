@@ -27,9 +27,8 @@ from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import point_to, scratch_folder
-from fedprune_app.launching import flower_cli, processes, simulation
-from fedprune_app.launching.flower_cli import Link
-from fedprune_app.launching.processes import read_json, take_refusal
+from fedprune_app.launching import processes, simulation
+from fedprune_app.launching.processes import Link, read_json, take_refusal
 from fedprune_app.preflight import can_start
 from fedprune_app.preflight.given import Placement
 from fedprune_app.preflight.prepare import Prepared
@@ -245,11 +244,11 @@ class Session(ExitStack):
         link = self._connect(place)
         earlier_outcome = processes.outcome_of(run_file)
         submission = _remote_submission if place.superlink else _own_submission
-        with submission(link, lambda: flower_cli.submit(link, self.app, with_carrier(prepared.config))) as run_id:
+        with submission(link, lambda: processes.submit(link, self.app, with_carrier(prepared.config))) as run_id:
             progress.say("starting clients")
-            status = flower_cli.follow(link, run_id, folder, progress.update)
+            status = processes.follow(link, run_id, folder, progress.update)
         if status != "finished:completed":
-            raise _failure(folder, earlier_outcome, lambda: flower_cli.failure(link, run_id))
+            raise _failure(folder, earlier_outcome, lambda: processes.failure(link, run_id))
 
 
 def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
@@ -301,7 +300,7 @@ def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
         yield run_id
     except BaseException:
         with suppress(LaunchError):
-            flower_cli.stop_run(link, run_id)
+            processes.stop_run(link, run_id)
         raise
 
 
@@ -323,7 +322,7 @@ def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
             yield run_id
         except KeyboardInterrupt:
             try:
-                flower_cli.stop_run(link, run_id)
+                processes.stop_run(link, run_id)
             except (LaunchError, KeyboardInterrupt, Left) as error:
                 raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {advice}") from None
             raise

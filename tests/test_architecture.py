@@ -27,8 +27,8 @@ FILES = {  # the same of the files in a room
     "preflight": [{"describe", "node"}, {"prepare"}, {"can_start"}, {"given", "combinations"}],
     "plugins": [{"loading"}, {"registering"}],
     "exports": [{"formats", "predict"}, {"find"}, {"file"}],
-    "launching": [{"local"}, {"simulation"}, {"credentials", "flower_cli"}, {"processes"}],
-    "sweeps": [{"sweep"}, {"search"}, {"matrix"}],
+    "launching": [{"local"}, {"simulation", "credentials"}, {"processes"}],
+    "sweeps": [{"sweep"}, {"matrix"}],
     "data": [
         {"splits"},
         {"datasets"},

@@ -293,7 +293,7 @@ def test_a_scratch_folder_is_its_owners_alone_and_goes(place, monkeypatch):
 ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/files.py": "the one place",
     "fedprune_app/launching/simulation.py": "into a scratch folder",
-    "fedprune_app/launching/flower_cli.py": "a new temporary file of Python's own",
+    "fedprune_app/launching/processes.py": "a new temporary file of Python's own",
     "fedprune_app/models/saving.py": "into a folder of replacing_folder",
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
     "fedprune_app/models/cached.py": "into a folder of replacing_folder",

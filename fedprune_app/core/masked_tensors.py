@@ -2,13 +2,16 @@
 
 PyTorch needs many passes over memory for what these do in one. The work is done by ``native/masked_tensors.c``. A
 function here returns None, and has changed nothing, where the library was not compiled or does not know a dtype or a
-device. The caller then does the same with PyTorch, to the same bits.
+device. The caller then does the same with PyTorch, to the same bits. The libraries in C are compiled where fedprune is
+installed, from the sources in ``native``; without a compiler there are none.
 """
 
 import ctypes
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedprune_app.core.compiled import library
+FOLDER = Path(__file__).with_name("native")
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """Return the library that was compiled from ``native/{name}.c``, or None where there is none.
+
+    A library that was compiled from another version of this file counts as none.
+    """
+    try:
+        source = (FOLDER / f"{name}.c").read_bytes()
+        handle = ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
+        source_digest = handle.fedprune_source
+    except (OSError, AttributeError):  # or a library of somebody else
+        return None
+    source_digest.restype = ctypes.c_char_p
+    return handle if source_digest().decode() == hashlib.sha256(source).hexdigest() else None
+
 
 _NAME = "masked_tensors"
 _BINS = 2**16

@@ -27,7 +27,7 @@ from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import kept_secret, replace_file
-from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching import processes
 from fedprune_app.launching.credentials import (
     Certificates,
     certificates_in,
@@ -36,8 +36,7 @@ from fedprune_app.launching.credentials import (
     make_node_key,
     public_half,
 )
-from fedprune_app.launching.flower_cli import Link
-from fedprune_app.launching.processes import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.launching.processes import LAUNCHER_VARIABLE, Link, launcher_identity
 
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
 _NODE_SECONDS = 180.0
@@ -160,7 +159,7 @@ class Deployment:
         key = self.folder / name / "node.key"
         public = public_half(key) if public_half(key).exists() else make_node_key(key)
         try:
-            flower_cli.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
+            processes.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
         except LaunchError as error:
             if _KNOWN_KEY not in str(error):
                 raise
@@ -184,7 +183,7 @@ class Deployment:
         self._spawn(name, [processes.tool("flower-supernode"), *_words(options)])
 
     def _nodes(self) -> list[dict[str, object]]:
-        nodes = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
+        nodes = processes.flwr(self.link, "supernode", "list", "local").get("nodes")
         return nodes if isinstance(nodes, list) else []
 
     def _wait_until_missed(self, name: str) -> None:

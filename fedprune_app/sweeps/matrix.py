@@ -186,7 +186,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
     * ``systems`` and ``datasets``: lists of settings. Each entry has at least the key ``system`` or ``dataset``.
     * ``seeds``: a list of whole numbers.
     * ``clients``: a number.
-    * ``search``: settings to draw from, see :mod:`fedprune_app.sweeps.search`.
+    * ``search``: settings to draw from, see :mod:`fedprune_app.sweeps.sweep`.
 
     Raises :class:`ConfigError` naming the entry.
     """

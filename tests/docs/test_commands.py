@@ -11,7 +11,7 @@ import pytest
 
 from fedprune_app.config import to_toml
 from fedprune_app.sweeps.matrix import read_matrix, to_yaml
-from fedprune_app.sweeps.search import best_matrix, effective
+from fedprune_app.sweeps.sweep import best_matrix, effective
 from tests.docs.blocks import ROOT, Block, Checker, blocks, spans
 
 NO_COMMANDS = {

@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.simulated_grid import run_in_process
-from fedprune_app.launching import flower_cli, simulation
+from fedprune_app.launching import processes, simulation
 from fedprune_app.launching.local import Deployment, local_deployment
 
 SETTINGS = {"num-server-rounds": 2, "local-epochs": 1, "fraction-train": 1.0, "evaluate-every": 0, "min-replies": 1}
@@ -59,13 +59,13 @@ class DeployedRun:
         nodes = sum(name.startswith("node-") for name in deployment.processes)
         values = {**SETTINGS, "min-clients": nodes, **named, "out-dir": str(out)}
         config = parse_config(values).to_dict()
-        return cls(deployment, out, config, flower_cli.submit(deployment.link, deployment.folder / app, config))
+        return cls(deployment, out, config, processes.submit(deployment.link, deployment.folder / app, config))
 
     def resume(self) -> DeployedRun:
         """The same run once more, from its folder."""
         config = {**self.config, "resume-from": str(self.out)}
         app = self.deployment.folder / "app"
-        return DeployedRun(self.deployment, self.out, config, flower_cli.submit(self.deployment.link, app, config))
+        return DeployedRun(self.deployment, self.out, config, processes.submit(self.deployment.link, app, config))
 
     @property
     def rounds(self) -> list[dict]:
@@ -89,7 +89,7 @@ class DeployedRun:
 
     def end(self) -> str:
         """Wait for the end, and return Flower's word for how it was."""
-        return flower_cli.follow(self.deployment.link, self.run_id, self.out, lambda: self.rounds and None)
+        return processes.follow(self.deployment.link, self.run_id, self.out, lambda: self.rounds and None)
 
     def finish(self) -> dict:
         """Wait for a good end; run.json."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app.launching import flower_cli, processes, simulation
+from fedprune_app.launching import processes, simulation
 from fedprune_app.launching.local import local_deployment
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
@@ -218,7 +218,7 @@ def test_the_superlink_away_for_longer_than_a_node_may_be_silent(deployment, tmp
     deployment.start_superlink()
     happens = "the run goes on"
     if run.end() != "finished:completed":
-        why = run.info["error"] if run.info["status"] == "failed" else flower_cli.failure(deployment.link, run.run_id)
+        why = run.info["error"] if run.info["status"] == "failed" else processes.failure(deployment.link, run.run_id)
         assert "min-replies asks for 1" in why or "No heartbeat received from the task" in why
         assert "\n" not in why
         until(lambda: run.info["status"] != "running")
@@ -240,7 +240,7 @@ def test_a_serverapp_that_is_killed_resumes_to_the_same_models(deployment, tmp_p
     (app,) = [p for p in executor.children(recursive=True) if "flwr-serverapp" in " ".join(p.cmdline())]
     app.kill()
     killed = time.time()
-    flower_cli.stop_run(deployment.link, run.run_id)
+    processes.stop_run(deployment.link, run.run_id)
     if truncated:
         newest = max((run.out / "checkpoints").glob("*.safetensors"))
         newest.write_bytes(newest.read_bytes()[:-1])
@@ -295,7 +295,7 @@ def test_a_run_folder_on_a_full_disk_stops_the_run_on_one_line(deployment, tmp_p
     full = time.time()
     assert run.end() == "finished:failed"
     stopped = time.time() - full
-    reason = run.info["error"] or flower_cli.failure(deployment.link, run.run_id)
+    reason = run.info["error"] or processes.failure(deployment.link, run.run_id)
     assert "No space left on device" in reason
     assert "\n" not in reason
     assert [row["round"] for row in run.rounds][:2] == [1, 2]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching import processes
 from fedprune_app.launching.credentials import make_node_key
 from tests.e2e.deployed import DeployedRun, in_process_sha256, nodes_with_the_app, until
 from tests.models.tiny_llm import text_folder, tiny_byte_model
@@ -69,6 +69,6 @@ def test_strangers_are_refused(deployment, transcript):
         deployment.kill(name)
         reason = next((line for line in said if any(w in line for w in ("rror", "denied", "Failed"))), said[-1]).strip()
         transcript(f"{what} is refused, exit code {process.returncode}: {reason[:160]}")
-    listed = flower_cli.flwr(deployment.link, "supernode", "list", "local")["nodes"]
+    listed = processes.flwr(deployment.link, "supernode", "list", "local")["nodes"]
     assert [node["status"] for node in listed] == ["online"] * NODES
     transcript("nodes: " + ", ".join(f"{node['node-id']} {node['status']}" for node in listed))

@@ -18,7 +18,7 @@ from flwr.cli.build import build_fab_from_disk
 
 import fedprune_app
 from fedprune_app.config import parse_config
-from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching import processes
 from tests.e2e.deployed import SETTINGS, DeployedRun, in_process_sha256, nodes_with_the_app
 
 pytestmark = [
@@ -94,13 +94,13 @@ def test_a_node_with_trusted_entities_runs_what_they_signed_and_nothing_else(tmp
             def run(name: str, source: Path) -> DeployedRun:
                 config = parse_config({**SETTINGS, "out-dir": str(tmp_path / name)}).to_dict()
                 return DeployedRun(
-                    deployment, tmp_path / name, config, flower_cli.submit(deployment.link, source, config)
+                    deployment, tmp_path / name, config, processes.submit(deployment.link, source, config)
                 )
 
             def refusal(name: str, source: Path) -> str:
                 refused = run(name, source)
                 assert refused.end() == "finished:failed"
-                return flower_cli.failure(deployment.link, refused.run_id)
+                return processes.failure(deployment.link, refused.run_id)
 
             assert "The FAB could not be verified" in refusal("from a folder", app)
             for name, content, found in (

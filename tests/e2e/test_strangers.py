@@ -21,7 +21,7 @@ from rich.console import Console
 
 from fedprune_app import client_app, server_app
 from fedprune_app.engine.simulated_grid import run_in_process
-from fedprune_app.launching import flower_cli, simulation
+from fedprune_app.launching import processes, simulation
 from fedprune_app.launching.local import local_deployment
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
@@ -230,6 +230,6 @@ def test_a_stranger_can_start_no_run_on_a_deployment_of_this_machine(stranger, t
         done = stranger.tries("flwr", f"127.0.0.1:{running.port}", str(folder), str(ca))
         assert done.returncode != 0
         assert "authenticat" in (done.stdout + done.stderr).lower()
-        assert flower_cli.flwr(running.link, "ls", "local")["runs"] == []
+        assert processes.flwr(running.link, "ls", "local")["runs"] == []
     for name in ("control.secret", "superexec.secret", "user/credentials.yaml"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.errors import LaunchError, LeftGoing
-from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching import processes
 from fedprune_app.launching.credentials import make_certificates, make_node_key
 from fedprune_app.launching.local import Deployment, local_deployment
 from fedprune_app.preflight.given import Given, Placement
@@ -64,7 +64,7 @@ def superlink(tmp_path_factory):
 
 def runs(link) -> dict[str, str]:
     """Run id: status."""
-    return {str(row["run-id"]): str(row["status"]) for row in flower_cli.flwr(link, "ls", link.name)["runs"]}
+    return {str(row["run-id"]): str(row["status"]) for row in processes.flwr(link, "ls", link.name)["runs"]}
 
 
 def submitted(link, before) -> str:
@@ -119,8 +119,8 @@ def test_a_command_that_is_ended_leaves_its_run_going_and_says_how_to_find_it(su
     assert last_line(said).startswith(line)
     assert "Traceback" not in said
     # what it tells the user to type
-    assert flower_cli.flwr(link, *shown.split()[1:])["runs"][0]["run-id"] == run_id
-    flower_cli.flwr(link, *stopped.split()[1:])
+    assert processes.flwr(link, *shown.split()[1:])["runs"][0]["run-id"] == run_id
+    processes.flwr(link, *stopped.split()[1:])
     assert runs(link)[run_id] == "finished:stopped"
 
 
@@ -163,7 +163,7 @@ def test_nohup_is_heeded(superlink, tmp_path):
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)
-    flower_cli.stop_run(link, run_id)
+    processes.stop_run(link, run_id)
     process.kill()
     process.communicate()
 
@@ -172,17 +172,17 @@ def test_a_superlink_that_stays_silent_keeps_the_run(superlink, tmp_path, monkey
     """Also when it could be told to stop, as it can when the line is back just then."""
     link, before = superlink.link, runs(superlink.link).keys()
     with monkeypatch.context() as patch:
-        patch.setattr(flower_cli, "_UNASKED_SECONDS", 0.1)
+        patch.setattr(processes, "_UNASKED_SECONDS", 0.1)
         patch.setattr(processes, "tool", instead_of_flwr(tmp_path / "flwr", DEAF_FLWR))
         with pytest.raises(LeftGoing, match=r"^the SuperLink does not answer; run \d+ was left going: ") as raised:
             follow(link, tmp_path / "run", patch)
     run_id = submitted(link, before)
     assert f"`flwr stop {run_id} local`" in str(raised.value)
     assert runs(link)[run_id] == "pending"
-    flower_cli.stop_run(link, run_id)
-    flower_cli.stop_run(link, run_id)  # it is over: no error
+    processes.stop_run(link, run_id)
+    processes.stop_run(link, run_id)  # it is over: no error
     with pytest.raises(LaunchError, match="flwr stop"):
-        flower_cli.stop_run(link, "12345")
+        processes.stop_run(link, "12345")
 
 
 def test_a_node_is_registered_whatever_an_earlier_start_came_to(superlink):
@@ -285,15 +285,15 @@ def test_the_control_api_takes_orders_only_from_users_with_the_secret(tmp_path):
     process = processes.spawn(command, environment, tmp_path / "log.txt")
     try:
         until(functools.partial(answers, process, address, made.ca))
-        link = flower_cli.Link("real", environment)
+        link = processes.Link("real", environment)
         with pytest.raises(LaunchError, match="flwr ls"):
-            flower_cli.flwr(link, "ls", "real")
+            processes.flwr(link, "ls", "real")
         login = [*fedprune, "login", address, "--secret", secret]
         subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
-        assert flower_cli.flwr(link, "ls", "real")["runs"] == []
+        assert processes.flwr(link, "ls", "real")["runs"] == []
         secret.write_text("another user's secret")
         subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
         with pytest.raises(LaunchError, match="flwr ls"):
-            flower_cli.flwr(link, "ls", "real")
+            processes.flwr(link, "ls", "real")
     finally:
         processes.end(process)

@@ -34,7 +34,7 @@ from fedprune_app.engine.store import client_state_folder
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.launching import credentials, flower_cli, local, processes
+from fedprune_app.launching import credentials, local, processes
 from fedprune_app.launching.credentials import certificates_in, make_certificates, make_node_key, valid_until
 from fedprune_app.launching.local import node_config_text
 from fedprune_app.preflight.node import node_settings
@@ -84,7 +84,7 @@ def test_flower_takes_the_node_key_as_its_register_command_does(tmp_path):
 
 def test_flowers_codes_mean_what_we_take_them_for():
     flowers = (ApiErrorCode.RUN_ALREADY_FINISHED, ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE)
-    assert [f"[code: {code:d}]" for code in flowers] == [flower_cli._IS_OVER, local._KNOWN_KEY]
+    assert [f"[code: {code:d}]" for code in flowers] == [processes._IS_OVER, local._KNOWN_KEY]
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedprune_app.core.payload import Payload
+from fedprune_app.models.layer_pruning import Schedule, recovered
 from fedprune_app.models.llm import LanguageModel
-from fedprune_app.models.recovery import Schedule, recovered
 from tests.models.tiny_llm import tiny_checkpoint, tokens
 
 SCHEDULE = Schedule(steps=30, batch_size=2, learning_rate=0.02)

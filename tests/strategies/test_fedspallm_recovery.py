@@ -10,8 +10,8 @@ from clients.node import Place
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
+from fedprune_app.models.layer_pruning import Schedule, recovered
 from fedprune_app.models.llm import LanguageModel
-from fedprune_app.models.recovery import Schedule, recovered
 from tests.refusing import refuses
 from tests.strategies.conftest import config_key
 from tests.strategies.test_fedspallm import CLIENTS, family, global_layers, llm, run, segments_of, settings, texts

@@ -15,9 +15,9 @@ import fedprune_app
 from fedprune_app.config import read_toml
 from fedprune_app.engine.store import exclusive
 from fedprune_app.preflight.given import Given
-from fedprune_app.sweeps import search as searching
+from fedprune_app.sweeps import sweep as searching
 from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
-from fedprune_app.sweeps.search import best_matrix, effective
+from fedprune_app.sweeps.sweep import best_matrix, effective
 from tests.refusing import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
