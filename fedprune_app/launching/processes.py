@@ -260,14 +260,14 @@ def take_refusal(folder: Path) -> str:
     return ""
 
 
+# --- Flower's command line --------------------------------------------------------------------------------------------
+
+
 _ANSWER_SECONDS = 120
 _IS_OVER = "[code: 18]"  # of `flwr stop`
 _STATUS_SECONDS = 0.5
 _UNASKED_SECONDS = 30.0
 _PATIENCE = 5  # so many questions in a row may stay unanswered
-
-
-# --- Flower's command line --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
