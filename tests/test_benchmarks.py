@@ -82,3 +82,15 @@ def test_after_a_lost_device_the_other_parts_go_on_in_a_new_process(tmp_path, mo
         running.run({"one": (lambda bench: None, 1), "two": (lambda bench: None, 1)})
     assert again.value.args[0][-2:] == ["--parts", "two"]
     assert "lost" in written(tmp_path)[-1]["what"]
+
+
+def test_the_zero_shot_tasks_are_those_of_the_script():
+    zero_shot = script("zero_shot")
+    files = zero_shot.files()
+    assert {path.name: path.read_text(encoding="utf-8") for path in zero_shot.TASKS.iterdir()} == files
+    for name in zero_shot.NAMES:
+        questions = [json.loads(line) for line in files[f"{name}.jsonl"].splitlines()]
+        answers = [each["answer"] for each in questions]
+        assert len({each["question"] for each in questions}) == len(questions)
+        assert all(len({*each["choices"]}) == len(each["choices"]) > each["answer"] for each in questions)
+        assert max(answers.count(answer) for answer in answers) <= len(answers) / len({*answers}) * 1.2
