@@ -1,14 +1,18 @@
 """How far clients' masks are apart, and whether clients with alike labels have alike masks (Dis-PFL's Figure 5)."""
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.core.payload import Payload
 from fedprune_app.results.reader import Run
+
+if TYPE_CHECKING:  # a report needs no torch
+    from fedprune_app.core.payload import Payload
 
 
 class MaskDistances:
