@@ -58,7 +58,7 @@ def find_model(
     info = read_info(run)
     if info["status"] != "completed":
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
-    prepared = prepare(of_run(info["config"], trusted))
+    prepared = prepare(of_run(info, trusted))
     config = prepared.config
     if prepared.system.data != "images":
         raise ValueError(

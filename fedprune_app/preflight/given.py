@@ -92,10 +92,15 @@ def trusted_code(names: Sequence[str] | None) -> list[str]:
     return plugins.names_in(with_plugins([], {}, names).chosen)
 
 
-def of_run(settings: Mapping[str, object], trusted: Collection[str]) -> Given:
-    """Return the settings that a run folder holds, whose code may be loaded where ``trusted`` names it."""
-    plugins.check_named(settings, {"plugins": ",".join(trusted)})
-    return Given(settings)
+def of_run(info: Mapping[str, Any], trusted: Collection[str]) -> Given:
+    """Return the settings that a run.json holds, whose code may be loaded where ``trusted`` names it."""
+    plugins.check_named(info["config"], {"plugins": ",".join(trusted)})
+    return Given(info["config"], where=made_by(info))
+
+
+def made_by(info: Mapping[str, Any]) -> str:
+    """Return where settings of a run.json are from: another version may have keys that are gone."""
+    return f"run of fedprune {info['versions']['fedprune']}"
 
 
 # --- where a run takes place ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fedprune_app.config import (
 )
 from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.given import Given, Placement, made_by
 from fedprune_app.registry import SYSTEMS, System
 
 
@@ -85,6 +85,8 @@ def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
     if given.accept_loss:
         values["accept-loss"] = True
     plugins.load(values)
+    for key in set(info.get("config", {})) - set(OPTIONS):
+        raise ConfigError("setting", key, which="is unknown", where=made_by(info))
     for key, value in given.chosen.items():
         if key in OPTIONS and OPTIONS[key].kind is Kind.RUN_FOLDER and value:
             raise ConfigError(key, value, which="the command decides", hint="out and resume say it")

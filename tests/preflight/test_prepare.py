@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fedprune_app.exports.find import find_model
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare, prepare_all
+from fedprune_app.results.reader import read_info
+from fedprune_app.results.recorder import write_info
 from fedprune_app.sweeps.matrix import matrix_of
 from tests.refusing import refuses
 
@@ -33,6 +36,16 @@ def test_the_settings_of_a_run_that_has_begun_may_be_idle_and_name_its_folder(tm
     assert prepare(Given(whole)).config.to_dict() == whole
     with refuses("out-dir", str(tmp_path)):
         prepare(Given(on_command_line={"out-dir": str(tmp_path)}))
+
+
+def test_a_key_that_is_gone_since_a_run_is_refused_with_the_runs_version(federate):
+    folder = federate(clients=2, system="standalone", num_server_rounds=1).folder
+    info = read_info(folder)
+    write_info(folder, {**info, "config": {**info["config"], "gone": 1}, "versions": {"fedprune": "0.1"}})
+    with refuses("setting", "gone", where="run of fedprune 0.1"):
+        prepare(Given(out=folder, resume=True), Placement("inprocess", 2))
+    with refuses("setting", "gone", where="run of fedprune 0.1"):
+        find_model(folder, 0)
 
 
 def test_nodes_of_a_rehearsal_get_what_their_operators_would_give_them():
