@@ -79,7 +79,7 @@ def table() -> str:
 
 def figure(shown: dict[str, Comparison]) -> Figure:
     """One dot for each pair of clients: the cosine of their labels and the distance of their masks."""
-    drawing = Figure(figsize=(6, 2.6), layout="constrained")
+    drawing = Figure(figsize=(7.5, 2.8), layout="constrained")
     for axes, (growth, words), colour in zip(
         drawing.subplots(1, 2, sharey=True), GROWTHS.items(), drawn.COLOURS, strict=False
     ):
