@@ -10,8 +10,7 @@ from weakref import WeakSet
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedprune_app import plugins
-from fedprune_app import server as build
+from fedprune_app import plugins, server
 from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
@@ -62,7 +61,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     recorder = Recorder(folder, tracking=config.tracking)
     saved_run = None
     if config.resume_from:
-        saved_run = build.find(folder, read_info(folder), config)
+        saved_run = server.find(folder, read_info(folder), config)
         if saved_run.is_complete:
             log.info("the run in %s is complete", folder)
             return
@@ -81,8 +80,8 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         roster = _gather(grid, config, recorder, earlier_info)
         choice, point, state = None, START, None
         if saved_run is not None:
-            lost_states = build.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
-            choice = build.choose(saved_run, lost_states, accept_loss=config.accept_loss)
+            lost_states = server.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
+            choice = server.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
         strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))

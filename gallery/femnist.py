@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app import extend as fp
+from fedprune_app.data.dataset import owned_by, scale
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 Part = tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]
@@ -28,15 +29,12 @@ def femnist(data_dir: str) -> fp.Dataset:
     """Read the images with their writers; raise ``ValueError`` in one line for files that are not LEAF's."""
     images, labels, writers = _read(Path(data_dir) / "train")
     test_images, test_labels, test_writers = _read(Path(data_dir) / "test")
-    numbers = {writer: number for number, writer in enumerate(sorted({*writers}))}
-    pixels = images / 255
+    owners, test_owners = owned_by(writers, test_writers)
     return fp.Dataset(
         "femnist",
-        *(images, labels, test_images, test_labels, CLASSES),
-        mean=(float(pixels.mean()),),
-        std=(float(pixels.std()),),
-        owners=np.array([numbers[writer] for writer in writers], np.int64),
-        test_owners=np.array([numbers.get(writer, -1) for writer in test_writers], np.int64),
+        *(images, labels, test_images, test_labels, CLASSES, *scale(images, public_scale=False)),
+        owners=owners,
+        test_owners=test_owners,
         is_measured=True,
     )
 

@@ -272,8 +272,4 @@ class AveragingStrategy(FederatedStrategy):
         self.mean.add(update, weight=self.weight_of(client))
 
     def end(self, round: Round) -> None:
-        self.model = self.averaged_model(round)
-
-    def averaged_model(self, round: Round) -> dict[str, Tensor]:
-        """Return the average of the replies; a coordinate that nobody sent is as it was."""
-        return self.mean.mean(self.model)
+        self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is as it was

@@ -168,7 +168,7 @@ class FedP3(AveragingStrategy):
         if self.options.aggregation == "attention":
             self.model |= self._attention()
         else:
-            self.model = self.averaged_model(round)
+            self.model = self.mean.mean(self.model)
         if self.options.aggregation == "weighted-literal":
             total = sum(self.num_layers(client) for client in self.clients)
             for layer, weight in self.contributed.items():

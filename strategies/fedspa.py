@@ -97,7 +97,7 @@ class FedSPA(DPFed):
         super().receive(round, client, Payload(unpacked(update.tensors, self.coordinates(round, client), self.model)))
 
     def end(self, round: Round) -> None:
-        mean = self.averaged_model(round)
+        mean = self.mean.mean(self.model)
         step = self.step({name: mean[name] - self.model[name] for name in self.parameters})
         self.model = {
             name: old + self.options.server_learning_rate * step[name] if name in step else mean[name]

@@ -87,7 +87,7 @@ def _die_with_parent() -> None:
     So a run does not go on alone after this process was killed with -9.
     """
     if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see launching/processes.py
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see watch_launcher
 
 
 def tool(name: str) -> str:
