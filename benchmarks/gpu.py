@@ -58,7 +58,7 @@ from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.vision import architecture, prunable_names, state_tensors
 
 BATCHES = {"lenet5": 10, "resnet18-gn": 128, "cnn-gn": 32, "cnn5": 10}
-PRECISIONS = ("float32", "bf16", "tf32")
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 def main() -> None:
