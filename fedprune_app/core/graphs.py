@@ -5,6 +5,7 @@ list of these operations with the memory that they read and write.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -38,7 +39,8 @@ class CudaGraphs:
 class RepeatedSteps:
     """The first of these steps are done, the next one is recorded, and the others repeat it.
 
-    A step must read all that differs between steps from memory that stays in its place.
+    A step must read all that differs between steps from memory that stays in its place. A step that draws random
+    numbers, or cannot be recorded because its network asks the GPU for a value, is done each time.
     """
 
     def __init__(self, recorder: CudaGraphs) -> None:
@@ -50,8 +52,20 @@ class RepeatedSteps:
         """Do a step of this size. Steps of the same size have the same operations on the same memory."""
         if size not in self._recorded and self._done.get(size, 0) < WARM_UP_STEPS:
             self._done[size] = self._done.get(size, 0) + 1
+            before = _global_draws()
             self._recorder.warm_up(step)
+            if before != _global_draws():
+                self._recorded[size] = partial(self._recorder.warm_up, step)
             return
         if size not in self._recorded:
-            self._recorded[size] = self._recorder.record(step)
+            try:
+                self._recorded[size] = self._recorder.record(step)
+            except RuntimeError:
+                self._recorded[size] = partial(self._recorder.warm_up, step)
         self._recorded[size]()
+
+
+def _global_draws() -> list[bytes]:
+    """Return the states of torch's generators, which differ once something was drawn."""
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+    return [state.numpy().tobytes() for state in states]

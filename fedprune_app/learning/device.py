@@ -46,7 +46,13 @@ def _keep_memory() -> None:
 
 def recorder_of(config: Config, device: torch.device) -> CudaGraphs | None:
     """Return the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
-    return CudaGraphs(device) if config.cuda_graphs and device.type == "cuda" else None
+    return _recorder(device) if config.cuda_graphs and device.type == "cuda" else None
+
+
+@cache
+def _recorder(device: torch.device) -> CudaGraphs:
+    """Make one for a process: each stream has a workspace of its own for products."""
+    return CudaGraphs(device)
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager[object]:

@@ -101,8 +101,8 @@ def train(
     times ``masks`` and clipped, plus noise where the masks are True, over the expected batch size (see
     :mod:`fedprune_app.privacy.dpsgd`). Hooks see that gradient. An epoch is ``private.steps_per_epoch`` steps.
 
-    With a ``recorder``, clients that train together record a step, and repeat it (see
-    :mod:`fedprune_app.core.graphs`), unless a hook looks at their steps.
+    With a ``recorder`` a step is recorded and repeated (see :mod:`fedprune_app.core.graphs`), unless a hook looks at
+    it, or it is private, of a part of the network or by another objective.
 
     With ``grouped`` a small network computes in the form in which clients of one process train together, whoever else
     trains: its bits do not depend on company. Without it the network computes as it is, by itself.
@@ -165,15 +165,15 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
             learner.take_place(flat, number, stack)
         steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
         stack.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
-        has_hooks = any(training.adjust_gradients or training.after_step for training in trainings)
-        repeated_steps = RepeatedSteps(first.recorder) if first.recorder is not None and not has_hooks else None
+        is_plain = all(training.has_plain_steps for training in trainings)
+        repeated_steps = RepeatedSteps(first.recorder) if first.recorder is not None and is_plain else None
         active = learners
         while active and not all(learner.error for learner in active):
             draws = [next(learner.batches) for learner in active]
             batches = [batch for batch, _ in draws]
-            if repeated_steps is not None and isinstance(steps, Grouped):
-                steps.put(batches)
-                repeated_steps(len(active), partial(_plain_step, steps, len(active), sgd))
+            if repeated_steps is not None:
+                size = steps.put(batches)
+                repeated_steps(size, partial(_plain_step, steps, size, sgd))
             else:
                 with steps.step(batches) as work:
                     for learner, (values, gradients) in zip(active, work.by_client, strict=True):
@@ -188,8 +188,8 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
     return [outcome for learner in learners if (outcome := learner.error or learner.result) is not None]
 
 
-def _plain_step(steps: Grouped, clients: int, sgd: SGD) -> None:
-    sgd_step(steps.find_gradients(clients), sgd)
+def _plain_step(steps: Alone | Grouped, size: int, sgd: SGD) -> None:
+    sgd_step(steps.find_gradients(size), sgd)
 
 
 class _Learner:

@@ -153,6 +153,13 @@ class Training:
         return self.masks or self.active
 
     @property
+    def has_plain_steps(self) -> bool:
+        """Say whether a step is the same operations each time: those of cross entropy and SGD on a whole network."""
+        has_hooks = self.adjust_gradients is not None or self.after_step is not None
+        is_plain = self.objective is cross_entropy and self.part is None and self.private is None
+        return is_plain and not has_hooks
+
+    @property
     def steps_per_epoch(self) -> int:
         return self.sgd.steps_of(len(self.labels)) if self.private is None else self.private.steps_per_epoch
 
@@ -188,12 +195,13 @@ class Training:
                 yield batch, None if steps_left else epoch
 
     @cached_property
-    def _on_device(self) -> tuple[Tensor, Tensor]:
+    def on_device(self) -> tuple[Tensor, Tensor]:
+        """The images and labels where they are computed on; images that an augmentation makes stay where they are."""
         return self.images if self.augment else self.images.to(self.device), self.labels.to(self.device)
 
     def examples(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """Return the images and labels of the examples at these positions, or of these choices."""
-        images, labels = self._on_device
+        images, labels = self.on_device
         if self.augment is None:
             return images.index_select(0, batch), labels.index_select(0, batch)
         return self.augment(batch), labels.index_select(0, batch[:, 0])
@@ -201,8 +209,8 @@ class Training:
     def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
         """Put the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
         if self.augment is None and len(batch) == len(images):
-            torch.index_select(self._on_device[0], 0, batch, out=images)
-            torch.index_select(self._on_device[1], 0, batch, out=labels)
+            torch.index_select(self.on_device[0], 0, batch, out=images)
+            torch.index_select(self.on_device[1], 0, batch, out=labels)
         else:
             images[: len(batch)], labels[: len(batch)] = self.examples(batch)
 
@@ -210,7 +218,7 @@ class Training:
         """Return the result, once the training is over, from the sum of the examples' losses."""
         num_examples, private = len(self.labels), self.private is not None
         # a step may overflow after the last loss, which would not tell
-        finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        finite = bool(torch.stack([p.isfinite().all() for p in self.model.parameters()]).all())
         loss_mean = None if private else loss_sum / (self.sgd.epochs * self.sgd.examples_per_epoch(num_examples))
         return TrainingResult(loss_mean, self.num_steps, num_examples, finite)
 

@@ -34,6 +34,7 @@ class Alone:
             named_kept={} if flat.kept is None else layout.views(flat.kept),
         )
         self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of batches of each size
         if (private := training.private) is not None:
             whole, shape = self._whole, training.images.shape[1:]
             context = private.attached(training.model, whole.named_gradients, whole.trained(), shape)
@@ -71,9 +72,25 @@ class Alone:
         with weights_set_aside(part.masks, self._whole.named_values, velocity) as keep:
             yield replace(self._whole, keep=keep)
 
+    def put(self, batches: Sequence[Tensor]) -> int:
+        """Put the examples at these positions where a recorded step takes them, and return how many there are."""
+        (batch,) = batches
+        if len(batch) not in self._places:
+            self._places[len(batch)] = self._training.examples(batch)
+        self._training.put_examples(batch, *self._places[len(batch)])
+        return len(batch)
+
+    def find_gradients(self, size: int) -> Changes:
+        """Find the gradients on the examples that were put, all in memory that stays in its place."""
+        self._flat.gradients.zero_()
+        self._back_propagate(self._whole, *self._places[size])
+        return self._whole
+
     def _find_gradients(self, work: Work, batch: Tensor) -> None:
+        self._back_propagate(work, *self._training.examples(batch))
+
+    def _back_propagate(self, work: Work, images: Tensor, labels: Tensor) -> None:
         training = self._training
-        images, labels = training.examples(batch)
         with computing(training.device, training.precision):
             loss = training.objective(work.network, images, labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -112,6 +129,9 @@ class Grouped:
         self._counts = torch.zeros(clients, dtype=torch.int64, device=device)
         self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
         self._frozen = _frozen_values(trainings, flat.layout)
+        # a CPU gathers one client's examples as fast as all clients', and need not hold them twice
+        gathers_at_once = device.type != "cpu" and not any(training.augment for training in trainings)
+        self._pool = _Pool(trainings) if gathers_at_once else None
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
 
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
@@ -119,8 +139,8 @@ class Grouped:
         self.put(batches)
         return nullcontext(self.find_gradients(len(batches)))
 
-    def put(self, batches: Sequence[Tensor]) -> None:
-        """Put the examples at these positions where the next step of so many clients takes them."""
+    def put(self, batches: Sequence[Tensor]) -> int:
+        """Put the examples at these positions where the next step takes them, and return of how many clients."""
         sizes = [len(batch) for batch in batches]
         if sizes != self._sizes:
             self._sizes = sizes
@@ -129,8 +149,12 @@ class Grouped:
                 row[:size] = 1 / size
             self._weights[: len(sizes)] = weights.to(self._weights.device)
             self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
-        for number, batch in enumerate(batches):
-            self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
+        if self._pool is not None:
+            self._pool.put(batches, sizes, self._images, self._labels)
+        else:
+            for number, batch in enumerate(batches):
+                self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
+        return len(batches)
 
     def find_gradients(self, clients: int) -> Changes:
         """Find the gradients on the examples that were put, and return what a step changes.
@@ -178,6 +202,35 @@ class Grouped:
             kept=None if flat.kept is None else [flat.kept] if has_all else parts(flat.kept),
             rows=rows,
         )
+
+
+class _Pool:
+    """The examples of all clients are one tensor, so that a GPU gathers a step's batches in a few operations."""
+
+    def __init__(self, trainings: Sequence[Training]) -> None:
+        self._images, self._labels = (
+            torch.cat(parts) for parts in zip(*(training.on_device for training in trainings), strict=True)
+        )
+        counts = torch.tensor([0, *(len(training.labels) for training in trainings[:-1])])
+        self._starts = counts.cumsum(0)
+        self._sizes: list[int] = []
+
+    def put(self, batches: Sequence[Tensor], sizes: list[int], images: Tensor, labels: Tensor) -> None:
+        """Put the examples at these positions first in each client's row of ``images`` and ``labels``."""
+        device, most = images.device, images.shape[1]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            counts, rows = torch.tensor(sizes), torch.arange(len(sizes))
+            self._shift = self._starts[: len(sizes)].repeat_interleave(counts).to(device)
+            firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+            places = torch.arange(len(firsts)) - firsts + (rows * most).repeat_interleave(counts)
+            self._places = None if min(sizes) == most else places.to(device)
+        positions = torch.cat(list(batches)) + self._shift
+        for pool, rows in ((self._images, images.flatten(0, 1)), (self._labels, labels.flatten())):
+            if self._places is None:
+                torch.index_select(pool, 0, positions, out=rows[: len(positions)])
+            else:
+                rows.index_copy_(0, self._places, pool.index_select(0, positions))
 
 
 def _frozen_values(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
