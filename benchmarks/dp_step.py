@@ -98,13 +98,13 @@ def opacus_loop(steps: Steps) -> Callable[[], object]:
 def noise_kinds(size: int, device: str) -> Kinds:
     """Return the ways to add noise to a sum of so many coordinates on ``device``, and the parts of ours."""
     total, std, keyed = torch.zeros(size, device=device), 14.0, KeyedNoise(os.urandom(32))
-    draws = keyed.gaussian(size)
+    draws = keyed.gaussian(size, device)
     exact = torch.empty(size, device=device, dtype=torch.float64)
     return {
         "float32, unsafe": lambda: lambda: total.add_(torch.randn(size, device=device), alpha=std),
-        "ChaCha20, float64": lambda: lambda: total.copy_(noised(total, keyed.gaussian(size).to(device), std)),
-        "  of it drawn": lambda: lambda: keyed.gaussian(size),
-        "  of it added": lambda: lambda: total.copy_(noised(total, draws.to(device), std)),
+        "ChaCha20, float64": lambda: lambda: total.copy_(noised(total, keyed.gaussian(size, device), std)),
+        "  of it drawn": lambda: lambda: keyed.gaussian(size, device),
+        "  of it added": lambda: lambda: total.copy_(noised(total, draws, std)),
         "float64 of torch, drawn": lambda: lambda: exact.normal_(),
     }
 

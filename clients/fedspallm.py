@@ -399,7 +399,9 @@ class FedSpaLLMClient(Node):
         tensors = {}
         for name, total in moments.items():
             vector = hessians.isometric(total.double())
-            vector = noises.noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
+            vector = noises.noised(
+                vector, noise.gaussian(len(vector), vector.device), privacy.noise_multiplier * clip_norm
+            )
             mean = hessians.from_isometric(vector, len(total)) / self.num_examples
             tensors[hessians.HESSIAN + name] = mean.float()
         privacy.charge_steps(len(moments), f"second moments of decoder layer {layer}")

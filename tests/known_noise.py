@@ -19,7 +19,7 @@ class KnownNoise(Noise):
     def uniform(self, size: int) -> Tensor:
         return torch.rand(size, generator=self.generator, dtype=torch.float64)
 
-    def gaussian(self, size: int) -> Tensor:
+    def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         return torch.randn(size, generator=self.generator, dtype=torch.float64)
 
     def laplace(self, scale: float) -> float:

@@ -194,8 +194,8 @@ class DPSGD:
         The noised sum is rounded to the gradient's own type once. Whatever follows is post-processing.
         """
         std = self.noise_multiplier * self.clip_norm
-        draws = self.noise.gaussian(sum(gradient.numel() for gradient in gradients.values()))
-        draws = draws.to(next(iter(gradients.values())).device)
+        size, device = sum(gradient.numel() for gradient in gradients.values()), next(iter(gradients.values())).device
+        draws = self.noise.gaussian(size, device)
         start = 0
         for name, gradient in gradients.items():
             part = draws[start : start + gradient.numel()].view(gradient.shape)

@@ -26,13 +26,13 @@ _ZEROS = bytes(8 * _CHUNK)
 
 
 class Noise(Protocol):
-    """A noise source is a stream of independent draws on the CPU, which are the caller's to overwrite."""
+    """A noise source is a stream of independent draws, which are the caller's to overwrite."""
 
     def uniform(self, size: int) -> Tensor:
         """Draw float64 in [0, 1), with 53 bits."""
 
-    def gaussian(self, size: int) -> Tensor:
-        """Draw standard normal float64."""
+    def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
+        """Draw standard normal float64, on this device."""
 
     def laplace(self, scale: float) -> float:
         """Draw one number from the Laplace distribution of this scale."""
@@ -55,8 +55,11 @@ class KeyedNoise(Noise):
             part.copy_(stream.words(len(part)).bitwise_right_shift_(11)).add_(2.0**52).mul_(2.0**-53)
         return draws
 
-    def gaussian(self, size: int) -> Tensor:
+    def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         """Draw standard normal float64 by the method of Box and Muller.
+
+        A device gets the key, and makes the same words itself, all at once. Its logarithms and angles may differ from
+        a CPU's in the last bit.
 
         Radius and angle have 64 bits each, small ones with all the digits of float64. So neighbouring results are far
         closer together than the steps to which :func:`noised` rounds. A sum of several Gaussians, which hides the gaps
@@ -64,17 +67,19 @@ class KeyedNoise(Noise):
         9.5; one of 10^20 would be.
         """
         pairs = -(-size // 2)
-        draws = torch.empty(2, pairs, dtype=torch.float64)
-        stream = self._stream()
-        half = _CHUNK // 2
-        numbers = torch.empty(_CHUNK, dtype=torch.float64)
-        for start in range(0, pairs, half):
-            count = min(half, pairs - start)
-            radius, angle = numbers[: 2 * count].copy_(stream.words(2 * count)).view(2, count)
+        draws = torch.empty(2, pairs, dtype=torch.float64, device=device)
+        stream = self._stream() if draws.device.type == "cpu" else self._stream(draws.device)
+        start = 0
+        while start < pairs:
+            half = min(_CHUNK // 2, pairs - start)
+            count = half * min(stream.chunks, (pairs - start) // half)
+            radius, angle = stream.words(2 * count).view(-1, 2, half).double().unbind(1)
             radius.abs_().add_(0.5).mul_(2.0**-63).log_().mul_(-2).sqrt_()  # of a number in (0, 1]
             angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
-            torch.cos(angle, out=draws[0, start : start + count]).mul_(radius)
-            torch.sin(angle, out=draws[1, start : start + count]).mul_(radius)
+            cosines, sines = draws[:, start : start + count].view(2, -1, half)
+            torch.cos(angle, out=cosines).mul_(radius)
+            torch.sin(angle, out=sines).mul_(radius)
+            start += count
         return draws.view(-1)[:size]
 
     def laplace(self, scale: float) -> float:
@@ -82,13 +87,17 @@ class KeyedNoise(Noise):
         centred = float(self.uniform(1)) + 2.0**-54 - 0.5  # never -0.5, whose logarithm is infinite
         return -scale * math.copysign(math.log1p(-2 * abs(centred)), centred)
 
-    def _stream(self) -> _KeyStream:
+    def _stream(self, device: torch.device | None = None) -> _KeyStream | _DeviceKeyStream:
         self._num_draws += 1
-        return _KeyStream(self._key, self._num_draws)
+        if device is None:
+            return _KeyStream(self._key, self._num_draws)
+        return _DeviceKeyStream(self._key, self._num_draws, device)
 
 
 class _KeyStream:
     """The key stream of one draw gives random words of 64 bits."""
+
+    chunks = 1  # so many chunks at a time
 
     def __init__(self, key: bytes, draw: int) -> None:
         nonce = bytes(8) + draw.to_bytes(8, "little")  # the first half counts the blocks of the stream
@@ -101,6 +110,46 @@ class _KeyStream:
         zeros = memoryview(_ZEROS)[: 8 * count]
         self._cipher.update_into(zeros, self._bytes[: 8 * count])
         return self._words[:count]
+
+
+class _DeviceKeyStream:
+    """The same key stream is made on a device, many blocks at a time. Source: RFC 8439, section 2.3."""
+
+    chunks = 512
+
+    def __init__(self, key: bytes, draw: int, device: torch.device) -> None:
+        start = b"expand 32-byte k" + key + bytes(8) + draw.to_bytes(8, "little")
+        self._start = torch.frombuffer(bytearray(start), dtype=torch.int32).view(4, 4, 1).to(device)
+        self._blocks_done = 0
+
+    def words(self, count: int) -> Tensor:
+        """Return ``count`` uniform int64. All calls but the last one ask for whole blocks, of 8 words."""
+        blocks = -(-count // 8)
+        start = self._start.repeat(1, 1, blocks)
+        start[3, 0] = torch.arange(self._blocks_done, self._blocks_done + blocks, device=start.device)
+        self._blocks_done += blocks
+        a, b, c, d = start.clone()  # the rows of the state, (4, blocks) each
+        for _ in range(10):
+            for turn in (1, -1):  # columns, then diagonals
+                a, b, c, d = _quarter_rounds(a, b, c, d)
+                b, c, d = b.roll(-turn, 0), c.roll(-2 * turn, 0), d.roll(-3 * turn, 0)
+        stream = (torch.stack([a, b, c, d]) + start).view(16, blocks).T.contiguous()
+        return stream.view(torch.int64).view(-1)[:count]
+
+
+def _quarter_rounds(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    for left, right in ((16, 12), (8, 7)):
+        a.add_(b)
+        _rotate(d.bitwise_xor_(a), left)
+        c.add_(d)
+        _rotate(b.bitwise_xor_(c), right)
+    return a, b, c, d
+
+
+def _rotate(words: Tensor, bits: int) -> None:
+    """Rotate each int32 to the left, in place; its right shift repeats the sign."""
+    high = words << bits
+    words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1).bitwise_or_(high)
 
 
 def noise_source(

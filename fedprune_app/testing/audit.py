@@ -131,8 +131,8 @@ class Silent:
     def uniform(self, size: int) -> Tensor:
         return self._noise.uniform(size)
 
-    def gaussian(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.float64)
+    def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
+        return torch.zeros(size, dtype=torch.float64, device=device)
 
     def laplace(self, scale: float) -> float:
         return 0.0

@@ -482,7 +482,7 @@ class Scripted:
     def uniform(self, size: int) -> torch.Tensor:
         return self.inside.pop(0).double()
 
-    def gaussian(self, size: int) -> torch.Tensor:
+    def gaussian(self, size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         assert len(self.noise[0]) == size
         return self.noise.pop(0).double()
 

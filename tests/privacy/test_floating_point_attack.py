@@ -34,7 +34,7 @@ class Given(Noise):
     def uniform(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.float64)  # every example is in the sample
 
-    def gaussian(self, size: int) -> Tensor:
+    def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         return self.draws.clone()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fedprune_app.privacy.noise import KeyedNoise, noise_source, noised, noisy_count
+from fedprune_app.privacy.noise import KeyedNoise, _DeviceKeyStream, noise_source, noised, noisy_count
 
 KEYS = [bytes(32), b"\x5a" * 32, bytes(range(32))]
 SIZE = 200_003  # more than one chunk, and odd
@@ -72,6 +72,22 @@ def test_the_same_key_gives_the_same_draws_and_each_draw_is_another():
         assert abs(float(torch.corrcoef(torch.stack([first, different]))[0, 1])) < 4 / math.sqrt(1000)
     for kind in ("uniform", "gaussian"):  # a longer draw begins otherwise or alike, but no draw is cut short
         assert [len(getattr(one, kind)(size)) for size in (0, 1, 2, 7)] == [0, 1, 2, 7]
+
+
+def test_a_device_makes_the_stream_of_the_cipher_itself(monkeypatch):
+    expected = KeyedNoise(KEYS[2]).gaussian(SIZE)
+    device = torch.device("cpu")
+    monkeypatch.setattr(KeyedNoise, "_stream", lambda noise: _DeviceKeyStream(noise._key, 1, device))
+    monkeypatch.setattr(_DeviceKeyStream, "chunks", 2)  # so that there are calls for more than one chunk, and for less
+    assert torch.equal(KeyedNoise(KEYS[2]).gaussian(SIZE), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_draws_on_a_gpu_are_those_of_the_cpu():
+    for size in (1, 7, SIZE, 20_000_000):
+        found, expected = (KeyedNoise(KEYS[2]).gaussian(size, device) for device in ("cuda", "cpu"))
+        torch.testing.assert_close(found.cpu(), expected, atol=1e-12, rtol=1e-12)
 
 
 def test_a_noised_count_is_a_whole_number_with_the_noise_that_was_asked_for_and_no_bias():
