@@ -12,6 +12,7 @@ Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where 
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class DisPFLClient(GossipClient):
         """
         return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
+    @cached_property
     def initial_masks(self) -> dict[str, Tensor]:
         """Draw positions (line 2) at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
@@ -60,10 +62,10 @@ class DisPFLClient(GossipClient):
         return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
-        return state.group("masks") or self.initial_masks()
+        return state.group("masks") or self.initial_masks
 
     def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
-        return state.group("next-masks") or self.initial_masks()
+        return state.group("next-masks") or self.initial_masks
 
     def local_update(self, task: Task, state: State) -> Update:
         masks = self.start_masks(task, state)  # m_{k,t}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from torch import Tensor
 
 from fedprune_app.config import Config, GossipOptions
@@ -46,7 +46,7 @@ class Relay(FederatedStrategy):
         self.update_bytes = dict(self._received_bytes)
         self.updates.forget_all_but(self.update_rounds)
 
-    def update_of(self, client: int) -> wire.EncodedArrays:
+    def update_of(self, client: int) -> ArrayRecord:
         """Return the last model that this client published before this round. ``ValueError`` where it is lost."""
         try:
             return self.updates.get(client, self.update_rounds[client])
@@ -54,7 +54,7 @@ class Relay(FederatedStrategy):
             self.context.lose(client, f"its update is lost: {error}")
             raise
 
-    def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, wire.EncodedArrays]:
+    def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, ArrayRecord]:
         """Return the updates of those clients that have one, all in memory; note and leave out a damaged one."""
         updates = {}
         for client in clients:

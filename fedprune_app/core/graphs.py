@@ -67,5 +67,5 @@ class RepeatedSteps:
 
 def _global_draws() -> list[bytes]:
     """Return the states of torch's generators, which differ once something was drawn."""
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])
+    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])  # type: ignore[no-untyped-call]
     return [state.numpy().tobytes() for state in states]

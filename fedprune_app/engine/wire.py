@@ -28,29 +28,14 @@ _STYPE = "fedprune.codec"
 _LINE = 500
 
 
-class EncodedArrays(ArrayRecord):
-    """A record of arrays holds an encoded payload as it is sent.
-
-    The same record may go to many clients, so its size is measured once.
-    """
-
-    __qualname__ = ArrayRecord.__qualname__  # Flower writes the name into its messages, and accepts no other
-
-    def item_bytes(self, name: str) -> int:
-        sizes: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
-        if name not in sizes:
-            sizes[name] = item_bytes(name, self)
-        return sizes[name]
-
-
-def to_arrays(payload: Payload) -> EncodedArrays:
+def to_arrays(payload: Payload) -> ArrayRecord:
     """Encode a payload; the arrays hold the codec's bytes as they are, without numpy's file header."""
     return from_bytes({name: array.tobytes() for name, array in codec.encode(payload).items()})
 
 
-def from_bytes(encoded: Mapping[str, bytes]) -> EncodedArrays:
+def from_bytes(encoded: Mapping[str, bytes]) -> ArrayRecord:
     """Return a record of arrays that the codec encoded before."""
-    return EncodedArrays({name: Array("uint8", (len(data),), _STYPE, data) for name, data in encoded.items()})
+    return ArrayRecord({name: Array("uint8", (len(data),), _STYPE, data) for name, data in encoded.items()})
 
 
 def to_bytes(arrays: ArrayRecord) -> dict[str, bytes]:
@@ -105,20 +90,29 @@ def _config_record(fields: Fields) -> ConfigRecord:
 
 
 def num_bytes(content: RecordDict) -> int:
-    """Return the measured size of a message's content as Flower serialises it.
-
-    To serialise costs a copy, so the size of a payload that several messages share is measured once.
-    """
-    # the size of a RecordDict is the sum of its parts
-    return sum(
-        record.item_bytes(name) if isinstance(record, EncodedArrays) else item_bytes(name, record)
-        for name, record in content.items()
-    )
+    """Return the size of a message's content as Flower serialises it: the sum of its parts."""
+    return sum(item_bytes(name, record) for name, record in content.items())
 
 
 def item_bytes(name: str, record: Any) -> int:
-    """Return the size of one record of a message, under this name, as Flower serialises it."""
-    return int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
+    """Return the size of one record of a message, under this name, as Flower serialises it.
+
+    Arrays are serialised without their data, whose copies would take longer than all else that a server does.
+    """
+    if not isinstance(record, ArrayRecord):
+        return int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
+    hollow = ArrayRecord({key: Array(a.dtype, a.shape, a.stype, b"") for key, a in record.items()})
+    (item,) = recorddict_to_proto(RecordDict({name: hollow})).items
+    arrays = 0
+    for entry, array in zip(item.array_record.items, record.values(), strict=True):
+        size = entry.value.ByteSize() + (_field(len(array.data)) if array.data else 0)
+        arrays += _field(_field(len(entry.key.encode())) + _field(size))
+    return _field(_field(len(name.encode())) + _field(arrays))
+
+
+def _field(size: int) -> int:
+    """Return the size of a field of Protocol Buffers whose content has ``size`` bytes: tag, length and content."""
+    return 1 + max(1, -(-size.bit_length() // 7)) + size
 
 
 def fields_of(content: RecordDict) -> dict[str, Any]:

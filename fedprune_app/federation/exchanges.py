@@ -71,7 +71,7 @@ class UpdateStore:
         # a copy, because torch has no read-only tensors
         self._store(client).save(round, State({codec.KEY: torch.from_numpy(np.frombuffer(data, np.uint8).copy())}))
 
-    def get(self, client: int, round: int) -> wire.EncodedArrays:
+    def get(self, client: int, round: int) -> ArrayRecord:
         """Return the update that a client sent in ``round``. ``ValueError`` if it is not there or damaged."""
         state = self._store(client).read(round)
         return wire.from_bytes({name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()})
@@ -400,7 +400,7 @@ def messages(
     ``state_rounds`` tells each client which version of its state the server last took in.
     """
     payload: Payload | None = None
-    arrays: wire.EncodedArrays | None = None
+    arrays: ArrayRecord | None = None
     for message in outgoing:
         if message.payload is not payload:
             payload = message.payload

@@ -261,5 +261,5 @@ def test_what_is_noted_of_a_task_belongs_to_that_task_alone():
 def test_what_a_node_can_bear_goes_before_what_the_run_asks_for(tmp_path, capacity, settings, density):
     one = DisPFLClient(parse_config({**QUICK, "system": "dispfl", **settings}), Place(1, 4, tmp_path, capacity))
     assert one.target_density() == density
-    masks = one.initial_masks()
+    masks = one.initial_masks
     assert one.density(masks) == pytest.approx(density, abs=0.01)

@@ -16,7 +16,7 @@ from fedprune_app.federation.exchanges import UpdateStore
 ROOM = 10**6
 
 
-def update(number: int = 0) -> wire.EncodedArrays:
+def update(number: int = 0) -> ArrayRecord:
     """All of one size, no two the same."""
     tensors = {"w": torch.full((20, 50), float(number)), "b": torch.arange(3.0)}
     return wire.to_arrays(Payload.pruned(tensors, {"w": torch.arange(1000).reshape(20, 50) % 3 == 0}))

@@ -197,7 +197,7 @@ def test_a_client_without_a_model_keeps_its_initial_weights_where_no_neighbour_h
     config = parse_config({"system": "dispfl", "density": 0.3, "dispfl.gossip": gossip})
     client, neighbour = (DisPFLClient(config, Place(k, 4, tmp_path / str(k))) for k in (0, 1))
     initial = {name: parameter.detach().clone() for name, parameter in client.model.named_parameters()}
-    masks, held = client.initial_masks(), neighbour.initial_masks()
+    masks, held = client.initial_masks, neighbour.initial_masks
     sent = Payload.pruned({name: tensor + 1 for name, tensor in initial.items()}, held)
     task = Task(2, sent) if gossip == "server" else Task(2, peer_updates={1: sent})
     start = client.begin(task, State())
