@@ -35,6 +35,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device, self.tiny, self.threads = options.device, options.tiny, options.threads
+        self.workers, self.models, self.precisions = options.workers, options.models, options.precisions
         self.out: Path = options.out
         self.data_dir: str = options.data_dir
         self.on_gpu = self.device == "cuda"
@@ -162,7 +163,7 @@ class Bench:
 
         taken(few)
         short = taken(few)
-        more = 2 if self.tiny else max(few, min(60, int(0.4 * few / short)))
+        more = 2 if self.tiny else max(3 * few, min(60, int(0.4 * few / short)))
         first, second = (max(taken(few + more) - short, 1e-9) / more for _ in range(2))
         step = (first + second) / 2
         return {

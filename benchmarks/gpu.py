@@ -21,14 +21,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from _gpu import ROOT, Bench, Busy, Part
@@ -50,10 +48,8 @@ from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.engine.store import write_tensors
-from fedprune_app.learning import training, work
 from fedprune_app.learning.device import computing
 from fedprune_app.learning.evaluate import evaluate
-from fedprune_app.learning.grouped import grouped_form
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.vision import architecture, prunable_names, state_tensors
 
@@ -67,6 +63,9 @@ def main() -> None:
     parser.add_argument("--data-dir", default="", help="CIFAR-10 for the federation; without it there are digits")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--workers", type=int, default=0, help="Ray's processes in the federation; 0: without Ray")
+    parser.add_argument("--models", nargs="+", choices=BATCHES, default=list(BATCHES), help="whose steps are measured")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="of the steps")
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="the smallest of everything")
@@ -135,8 +134,8 @@ def moves(bench: Bench, size: int) -> Mapping[str, Any]:
 
 def speed(bench: Bench) -> None:
     """Measure a client's step by network, cohort, precision, and with a graph or without."""
-    for precision in PRECISIONS[:1] if bench.tiny else PRECISIONS:
-        for model in ("lenet5",) if bench.tiny else BATCHES:
+    for precision in PRECISIONS[:1] if bench.tiny else bench.precisions:
+        for model in ("lenet5",) if bench.tiny else bench.models:
             bench.compute_in(precision)
             speed_of(bench, model, precision)
     eight = bench.per_step("lenet5", BATCHES["lenet5"], partial(cohort, size=8), "cpu")["us_per_step"] / 8
@@ -158,17 +157,17 @@ def speed_of(bench: Bench, model: str, precision: str) -> None:
         return float(bench.measure(f"{model}, {precision}, {what}", measured).get("us_per_client_step", 0.0))
 
     base = of("bare loop", partial(bare, precision=precision))
-    of("its own form", partial(cohort, size=0, precision=precision))
     large = model == "resnet18-gn"
     if large:
         of("bare loop, channels last", partial(bare, precision=precision, layout=torch.channels_last))
     if bench.on_gpu:
         of("bare loop in a graph", partial(bare_in_graph, precision=precision))
-    with grouped_in_bf16(bench.device) if precision == "bf16" else nullcontext():
-        for size in (1, 2) if bench.tiny else (1, 8) if large else (1, 128, 32, 8):
-            for graph in (True, False) if bench.on_gpu else (False,):
-                how = {"precision": precision, "recorder": bench.recorder(graph)}
-                of(f"cohort of {size}{' in a graph' * graph}", partial(cohort, size=size, **how), size)
+    for graph in (True, False) if bench.on_gpu else (False,):
+        how = {"precision": precision, "recorder": bench.recorder(graph)}
+        of(f"its own form{' in a graph' * graph}", partial(cohort, size=0, **how))
+        # a large network gains nothing in company: eight of ResNet-18 take longer than one after the other
+        for size in () if large or precision == "bf16" else (1, 2) if bench.tiny else (32, 8, 128) if graph else (32,):
+            of(f"cohort of {size}{' in a graph' * graph}", partial(cohort, size=size, **how), size)
 
 
 def bare(steps: Steps, precision: str, layout: torch.memory_format = torch.contiguous_format) -> Callable[[], object]:
@@ -204,27 +203,13 @@ def bare_in_graph(steps: Steps, precision: str) -> Callable[[], object]:
     return run
 
 
-@contextmanager
-def grouped_in_bf16(device: str) -> Iterator[None]:
-    """Let grouped forms compute in bfloat16, which runs do not: would it be worth it?"""
-    real = work.grouped_gradients
-
-    def in_bf16(*arguments: Any) -> Any:
-        with computing(torch.device(device), "bf16"):
-            return real(*arguments)
-
-    form = property(lambda asked: grouped_form(asked.model, asked.images.shape[1:]))
-    with patch.object(work, "grouped_gradients", in_bf16), patch.object(training.Training, "form", form):
-        yield
-
-
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def federation(bench: Bench) -> None:
-    """Run Dis-PFL with a hundred clients for as long as there is time, and look where it goes."""
+    """Run Dis-PFL for as long as there is time, and look where it goes: with Ray in the server's process."""
     with tempfile.TemporaryDirectory() as place:
-        bench.measure("Dis-PFL, a run", partial(run_of_clients, bench, Path(place) / "run"))
+        bench.measure(f"Dis-PFL, {bench.workers} workers", partial(run_of_clients, bench, Path(place) / "run"))
 
 
 def run_of_clients(bench: Bench, folder: Path) -> Mapping[str, Any]:
@@ -233,8 +218,9 @@ def run_of_clients(bench: Bench, folder: Path) -> Mapping[str, Any]:
     if bench.data_dir:
         settings = ["dataset=cifar10", f"data-dir={bench.data_dir}", "samples-per-client=250", "model=resnet18-gn"]
         settings += ["num-server-rounds=500", "evaluate-every=10", "precision=tf32", "cuda-graphs=true"]
-        clients = 100
-    run = ["run", "-c", "dispfl", "--engine", "inprocess", "--clients", str(clients), "--out", str(folder)]
+        clients = 40
+    run = ["run", "-c", "dispfl", "--clients", str(clients), "--out", str(folder)]
+    run += ["--workers", str(bench.workers)] if bench.workers else ["--engine", "inprocess"]
     settings += [f"device={bench.device}", f"num-threads={bench.threads}"]
     command = [sys.executable, str(Path(__file__).with_name("_watched.py")), str(watched), *run, *settings]
     with Busy(bench) as busy, (bench.out / "run.log").open("w") as log:
@@ -276,7 +262,7 @@ def private(bench: Bench) -> None:
     size = 10_000 if bench.tiny else 11_173_962  # coordinates of ResNet-18
     for name, prepare in noise_kinds(size, bench.device).items():
         bench.measure(f"noise: {name.strip()}", lambda prepare=prepare: bench.milliseconds(once=prepare()))
-    kinds = ("no privacy", "Opacus' own loop", "one-pass", "ghost", "hooks", "functorch")
+    kinds = ("no privacy", "Opacus' own loop", "one-pass", "hooks")
     for model in ("lenet5",) if bench.tiny else ("resnet18-gn", "lenet5", "cnn-gn"):
         for kind in kinds[:3] if bench.tiny else kinds:
             prepare = partial(step_of_kind, kind=kind)

@@ -18,7 +18,8 @@ from fedprune_app.core.scores import NOfM, n_of_m_mask, smallest
 _GRID = 2.0**40
 _HEADROOM = 2.0 ** (63 - 40)
 _LARGEST_IN_C = 2.0 ** (51 - 40)  # a product with 2^40 has to fit into the digits of a float64
-_BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 temporaries stay in the processor's cache
+_HALVES = (torch.float16, torch.bfloat16)
+_BLOCK = 2**16  # coordinates at a time and thread, so that their float64 and int64 temporaries stay in a core's cache
 
 
 class MaskedMean:
@@ -72,6 +73,8 @@ class MaskedMean:
             if num_dense := sum(mask is None for mask in masks):
                 weights.add_(weight * num_dense)
             fits = largest <= _LARGEST_IN_C
+            if fits:  # C knows no 16-bit floats, all of which are float32, too
+                tensors = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
             if fits and masked_tensors.add(sums, weights, tensors, masks, scale=scale, weight=weight):
                 continue
             for tensor, mask in zip(tensors, masks, strict=True):
@@ -162,7 +165,7 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     flat = tensor.detach().reshape(-1)
     if flat.numel() <= _BLOCK or flat.device.type != "cpu":
         return (flat,)
-    return torch.split(flat, _BLOCK)
+    return torch.split(flat, _BLOCK * torch.get_num_threads())
 
 
 def masked_mean(
