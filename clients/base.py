@@ -295,7 +295,8 @@ class ImageClient(Node):
             private=private,
             device=self.device,
             precision=config.precision,
-            grouped=config.training_form == "grouped",
+            # on a GPU the bits of a cohort depend on who is in it, and that on which client comes first
+            grouped=config.training_form == "grouped" and not (config.deterministic and self.device.type == "cuda"),
             recorder=recorder_of(config, self.device),
             **how,
         )

@@ -323,7 +323,7 @@ def export(
 ) -> Path:
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
-    The ``format`` is safetensors, sparse, onnx or torch-export; by default the suffix of ``output`` says it. A file of
+    The ``format`` is safetensors, sparse or onnx; by default the suffix of ``output`` says it. A file of
     safetensors is read by :func:`load_model`. For a language model, or a checkpoint of transformers in place of a run,
     the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
     ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.

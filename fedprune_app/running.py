@@ -231,7 +231,7 @@ class Session(ExitStack):
         config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
         earlier_outcome = processes.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
-        num_workers = place.num_workers or gpus or os.cpu_count() or 1
+        num_workers = place.num_workers or _default_workers(config, gpus)
         with simulation.started(
             self.app, values, place.clients, num_workers, gpus, place.ray_address, place.engine
         ) as simulated_run:
@@ -265,6 +265,19 @@ def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: 
     run_file = folder / "run.json"
     error = read_json(run_file).get("error") if processes.outcome_of(run_file) != earlier_outcome else None
     return LaunchError(str(error or message))
+
+
+_PROCESSES_PER_GPU = 8
+
+
+def _default_workers(config: Config, gpus: int) -> int:
+    """Return how many processes hold clients where nobody says.
+
+    What a client does beside training (encoding, averages, files) takes a core longer than ResNet-18's training takes a
+    GPU. So processes share a GPU, but for language models, of which each process would hold a layer there.
+    """
+    cores = os.cpu_count() or 1
+    return min(cores, gpus * (1 if config.system == "fedspallm" else _PROCESSES_PER_GPU)) or cores
 
 
 def _num_gpus(config: Config, on_cluster: bool) -> int:

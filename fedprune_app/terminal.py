@@ -54,7 +54,11 @@ Plugins = Annotated[
 Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", help="How many processes hold clients (ray). By default one per GPU, or per CPU core."),
+    typer.Option(
+        "--workers",
+        help="How many processes hold clients (ray). By default eight per GPU (one for a language model), or one per "
+        "CPU core.",
+    ),
 ]
 RayAddress = Annotated[str, typer.Option("--ray-address", help="Simulate on the Ray cluster at HOST:PORT.")]
 AcceptLoss = Annotated[

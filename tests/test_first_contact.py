@@ -161,7 +161,6 @@ def test_the_keys_of_a_system_are_those_with_an_effect(fedprune, monkeypatch):
     ("name", "format", "expected"),
     [
         ("a.onnx", "", "onnx"),
-        ("a.pt2", "", "torch-export"),
         ("a.safetensors", "", "safetensors"),
         ("a", "onnx", "onnx"),
     ],

@@ -75,7 +75,7 @@ def export(
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
-        typer.Option("--format", help="safetensors, sparse, onnx or torch-export. Default: as the file's suffix says."),
+        typer.Option("--format", help="safetensors, sparse or onnx. Default: as the file's suffix says."),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     state_dir: Annotated[

@@ -383,8 +383,8 @@ class CommonOptions:
         "final_sha256 on that device. On the CPU every run does.",
     )
     cuda_graphs: bool = option(
-        False,
-        "If true, a CUDA device repeats training steps of small networks, and blocks of SparseGPT, as CUDA graphs.",
+        True,
+        "If true, a CUDA device repeats training steps, and blocks of SparseGPT, as CUDA graphs.",
         changes_results=False,
         resumable=True,
     )
@@ -393,7 +393,8 @@ class CommonOptions:
     )
     cohort: int = option(
         0,
-        "The largest number of clients that a simulation trains in one step; 0 means eight. No result depends on that.",
+        "The largest number of clients that a simulation trains in one step; 0 means eight on a CPU, where no result "
+        "depends on the number, and 32 on a GPU.",
         least=0,
         changes_results=False,
         resumable=True,

@@ -32,6 +32,12 @@ class MaskedMean:
     ``max_addends`` bounds the number of payloads and ``max_weight`` the weight of each payload. A value that is too
     large for an exact sum within these bounds (``|w| > 2^23 / max_addends``) is refused with ``ValueError``. No sum can
     wrap around.
+
+    >>> mean = MaskedMean(max_addends=2)
+    >>> mean.add(Payload({"w": torch.tensor([1.0, 0.0, 0.0])}, {"w": torch.tensor([True, False, False])}))
+    >>> mean.add(Payload({"w": torch.tensor([3.0, 5.0, 0.0])}, {"w": torch.tensor([True, True, False])}))
+    >>> mean.mean(fallback={"w": torch.tensor([7.0, 8.0, 9.0])})["w"].tolist()
+    [2.0, 5.0, 9.0]
     """
 
     def __init__(self, max_addends: int, max_weight: int = 1) -> None:
@@ -166,29 +172,6 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     if flat.numel() <= _BLOCK or flat.device.type != "cpu":
         return (flat,)
     return torch.split(flat, _BLOCK * torch.get_num_threads())
-
-
-def masked_mean(
-    payloads: Iterable[Payload], fallback: Mapping[str, Tensor], weights: Sequence[int] | None = None
-) -> dict[str, Tensor]:
-    """Return the mean of all ``payloads`` at once, as :class:`MaskedMean` computes it one by one.
-
-    A coordinate that no payload keeps is that of ``fallback``. ``weights`` are positive integers, one per payload.
-    ``ValueError`` for another number of weights than payloads.
-
-    >>> kept_by_one = Payload({"w": torch.tensor([1.0, 0.0, 0.0])}, {"w": torch.tensor([True, False, False])})
-    >>> kept_by_two = Payload({"w": torch.tensor([3.0, 5.0, 0.0])}, {"w": torch.tensor([True, True, False])})
-    >>> masked_mean([kept_by_one, kept_by_two], fallback={"w": torch.tensor([7.0, 8.0, 9.0])})["w"].tolist()
-    [2.0, 5.0, 9.0]
-    """
-    payloads = list(payloads)
-    weights = [1] * len(payloads) if weights is None else list(weights)
-    if len(weights) != len(payloads):
-        raise ValueError(f"{len(weights)} weights for {len(payloads)} payloads")
-    accumulator = MaskedMean(max_addends=max(1, len(payloads)), max_weight=max([1, *weights]))
-    for payload, weight in zip(payloads, weights, strict=True):
-        accumulator.add(payload, weight)
-    return accumulator.mean(fallback)
 
 
 def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> list[Tensor]:

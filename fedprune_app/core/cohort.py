@@ -2,7 +2,7 @@
 
 Each client of a cohort does its work in a thread of its own, as if it were alone. One thread works at a time, until it
 wants to train or is done. When no other is left to work, all that want to train are trained together, and go on. So
-no system has to know of cohorts. A client's result does not depend on who trains beside it.
+no system has to know of cohorts. On a CPU a client's result does not depend on who trains beside it.
 """
 
 import math
@@ -12,10 +12,13 @@ from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
+import torch
+
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-# So many clients are trained together at most, if the configuration does not say; more gain little.
-LARGEST_COHORT = 8
+# So many clients are trained together at most, if the configuration does not say. More gain little on a CPU; on a GPU
+# 32 of LeNet-5 take a third of the time of eight per client.
+LARGEST_COHORT, LARGEST_ON_GPU = 8, 32
 
 
 def together(
@@ -65,7 +68,8 @@ def share_of(num_messages: int, num_workers: int, max_size: int) -> int:
 
 def largest_cohort(run_config: Mapping[str, Any]) -> int:
     """Return how many clients a run trains together at most."""
-    return int(run_config.get("cohort", 0)) or LARGEST_COHORT
+    on_gpu = run_config.get("device", "cpu") != "cpu" and torch.cuda.is_available()
+    return int(run_config.get("cohort", 0)) or (LARGEST_ON_GPU if on_gpu else LARGEST_COHORT)
 
 
 class _Member(Generic[Result]):

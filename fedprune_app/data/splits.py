@@ -5,7 +5,6 @@ own data, and data dealt with ``private``, are split record by record: see :func
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -96,7 +95,6 @@ class Pool:
         self.dataset = dataset
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
-        self._on_device: dict[torch.device, tuple[Tensor, ...] | None] = {}
 
     def images(self, indices: Indices, device: torch.device = CPU, scale: Scale | None = None) -> Tensor:
         """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised.
@@ -106,29 +104,12 @@ class Pool:
         """
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
         parts = (self.dataset.train_images, train), (self.dataset.test_images, test - self.num_train)
-        if (resident := self._resident(device)) is None:
-            pixels = torch.from_numpy(np.concatenate([images[positions] for images, positions in parts])).to(device)
-        else:
-            indices_by_part = [torch.from_numpy(positions).to(device) for _, positions in parts]
-            pixels = torch.cat(
-                [images.index_select(0, positions) for images, positions in zip(resident, indices_by_part, strict=True)]
-            )
+        pixels = torch.from_numpy(np.concatenate([images[positions] for images, positions in parts])).to(device)
         constants = scale or (self.dataset.mean, self.dataset.std)
         # float32 and float64 numbers are not copied again: `pixels` is a copy
         values = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
         mean, std = (torch.tensor(constant, dtype=values.dtype, device=device).view(-1, 1, 1) for constant in constants)
         return values.sub_(mean).div_(std).float()
-
-    def _resident(self, device: torch.device) -> tuple[Tensor, ...] | None:
-        """Return the pixels of all training and test images on a device that is not the CPU; None if there is no room.
-
-        They are taken there once.
-        """
-        if device not in self._on_device:
-            arrays = self.dataset.train_images, self.dataset.test_images
-            fits = device != CPU and sum(array.nbytes for array in arrays) <= _room(device)
-            self._on_device[device] = tuple(torch.tensor(array, device=device) for array in arrays) if fits else None
-        return self._on_device[device]
 
     def digests(self, indices: Indices, *, for_ledgers: bool = False) -> list[bytes]:
         """Return the SHA-256 digests of the images at these indices, each of that image alone.
@@ -147,11 +128,6 @@ class Pool:
             content = f"{image.shape} ".encode() + image.tobytes()
             digests.append(hashlib.sha256(content).digest())
         return digests
-
-
-def _room(device: torch.device) -> float:
-    """Return how many bytes of pixels a device may hold: a quarter of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +187,7 @@ def client_data(config: DataConfig, partition_id: int, num_clients: int, device:
     """Return the data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
 
     Images are on the ``device``, labels on the CPU. Tensors are made when first read, and a process keeps those of its
-    last two clients only. The pixels of all clients are on a GPU once, where they take at most a quarter of its memory.
+    last two clients only.
     """
     pool, indices = _pool(config), _split_indices(config, partition_id, num_clients)
     scale = _scale(config, num_clients)

@@ -1,12 +1,10 @@
 """An export is the smallest real model of a finished run, as one file; ``fedprune export`` writes it.
 
 Removed channels are gone from the network. Weights that were pruned one by one are left out of the safetensors file,
-which holds kept values and entropy-coded masks. In ONNX and torch.export files, which know dense tensors only, these
-weights are zeros.
+which holds kept values and entropy-coded masks. In ONNX files, which know dense tensors only, these weights are zeros.
 """
 
 import copy
-import io
 import platform
 import statistics
 import time
@@ -115,7 +113,7 @@ def machine() -> str:
     return f"{processor}, PyTorch {torch.__version__}"
 
 
-SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "torch-export"}
+SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx"}
 
 
 def format_of(output: Path, format: str) -> str:
@@ -204,22 +202,8 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
     return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def _torch_export(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """Return a ``torch.export`` program, with the metadata as the extra file ``fedprune.json``, and its runner."""
-    file = io.BytesIO()
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):
-        example = example_images(info.image_shape, 2)
-        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)  # it names folders of this machine
-        program.example_inputs = None
-        torch.export.save(program, file, extra_files={"fedprune.json": info.to_json()})
-        return file.getvalue(), program.module()
-
-
 _RUNTIMES: dict[str, Callable[[nn.Module, ExportInfo], tuple[bytes, Runner]]] = {
     "onnx": _onnx,
-    "torch-export": _torch_export,
 }
 SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
 FORMATS = ("safetensors", SPARSE, *_RUNTIMES)

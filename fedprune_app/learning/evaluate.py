@@ -50,7 +50,7 @@ def evaluate(
     device = move_to_device(model, device)
     correct = torch.zeros(0, dtype=torch.int64, device=device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    with module_mode(model, training=False), fast_layout(model, precision), torch.inference_mode():
+    with module_mode(model, training=False), fast_layout(model), torch.inference_mode():
         for start in range(0, len(labels), batch_size):
             label_batch = labels[start : start + batch_size].to(device)
             with computing(device, precision):

@@ -166,7 +166,8 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
         steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
         stack.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
         is_plain = all(training.has_plain_steps for training in trainings)
-        repeated_steps = RepeatedSteps(first.recorder) if first.recorder is not None and is_plain else None
+        is_long = first.num_steps >= _WORTH_RECORDING
+        repeated_steps = RepeatedSteps(first.recorder) if first.recorder and is_plain and is_long else None
         active = learners
         while active and not all(learner.error for learner in active):
             draws = [next(learner.batches) for learner in active]
@@ -188,6 +189,9 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
     return [outcome for learner in learners if (outcome := learner.error or learner.result) is not None]
 
 
+_WORTH_RECORDING = 16  # steps; to record one takes as long as some of ResNet-18's, whose time a graph cuts by an eighth
+
+
 def _plain_step(steps: Alone | Grouped, size: int, sgd: SGD) -> None:
     sgd_step(steps.find_gradients(size), sgd)
 
@@ -207,7 +211,7 @@ class _Learner:
         model = training.model
         stack.enter_context(module_mode(model, training=True))
         frozen = {name for name, _ in model.named_parameters()}.difference(trained_names(model, training.frozen))
-        stack.enter_context(fast_layout(model, training.precision, frozen))
+        stack.enter_context(fast_layout(model, frozen))
 
     def take_place(self, flat: Flat, number: int, stack: ExitStack) -> None:
         """Put the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""

@@ -150,7 +150,7 @@ class Grouped:
             self._weights[: len(sizes)] = weights.to(self._weights.device)
             self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
         if self._pool is not None:
-            self._pool.put(batches, sizes, self._images, self._labels)
+            self._pool.put(batches, self._images, self._labels)
         else:
             for number, batch in enumerate(batches):
                 self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
@@ -208,29 +208,21 @@ class _Pool:
     """The examples of all clients are one tensor, so that a GPU gathers a step's batches in a few operations."""
 
     def __init__(self, trainings: Sequence[Training]) -> None:
-        self._images, self._labels = (
-            torch.cat(parts) for parts in zip(*(training.on_device for training in trainings), strict=True)
-        )
-        counts = torch.tensor([0, *(len(training.labels) for training in trainings[:-1])])
-        self._starts = counts.cumsum(0)
-        self._sizes: list[int] = []
+        images, labels = zip(*(training.on_device for training in trainings), strict=True)
+        self._images, self._labels = torch.cat(images), torch.cat(labels)
+        counts = torch.tensor([0, *map(len, labels)])[:-1]
+        self._starts = counts.cumsum(0)[:, None].to(self._labels.device)
 
-    def put(self, batches: Sequence[Tensor], sizes: list[int], images: Tensor, labels: Tensor) -> None:
-        """Put the examples at these positions first in each client's row of ``images`` and ``labels``."""
-        device, most = images.device, images.shape[1]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            counts, rows = torch.tensor(sizes), torch.arange(len(sizes))
-            self._shift = self._starts[: len(sizes)].repeat_interleave(counts).to(device)
-            firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-            places = torch.arange(len(firsts)) - firsts + (rows * most).repeat_interleave(counts)
-            self._places = None if min(sizes) == most else places.to(device)
-        positions = torch.cat(list(batches)) + self._shift
-        for pool, rows in ((self._images, images.flatten(0, 1)), (self._labels, labels.flatten())):
-            if self._places is None:
-                torch.index_select(pool, 0, positions, out=rows[: len(positions)])
-            else:
-                rows.index_copy_(0, self._places, pool.index_select(0, positions))
+    def put(self, batches: Sequence[Tensor], images: Tensor, labels: Tensor) -> None:
+        """Put the examples at these positions first in each client's row; its first one fills a smaller batch up."""
+        most = images.shape[1]
+        full = [
+            batch if len(batch) == most else torch.cat([batch, batch[:1].expand(most - len(batch))])
+            for batch in batches
+        ]
+        positions = (torch.stack(full) + self._starts[: len(full)]).flatten()
+        torch.index_select(self._images, 0, positions, out=images.flatten(0, 1)[: len(positions)])
+        torch.index_select(self._labels, 0, positions, out=labels.flatten()[: len(positions)])
 
 
 def _frozen_values(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:

@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -113,37 +114,56 @@ class _KeyStream:
 
 
 class _DeviceKeyStream:
-    """The same key stream is made on a device, many blocks at a time. Source: RFC 8439, section 2.3."""
+    """The same key stream is made on a device, many blocks at a time."""
 
     chunks = 512
 
     def __init__(self, key: bytes, draw: int, device: torch.device) -> None:
-        start = b"expand 32-byte k" + key + bytes(8) + draw.to_bytes(8, "little")
-        self._start = torch.frombuffer(bytearray(start), dtype=torch.int32).view(4, 4, 1).to(device)
+        _check_device(device)
+        self._start = _start(key, draw, device)
         self._blocks_done = 0
 
     def words(self, count: int) -> Tensor:
         """Return ``count`` uniform int64. All calls but the last one ask for whole blocks, of 8 words."""
         blocks = -(-count // 8)
-        start = self._start.repeat(1, 1, blocks)
-        start[3, 0] = torch.arange(self._blocks_done, self._blocks_done + blocks, device=start.device)
+        stream = _blocks(self._start, self._blocks_done, blocks)
         self._blocks_done += blocks
-        a, b, c, d = start.clone()  # the rows of the state, (4, blocks) each
-        for _ in range(10):
-            for turn in (1, -1):  # columns, then diagonals
-                a, b, c, d = _quarter_rounds(a, b, c, d)
-                b, c, d = b.roll(-turn, 0), c.roll(-2 * turn, 0), d.roll(-3 * turn, 0)
-        stream = (torch.stack([a, b, c, d]) + start).view(16, blocks).T.contiguous()
-        return stream.view(torch.int64).view(-1)[:count]
+        return stream[:count]
 
 
-def _quarter_rounds(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@cache
+def _check_device(device: torch.device) -> None:
+    """Raise ``RuntimeError`` where a device makes another stream: noise that hides nothing shows in no result."""
+    key = bytes(range(32))
+    if not torch.equal(_blocks(_start(key, 1, device), 0, 2).cpu(), _KeyStream(key, 1).words(16)):
+        raise RuntimeError(f"ChaCha20 on {device} gives other words than on the CPU, allowed: the same")
+
+
+def _start(key: bytes, draw: int, device: torch.device) -> Tensor:
+    """Return the first state (4, 4, 1) of a key stream. Source of this and what follows: RFC 8439, section 2.3."""
+    content = b"expand 32-byte k" + key + bytes(8) + draw.to_bytes(8, "little")
+    return torch.frombuffer(bytearray(content), dtype=torch.int32).view(4, 4, 1).to(device)
+
+
+def _blocks(state: Tensor, first: int, count: int) -> Tensor:
+    """Return the words, int64, of so many blocks of 8 words."""
+    start = state.repeat(1, 1, count)
+    start[3, 0] = torch.arange(first, first + count, device=start.device)
+    a, b, c, d = start.clone()  # the rows of the states, (4, count) each
+    for _ in range(10):
+        for turn in (1, -1):  # columns, then diagonals
+            _quarter_rounds(a, b, c, d)
+            b, c, d = b.roll(-turn, 0), c.roll(-2 * turn, 0), d.roll(-3 * turn, 0)
+    stream = (torch.stack([a, b, c, d]) + start).view(16, count).T.contiguous()
+    return stream.view(torch.int64).view(-1)
+
+
+def _quarter_rounds(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
     for left, right in ((16, 12), (8, 7)):
         a.add_(b)
         _rotate(d.bitwise_xor_(a), left)
         c.add_(d)
         _rotate(b.bitwise_xor_(c), right)
-    return a, b, c, d
 
 
 def _rotate(words: Tensor, bits: int) -> None:

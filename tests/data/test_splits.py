@@ -1,12 +1,10 @@
 """A client's training, validation and test data: disjoint, of one label law, a function of the configuration."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprune_app.data import splits
 from fedprune_app.data.dataset import Dataset
@@ -262,47 +260,6 @@ def test_a_process_keeps_the_tensors_of_few_clients():
     for client in range(1, CLIENTS):
         client_data(config(), client, CLIENTS)
     assert client_data(config(), 0, CLIENTS) is not first
-
-
-class Uploads(TorchDispatchMode):
-    """How many bytes go from the CPU to another device within the block."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        given = [each for each in args if isinstance(each, torch.Tensor)]
-        if isinstance(found, torch.Tensor) and given and not found.is_cpu and all(each.is_cpu for each in given):
-            self.num_bytes += given[0].nbytes
-        return found
-
-
-def all_images(device):
-    data = [client_data(config(partition="iid"), client, CLIENTS, torch.device(device)) for client in range(CLIENTS)]
-    return [images for each in data for images in (each.train_images, each.validation_images, each.test_images)]
-
-
-@pytest.mark.parametrize("has_room", [True, False])
-def test_the_pixels_of_all_clients_go_to_a_device_once_if_there_is_room(has_room, monkeypatch):
-    monkeypatch.setattr(splits, "_room", lambda device: math.inf if has_room else 1000)
-    splits.forget()
-    with Uploads() as uploads:
-        images = all_images("meta")
-    pixels = splits._pool(config(partition="iid")).dataset
-    whole, indices = pixels.train_images.nbytes + pixels.test_images.nbytes, 8 * sum(map(len, images))
-    each_client = sum(map(len, images)) * 64  # a byte for each pixel
-    assert uploads.num_bytes == (whole + indices if has_room else each_client)
-    assert all(each.is_meta and each.dtype == torch.float32 for each in images)
-
-
-def test_resident_pixels_give_the_same_images(monkeypatch):
-    splits.forget()
-    expected = all_images("cpu")
-    splits.forget()
-    monkeypatch.setattr(splits, "CPU", torch.device("meta"))  # so that the CPU counts as a device apart
-    found = all_images("cpu")
-    assert splits._pool(config(partition="iid"))._on_device[torch.device("cpu")] is not None
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_client_data_can_be_made_of_tensors_and_not_changed():

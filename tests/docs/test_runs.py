@@ -178,7 +178,7 @@ def test_the_export_of_the_guide_works(place):
     text = (ROOT / "docs" / "guide.md").read_text()
     command = "fedprune export runs/first --client 3 -o client-3.safetensors"
     assert f"`{command}`" in text
-    for suffix, more in ((".safetensors", ""), (".safetensors", "--force"), (".onnx", ""), (".pt2", "")):
+    for suffix, more in ((".safetensors", ""), (".safetensors", "--force"), (".onnx", "")):
         written = f"{command.removesuffix('.safetensors')}{suffix} {more}"
         done = subprocess.run(
             ["bash", "-c", written], cwd=place, env=environment(place), capture_output=True, text=True

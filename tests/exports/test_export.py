@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -237,20 +236,6 @@ def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
     sizes = [tuple(each.dims) for each in onnx.load(path).graph.initializer]
     assert (10, 5, 5, 5) in sizes
     assert (20, 10, 5, 5) not in sizes
-
-
-@pytest.mark.full
-def test_a_torch_export_file_computes_the_same_for_any_batch(finished, tmp_path):
-    run = finished("subfedavg-hy")
-    path, (info, *_) = exported(run, 0, tmp_path, "torch-export")
-    program = torch.export.load(path)
-    expected, images = own_model(run, 0)
-    for batch in (images[:1], images[:7]):
-        torch.testing.assert_close(program.module()(batch), expected(batch), rtol=1e-4, atol=1e-5)
-    with zipfile.ZipFile(path) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("fedprune.json"))
-        assert json.loads(archive.read(name))["image_shape"] == list(info.image_shape)
-        assert all(sys.prefix.encode() not in archive.read(name) for name in archive.namelist())
 
 
 def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.running import Session
+from fedprune_app.running import Session, _default_workers
 
 QUICK = {"system": "fedavg", "num-server-rounds": 1, "local-epochs": 1}
 
@@ -25,3 +26,13 @@ def test_a_run_checks_nothing_that_was_prepared_and_its_record_has_the_prepared_
         session.tell(["mine"])
     assert info["config"] == prepared.config.to_dict()
     assert told.getvalue().count("note: mine") == 1
+
+
+@pytest.mark.parametrize(
+    ("system", "gpus", "expected"),
+    [("dispfl", 0, 16), ("dispfl", 1, 8), ("dispfl", 4, 16), ("fedspallm", 0, 16), ("fedspallm", 2, 2)],
+)
+def test_processes_share_a_gpu_but_for_language_models(monkeypatch, system, gpus, expected):
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    config = SimpleNamespace(system=system)
+    assert _default_workers(config, gpus) == expected
