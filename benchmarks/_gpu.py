@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device, self.tiny, self.threads = options.device, options.tiny, options.threads
-        self.workers, self.models, self.precisions = options.workers, options.models, options.precisions
+        self.options = options
         self.out: Path = options.out
         self.data_dir: str = options.data_dir
         self.on_gpu = self.device == "cuda"

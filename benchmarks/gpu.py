@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=BATCHES, default=list(BATCHES), help="whose steps are measured")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="of the steps")
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS][:-1], help="by default all but the last")
     parser.add_argument("--tiny", action="store_true", help="the smallest of everything")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -134,8 +134,8 @@ def moves(bench: Bench, size: int) -> Mapping[str, Any]:
 
 def speed(bench: Bench) -> None:
     """Measure a client's step by network, cohort, precision, and with a graph or without."""
-    for precision in PRECISIONS[:1] if bench.tiny else bench.precisions:
-        for model in ("lenet5",) if bench.tiny else bench.models:
+    for precision in PRECISIONS[:1] if bench.tiny else bench.options.precisions:
+        for model in ("lenet5",) if bench.tiny else bench.options.models:
             bench.compute_in(precision)
             speed_of(bench, model, precision)
     eight = bench.per_step("lenet5", BATCHES["lenet5"], partial(cohort, size=8), "cpu")["us_per_step"] / 8
@@ -209,7 +209,7 @@ def bare_in_graph(steps: Steps, precision: str) -> Callable[[], object]:
 def federation(bench: Bench) -> None:
     """Run Dis-PFL for as long as there is time, and look where it goes: with Ray in the server's process."""
     with tempfile.TemporaryDirectory() as place:
-        bench.measure(f"Dis-PFL, {bench.workers} workers", partial(run_of_clients, bench, Path(place) / "run"))
+        bench.measure(f"Dis-PFL, {bench.options.workers} workers", partial(run_of_clients, bench, Path(place) / "run"))
 
 
 def run_of_clients(bench: Bench, folder: Path) -> Mapping[str, Any]:
@@ -220,19 +220,11 @@ def run_of_clients(bench: Bench, folder: Path) -> Mapping[str, Any]:
         settings += ["num-server-rounds=500", "evaluate-every=10", "precision=tf32", "cuda-graphs=true"]
         clients = 40
     run = ["run", "-c", "dispfl", "--clients", str(clients), "--out", str(folder)]
-    run += ["--workers", str(bench.workers)] if bench.workers else ["--engine", "inprocess"]
+    run += ["--workers", str(bench.options.workers)] if bench.options.workers else ["--engine", "inprocess"]
     settings += [f"device={bench.device}", f"num-threads={bench.threads}"]
     command = [sys.executable, str(Path(__file__).with_name("_watched.py")), str(watched), *run, *settings]
-    with Busy(bench) as busy, (bench.out / "run.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            process.wait(max(5.0, bench.left - 5))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
+    with Busy(bench) as busy:
+        _in_time(bench, {"run": command})
     rounds, answers = (lines_of(folder / name) for name in ("rounds.jsonl", "clients.jsonl"))
     seconds = [each["seconds"] for each in rounds]
     if not rounds:
@@ -248,6 +240,54 @@ def run_of_clients(bench: Bench, folder: Path) -> Mapping[str, Any]:
         "of_them_in_its_answer": statistics.mean(own) if own else None,
         "gpu_busy": busy.share,
     }
+
+
+def _in_time(bench: Bench, commands: Mapping[str, list[str]]) -> None:
+    """Let processes, whose words go to files of their names, run beside each other for as long as the part may."""
+    processes = []
+    for name, command in commands.items():
+        with (bench.out / f"{name}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+    for what, seconds in ((signal.SIGINT, bench.left - 5), (signal.SIGKILL, 5.0)):
+        end = time.monotonic() + max(5.0, seconds)
+        for process in processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(what)
+    for process in processes:
+        process.wait()
+
+
+def accuracy(bench: Bench) -> None:
+    """Run Dis-PFL and what its Table 1 compares with beside each other, at the paper's network and data of a client."""
+    settings = ["dataset=digits", "model=cnn-small", "num-server-rounds=1", "local-epochs=1", "evaluate-every=1"]
+    if bench.data_dir:
+        settings = ["dataset=cifar10", f"data-dir={bench.data_dir}", "samples-per-client=500", "model=resnet18-gn"]
+        settings += ["partition=dirichlet-client", "dirichlet-alpha=0.3", "test-split=proportional", "test-samples=100"]
+        settings += ["augmentation=crop-flip", "batch-size=128", "learning-rate=0.1", "lr-decay=0.99", "momentum=0.0"]
+        settings += ["weight-decay=5e-4", "max-grad-norm=10", "validation-fraction=0", "fraction-train=1.0"]
+        settings += ["local-epochs=5", "num-server-rounds=500", "evaluate-every=4", "precision=tf32"]
+    systems = {
+        "dispfl": ["dispfl.neighbours=5", "density=0.5", "dispfl.growth=random", "dispfl.annealing-rounds=40"],
+        "dpsgd-ft": ["dpsgd.neighbours=5"],
+        "fedavg-ft": [],
+        "standalone": [],
+    }
+    with tempfile.TemporaryDirectory() as place, Busy(bench) as busy:
+        commands = {}
+        for name, own in systems.items():
+            run = [sys.executable, "-m", "fedprune_app.cli", "run", "-c", name, "--engine", "inprocess"]
+            run += ["--clients", "20" if bench.data_dir else "2", "--out", str(Path(place) / name)]
+            commands[name] = [*run, *settings, *own, f"device={bench.device}", f"num-threads={bench.threads // 2 or 1}"]
+        _in_time(bench, commands)
+        for name in systems:
+            rounds = lines_of(Path(place) / name / "rounds.jsonl")
+            by_round = {row["round"]: row["accuracy_personal_mean"] for row in rounds}
+            values = {round: accuracy for round, accuracy in by_round.items() if accuracy is not None}
+            seconds = statistics.median([row["seconds"] for row in rounds]) if rounds else None
+            bench.row(name, rounds=len(rounds), seconds_per_round=seconds, accuracy_personal=values)
+    bench.row("the card meanwhile", gpu_busy=busy.share)
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -543,6 +583,7 @@ PARTS: dict[str, tuple[Part, float]] = {  # and the share of each
     "share": (share, 45),
     "convolutions": (convolutions, 10),
     "launches": (launches, 15),
+    "accuracy": (accuracy, 400),
 }
 
 
