@@ -46,7 +46,7 @@ class Alone:
         (batch,) = batches
         with self._work(batch) as work:
             if self._training.private is None:
-                self._find_gradients(work, batch)
+                self._back_propagate(work, *self._training.examples(batch))
             else:
                 self._find_private_gradients(work, batch)
             yield work
@@ -85,9 +85,6 @@ class Alone:
         self._flat.gradients.zero_()
         self._back_propagate(self._whole, *self._places[size])
         return self._whole
-
-    def _find_gradients(self, work: Work, batch: Tensor) -> None:
-        self._back_propagate(work, *self._training.examples(batch))
 
     def _back_propagate(self, work: Work, images: Tensor, labels: Tensor) -> None:
         training = self._training
