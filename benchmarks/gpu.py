@@ -217,7 +217,7 @@ def run_of_clients(bench: Bench, folder: Path) -> Mapping[str, Any]:
     clients, watched = 2, bench.out / "watched.json"
     if bench.data_dir:
         settings = ["dataset=cifar10", f"data-dir={bench.data_dir}", "samples-per-client=250", "model=resnet18-gn"]
-        settings += ["num-server-rounds=500", "evaluate-every=10", "precision=tf32", "cuda-graphs=true"]
+        settings += ["num-server-rounds=500", "evaluate-every=10", "precision=tf32"]
         clients = 40
     run = ["run", "-c", "dispfl", "--clients", str(clients), "--out", str(folder)]
     run += ["--workers", str(bench.options.workers)] if bench.options.workers else ["--engine", "inprocess"]
