@@ -119,12 +119,7 @@ COMMON = frozenset(
 MERGES = {
     "the paper's mean": {"fedspallm.merge": "mean"},
     "Hessians": {"fedspallm.merge": "hessians"},
-    "Hessians, refined": {"fedspallm.merge": "hessians", "fedspallm.refine": True},
-    "Hessians, refined, then recovery": {
-        "fedspallm.merge": "hessians", "fedspallm.refine": True, "fedspallm.recovery-rounds": 1,
-        "fedspallm.recovery-segments": 512, "fedspallm.recovery-steps": 32, "fedspallm.recovery-learning-rate": 0.001,
-    },
-}  # fmt: skip
+}
 """The ways to make a layer that :func:`cells_table` compares."""
 CELLS = tuple(product((4, 8, 16), (2, 32), (0.4, 0.2)))
 """The numbers of clients and of segments, and the density, of which a cell is."""

@@ -120,8 +120,8 @@ def test_a_cell_is_the_mean_of_the_seeds_and_their_deviation(tmp_path, monkeypat
                      "received": -math.log(found)} for t, found in by_text]  # fmt: skip
             evidence._append("fedspallm-8.clients", [{**key, **each} for each in logs])
     first, second = (evidence.cells_table(text).splitlines() for text in texts[:2])
-    assert first[2:] == ["| 8 | 2 | 20% | 2 | 5.00 ± 1.41 | 4.00 ± 1.41 | **2.00** ± 0.00 | – | – |"]
-    assert second[2:] == ["| 8 | 2 | 20% | 2 | 6.00 ± 1.41 | 5.00 ± 1.41 | **3.00** ± 0.00 | – | – |"]
+    assert first[2:] == ["| 8 | 2 | 20% | 2 | 5.00 ± 1.41 | 4.00 ± 1.41 | **2.00** ± 0.00 |"]
+    assert second[2:] == ["| 8 | 2 | 20% | 2 | 6.00 ± 1.41 | 5.00 ± 1.41 | **3.00** ± 0.00 |"]
 
 
 def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
