@@ -159,6 +159,22 @@ def course(found: Sequence[Series]) -> Figure:
     return figure
 
 
+def spent(found: Mapping[str, Mapping[int, Sequence[tuple[float, float, float]]]]) -> Figure:
+    """Accuracy of the received model by ε and by megabytes: a dot is a round, the mean of its seeds."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for number, (label, rounds) in enumerate(found.items()):
+        means = [[sum(values) / len(values) for values in zip(*seeds, strict=True)] for seeds in rounds.values()]
+        epsilon, megabytes, received = zip(*means, strict=True)
+        for panel, spending in zip(panels, (epsilon, megabytes), strict=True):
+            panel.plot(spending, received, marker="o", markersize=4, color=COLOURS[number], label=label)
+    panels[0].set_xlabel("largest ε of a client")
+    panels[1].set_xlabel("MB of training, both ways")
+    panels[0].set_ylabel("received model, accuracy, %")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
 def drawn_from(figure: Figure) -> str:
     """A digest of all that is drawn, by which a file tells whether it is up to date."""
     said: list[Any] = []

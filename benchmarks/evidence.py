@@ -23,7 +23,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product, takewhile
+from itertools import accumulate, product, takewhile
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -167,8 +167,25 @@ def add(name: str, folders: Iterable[Path]) -> int:
         _append(name, [row])
         _append(f"{name}.clients", clients)
         _append(f"{name}.rounds", course)
+        _append(f"{name}.spent", [{**key, **point} for point in _spent(run)])
         added += 1
     return added
+
+
+def _spent(run: Run) -> list[Row]:
+    """What a private run has spent and reached, by round: the largest ε, megabytes of training, the received model."""
+    rows = run.rounds
+    megabytes = accumulate((row["bytes_up"] + row["bytes_down"]) / MEGABYTE for row in rows)
+    return [
+        {
+            "round": str(row["round"]),
+            "epsilon": _number(row["epsilon_max"]),
+            "megabytes": f"{spent:.2f}",
+            "received": _percent(row["accuracy_received_mean"]),
+        }
+        for row, spent in zip(rows, megabytes, strict=True)
+        if row.get("epsilon_max") is not None and row.get("accuracy_received_mean") is not None
+    ]
 
 
 def matrices_of(name: str) -> list[Path]:
@@ -296,9 +313,12 @@ def claims_table(*, whole: bool = False) -> str:
         cells += [*numbers[2:], claim.source] if whole else []
         lines.append(f"| {' | '.join(cells)} |")
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
+    waiting = sum(said.startswith("open: 0 ") for said in verdicts)
+    left = len(CLAIMS) - shown - not_here - waiting
+    runs = f" {waiting} wait for their first run." if waiting else ""
     lines += [
         "",
-        f"{shown} claims are shown, {not_here} do not hold here, and {len(CLAIMS) - shown - not_here} are open. Of the "
+        f"{shown} claims are shown, {not_here} do not hold here, and {left} are open.{runs} Of the "
         f"{shown + not_here} verdicts Holm's correction for {tests} tests leaves {len(strong)} at 5 %: they are bold.",
     ]
     return "\n".join(lines)
@@ -346,6 +366,7 @@ def figures() -> Iterable[tuple[str, Figure]]:
     papers = {name: float(points) for name, points in IN_PAPER.items() if re.fullmatch(r"[+-]?[\d.]+", points)}
     yield "papers", drawn.papers([(shown[name], points) for name, points in papers.items() if name in shown])
     yield "costs", drawn.costs(_costs("subfedavg-rounds"))
+    yield "spent", drawn.spent(_budgets("fedltp-fashion"))
     for name in MATRICES:
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
@@ -364,6 +385,17 @@ def _costs(name: str) -> list[drawn.Cost]:
             cost.spent[axis].append(float(row[column]))
         cost.reached.append(float(row["personal"]))
     return list(found.values())
+
+
+def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]]:
+    """ε, megabytes and accuracy of the seeds, by setting and round."""
+    rows = sorted(read(f"{name}.spent"), key=_by_setting)
+    found: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
+    for row, settings in zip(rows, differing(rows), strict=True):
+        label = ", ".join([row["system"], *(f"{key.rpartition('.')[2]} {value}" for key, value in settings if value)])
+        point = float(row["epsilon"]), float(row["megabytes"]), float(row["received"])
+        found.setdefault(label, {}).setdefault(int(row["round"]), []).append(point)
+    return found
 
 
 def _series(name: str) -> list[drawn.Series]:

@@ -227,7 +227,7 @@ def test_the_rows_that_are_there_are_found_in_their_matrices(name):
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
 def test_a_claim_compares_runs_that_its_matrices_make(claim):
-    """Each side of a claim is one setting of the matrices, with all its seeds."""
+    """Each side of a claim is one setting of the matrices, with all the claim's seeds."""
     made = [
         {"system": cell.config.system, "seed": str(cell.config.seed), "settings": json.dumps(settings)}
         for path in evidence.matrices_of(claim.data)
@@ -235,7 +235,7 @@ def test_a_claim_compares_runs_that_its_matrices_make(claim):
         for settings in [evidence.settings_of(cell.config.to_dict())]
     ]
     for wanted in (claim.better, claim.worse):
-        rows = chosen(made, wanted)
+        rows = [row for row in chosen(made, wanted) if int(row["seed"]) < claim.seeds]
         assert len({row["settings"] for row in rows}) == 1
         assert len({row["seed"] for row in rows}) == len(rows) == claim.seeds
 
@@ -268,7 +268,9 @@ def test_the_page_begins_with_how_many_claims_hold():
     kinds = ("shown", "does not hold here", "open")
     found = {system: [0, 0, 0] for system in evidence.SYSTEMS}
     for claim in CLAIMS:
-        said = verdict(claim, evidence.compared(claim)).partition(":")[0]
+        if (apart := evidence.compared(claim)) is None:
+            continue  # it waits for its first run
+        said = verdict(claim, apart).partition(":")[0]
         found[evidence.SYSTEMS[int(claim.name[0]) - 1]][kinds.index(said)] += 1
     for system, counts in found.items():
         assert re.search(rf"^\| \[[^]]*\]\(systems/{system}.md\) \| {' [|] '.join(map(str, counts))} \|", page, re.M), (
