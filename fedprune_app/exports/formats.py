@@ -113,6 +113,8 @@ def machine() -> str:
     return f"{processor}, PyTorch {torch.__version__}"
 
 
+SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
+FORMATS = ("safetensors", SPARSE, "onnx")
 SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx"}
 
 
@@ -202,32 +204,25 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
     return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-_RUNTIMES: dict[str, Callable[[nn.Module, ExportInfo], tuple[bytes, Runner]]] = {
-    "onnx": _onnx,
-}
-SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
-FORMATS = ("safetensors", SPARSE, *_RUNTIMES)
-
-
 def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
     """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
 
     The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
     largest logit. Otherwise ``ValueError`` is raised.
     """
-    if format in ("safetensors", SPARSE):
+    if format != "onnx":
         network = copy.deepcopy(model.network)
         if format == SPARSE:
             sparsify(network)
         return encode_export(model.info, model.payload), network, model.full
-    content, runner = _RUNTIMES[format](model.network, model.info)
+    content, runner = _onnx(model.network, model.info)
     for batch in (1, 3):
         images = example_images(model.info.image_shape, batch)
         expected, actual = model.network(images), runner(images)
         error, allowed = float((actual - expected).abs().max()), 1e-4 * float(expected.abs().max())
         if not error <= allowed:  # an error of NaN fails too
-            raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
-    return content, runner, _RUNTIMES[format](model.full, model.info)[1]
+            raise ValueError(f"logits of the onnx model are off by {error:.2g}, allowed: {allowed:.2g}")
+    return content, runner, _onnx(model.full, model.info)[1]
 
 
 CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers

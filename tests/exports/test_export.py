@@ -241,7 +241,7 @@ def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
 def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch):
     run = finished("fedavg")
     for off in (lambda logits: logits * 1.01, lambda logits: logits * float("nan")):
-        monkeypatch.setitem(formats._RUNTIMES, "onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images))))
+        monkeypatch.setattr(formats, "_onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images))))
         with pytest.raises(ValueError, match="logits of the onnx model are off by"):
             exported(run, None, tmp_path, "onnx")
     assert list(tmp_path.iterdir()) == []
