@@ -19,8 +19,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.topology import links, neighbours
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
-from fedprune_app.federation.exchanges import UpdateStore
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.federation.update_store import UpdateStore
 from strategies.base import FederatedStrategy, state_rounds_of
 
 

@@ -24,7 +24,7 @@ from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
 from fedprune_app.federation import exchanges
-from fedprune_app.federation.exchanges import UpdateStore
+from fedprune_app.federation.update_store import UpdateStore
 from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps.matrix import read_matrix

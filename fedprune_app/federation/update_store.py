@@ -1,0 +1,102 @@
+"""A relaying server keeps its clients' updates on disk, and the decoded ones in memory while there is room."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+from flwr.app import ArrayRecord
+
+from fedprune_app.core import codec
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.store import State, VersionedStore, owner
+
+_MOST_DECODED_BYTES = 8 * 2**30
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class UpdateStore:
+    """A relaying server keeps the latest encoded update of each client here, on disk, and never looks into it.
+
+    On disk because a hundred clients' models are gigabytes, and because a resumed run needs them: they are versioned by
+    round like every state. A server that does read updates remembers them decoded, up to ``decoded_bytes`` in memory.
+
+    The default is a quarter of the machine's or the container's memory, and 8 GiB at most.
+    """
+
+    def __init__(self, folder: Path, run_key: str = "", decoded_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.run_key = run_key
+        self.decoded_bytes = _quarter_of_memory() if decoded_bytes is None else decoded_bytes
+        self._decoded: dict[tuple[int, int], Payload] = {}
+        self._bytes_decoded = 0
+
+    def put(self, client: int, round: int, update: ArrayRecord, max_bytes: int) -> None:
+        """Keep the update that a client sent in ``round``; up to two earlier updates stay for a resumed run.
+
+        ``ValueError`` for arrays that no codec made, or of more than ``max_bytes``.
+        """
+        encoded = wire.to_bytes(update)
+        if list(encoded) != [codec.KEY]:  # a file cannot hold all names, and nobody could decode them
+            raise ValueError(f"the payload has the arrays {str(list(encoded))[:80]}, allowed: exactly '{codec.KEY}'")
+        data = encoded[codec.KEY]
+        if len(data) > max_bytes:
+            raise ValueError(f"the payload has {len(data)} bytes, allowed: at most {max_bytes}")
+        # a copy, because torch has no read-only tensors
+        self._store(client).save(round, State({codec.KEY: torch.from_numpy(np.frombuffer(data, np.uint8).copy())}))
+
+    def get(self, client: int, round: int) -> ArrayRecord:
+        """Return the update that a client sent in ``round``. ``ValueError`` if it is not there or damaged."""
+        state = self._store(client).read(round)
+        return wire.from_bytes({name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()})
+
+    def remember(self, client: int, round: int, update: Payload) -> None:
+        """Keep a decoded update in memory, too, if there is room beside those that are remembered already.
+
+        Nothing makes way for it: which neighbours are asked for next is random, or all in turn.
+        """
+        size = _decoded_size(update)
+        if self._bytes_decoded + size <= self.decoded_bytes:
+            self._decoded[client, round] = update
+            self._bytes_decoded += size
+
+    def remembered(self, client: int, round: int) -> Payload | None:
+        """Return the update that a client sent in ``round`` if it is in memory, decoded."""
+        return self._decoded.get((client, round))
+
+    def forget_all_but(self, rounds: Mapping[int, int]) -> None:
+        """Free the memory of all decoded updates but those of these clients and rounds."""
+        for key in self._decoded.keys() - rounds.items():
+            self._bytes_decoded -= _decoded_size(self._decoded.pop(key))
+
+    def lost(self, rounds: Mapping[int, int]) -> list[str]:
+        """Return a line for each update of these clients and rounds that is damaged or missing."""
+        lines = []
+        for client, round in rounds.items():
+            try:
+                self._store(client).read(round)
+            except ValueError as error:
+                lines.append(str(error))
+        return lines
+
+    def drop_after(self, round: int) -> None:
+        """Remove the updates of later rounds from the disk: a future that was abandoned."""
+        for folder in self.folder.iterdir() if self.folder.is_dir() else ():
+            VersionedStore(folder).drop_after(round)
+
+    def _store(self, client: int) -> VersionedStore:
+        return VersionedStore(self.folder / f"{client:05d}", owner=owner(f"update of client {client}", self.run_key))
+
+
+def _quarter_of_memory() -> int:
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        total = min(total, int(_CONTAINER_LIMIT.read_text()))
+    return min(total // 4, _MOST_DECODED_BYTES)
+
+
+def _decoded_size(update: Payload) -> int:
+    return sum(tensor.nbytes for part in (update.tensors, update.masks) for tensor in part.values())
