@@ -23,7 +23,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
-from fedprune_app.federation import exchanges
+from fedprune_app.federation import exchanges, update_store
 from fedprune_app.federation.update_store import UpdateStore
 from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
@@ -595,7 +595,7 @@ def test_a_neighbour_model_is_read_from_disk_only_where_memory_has_no_room(feder
     monkeypatch.setattr(UpdateStore, "get", lambda self, *which: read.append(which) or get(self, *which))
     found = []
     for room in (10**9, 0):
-        monkeypatch.setattr(exchanges, "_quarter_of_memory", lambda room=room: room)
+        monkeypatch.setattr(update_store, "_quarter_of_memory", lambda room=room: room)
         settings = {**QUICK, "num_server_rounds": 3, "dispfl.neighbours": 2}
         found.append((federate(f"{room}", system="dispfl", **settings).sha256, len(read)))
     (with_room, none), (without, many) = found
