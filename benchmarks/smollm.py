@@ -251,7 +251,7 @@ def claims_table() -> str:
         "| --- | --- | --- | ---: | ---: | --- | --- | --- |",
     ]
     waiting: dict[str, list[str]] = {}  # by the claim's section
-    for claim in CLAIMS:
+    for claim in sorted(CLAIMS, key=lambda claim: claim.name):
         if (apart := compared(claim)) is None:
             waiting.setdefault(claim.name[0], []).append(claim.name)
             continue
@@ -268,7 +268,7 @@ def claims_table() -> str:
     done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
     lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
     if waiting:
-        names = ", ".join(f"{each[0]}–{each[-1]}" for each in waiting.values())
+        names = ", ".join("–".join(dict.fromkeys([each[0], each[-1]])) for each in waiting.values())
         lines[-1] += f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {names}."
     return "\n".join(lines)
 
