@@ -379,7 +379,7 @@ def _costs(name: str) -> list[drawn.Cost]:
     axes = {"MB sent up by all clients": "megabytes_up", "operations of training, 10¹²": "teraflops"}
     found: dict[str, drawn.Cost] = {}
     for row, settings in zip(rows, differing(rows), strict=True):
-        label = ", ".join([row["system"], *(f"{key.rpartition('.')[2]} {value}" for key, value in settings if value)])
+        label = _label(row, settings)
         cost = found.setdefault(row["settings"], drawn.Cost(label, {axis: [] for axis in axes}, []))
         for axis, column in axes.items():
             cost.spent[axis].append(float(row[column]))
@@ -392,7 +392,7 @@ def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]
     rows = sorted(read(f"{name}.spent"), key=_by_setting)
     found: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
     for row, settings in zip(rows, differing(rows), strict=True):
-        label = ", ".join([row["system"], *(f"{key.rpartition('.')[2]} {value}" for key, value in settings if value)])
+        label = _label(row, settings)
         point = float(row["epsilon"]), float(row["megabytes"]), float(row["received"])
         found.setdefault(label, {}).setdefault(int(row["round"]), []).append(point)
     return found
@@ -414,6 +414,10 @@ def _series(name: str) -> list[drawn.Series]:
             last = float(row["busiest_megabytes_per_round"]), float(row["personal"])
             found[row["settings"]].last[row["seed"]] = last
     return [series for series in found.values() if any(len(course) > 1 for course in series.course.values())]
+
+
+def _label(row: Row, settings: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join([row["system"], *(f"{key.rpartition('.')[2]} {value}" for key, value in settings if value)])
 
 
 def _by_setting(row: Row) -> tuple[str, str, int]:
