@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,11 +44,11 @@ def test_one_hook_is_enough():
     assert sys.meta_path == before
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_operators_are_declared_only_where_they_would_be_missing(monkeypatch, compiled):
+@pytest.mark.parametrize("loaded", [True, False])
+def test_operators_are_declared_only_where_they_are_missing(monkeypatch, loaded):
     declared = []
-    monkeypatch.setattr(torchvision_shim, "_compiled_operators_load", lambda: compiled)
-    monkeypatch.setattr(torch.ops, "torchvision", object(), raising=False)  # has no nms
+    operators = SimpleNamespace(nms=None, qnms=None) if loaded else SimpleNamespace()
+    monkeypatch.setattr(torch.ops, "torchvision", operators, raising=False)
     monkeypatch.setattr(torch.library, "define", lambda name, schema: declared.append(name))
-    torchvision_shim.prepare_torchvision()
-    assert declared == ([] if compiled else ["torchvision::nms", "torchvision::qnms"])
+    torchvision_shim.declare_operators()
+    assert declared == ([] if loaded else ["torchvision::nms", "torchvision::qnms"])
