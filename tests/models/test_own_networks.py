@@ -134,6 +134,7 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         check(name, **settings)

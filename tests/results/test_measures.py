@@ -60,7 +60,7 @@ SHARPNESS = Measure(
 @pytest.fixture
 def declared(monkeypatch):
     more = Measures((*MEASURES, SHARPNESS))
-    for module in [each for each in [*sys.modules.values()] if getattr(each, "MEASURES", None) is MEASURES]:
+    for module in [each for each in [*sys.modules.values()] if vars(each).get("MEASURES") is MEASURES]:
         monkeypatch.setattr(module, "MEASURES", more)
 
 

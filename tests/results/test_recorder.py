@@ -166,11 +166,11 @@ def test_a_run_that_is_resumed_with_other_packages_says_so_once(tmp_path, monkey
     had = started(tmp_path).info["versions"]
     Recorder(tmp_path).resume(0)
     assert "versions_since" not in info(tmp_path), "nothing changed"
-    for round, flower in ((0, "1.41.0"), (0, "1.41.0"), (0, "1.42.0"), (0, had["flwr"])):
+    for round, flower in ((0, "0.1.0"), (0, "0.1.0"), (0, "0.2.0"), (0, had["flwr"])):
         monkeypatch.setattr(recorder_module, "versions", lambda flower=flower: had | {"flwr": flower})
         Recorder(tmp_path).resume(round)
-    assert [each["flwr"] for each in info(tmp_path)["versions_since"]] == ["1.41.0", "1.42.0", had["flwr"]]
-    assert info(tmp_path)["versions_since"][0] == {"round": 0, "flwr": "1.41.0"}
+    assert [each["flwr"] for each in info(tmp_path)["versions_since"]] == ["0.1.0", "0.2.0", had["flwr"]]
+    assert info(tmp_path)["versions_since"][0] == {"round": 0, "flwr": "0.1.0"}
     assert info(tmp_path)["versions"] == had
 
 
