@@ -13,8 +13,8 @@ class Claim:
     """A claim says that ``better`` beats ``worse``, or with ``margin`` that it is no more than so many points behind.
 
     Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
-    seeds that was decided on before the first run. ``measure`` says what a client tests: its ``personal`` model, or the
-    ``received`` one. ``worse_measure`` does so for ``worse``, where that differs.
+    seeds that was decided on before the first run, from ``first_seed`` on. ``measure`` says what a client tests: its
+    ``personal`` model, or the ``received`` one. ``worse_measure`` does so for ``worse``, where that differs.
     """
 
     name: str
@@ -24,9 +24,14 @@ class Claim:
     better: Mapping[str, Any]
     worse: Mapping[str, Any]
     seeds: int = 3
+    first_seed: int = 0
     margin: float = 0.0
     measure: str = "personal"
     worse_measure: str = ""
+
+    def counts(self, row: Mapping[str, str]) -> bool:
+        """Whether the row is of one of the claim's seeds."""
+        return self.first_seed <= int(row["seed"]) < self.first_seed + self.seeds
 
     @property
     def floor(self) -> float:
@@ -84,7 +89,7 @@ def _of_language(name: str, source: str, text: str, better: Mapping[str, Any], *
 
 SCARCE, CLASSES, FIVE_HUNDRED = "dispfl-scarce", "dispfl-classes", "dispfl-500"
 ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mnist", "fedp3-layers", "fedltp-fashion"
-FASHION, LANGUAGE = "fedp3-fashion", "fedspallm-merges"
+FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 MATRICES = {
     SCARCE: ("dispfl_scarce", "dispfl_beside", "dispfl_densities", "dispfl_dropping"),
     CLASSES: ("dispfl_classes",),
@@ -95,11 +100,13 @@ MATRICES = {
     FASHION: ("fedp3_fashion",),
     PRIVATE: ("fedltp_fashion", "fedltp_fashion_pruning"),
     LANGUAGE: ("fedspallm_claims",),
+    TUNED: ("tuned",),
 }
 """Which files of configs/matrices make the rows of a data file."""
 SECTIONS = {
     "1": "1. Dis-PFL", "2": "2. Sub-FedAvg", "3": "3. FedP3", "4": "4. Fed-LTP",
     "5": "5. FedSpaLLM (a point is a hundredth of the logarithm of perplexity)",
+    "6": "6. Tuned alike",
 }  # fmt: skip
 """The sections of the page, by the digit with which a claim's name begins."""
 IN_PAPER = {
@@ -114,6 +121,7 @@ IN_PAPER = {
 """The differences of the papers' tables and texts, by the claim's name."""
 STANDALONE, DPSGD_FT = {"system": "standalone"}, {"system": "dpsgd-ft"}
 TEXTS = ("ptb", "stdlib", "wikitext-2")
+TEN, ALL = {"system": "fedavg-ft", "fraction-train": 0.1}, {"system": "fedavg-ft", "fraction-train": 1.0}
 COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
@@ -375,5 +383,9 @@ CLAIMS = (
         "5h", "not in the paper",
         "The mean of the clients' weights is better than FedPrLLM's vote of their masks (Wanda), 32 segments, 80 %",
         of_merge(0.2, 32), worse=of_merge(0.2, 32, "masks", pruner="wanda"), worse_measure="received",
+    ),
+    Claim(
+        "6g", "not in the paper", "Tuned alike, FedAvg-FT with all clients a round is more accurate than with ten",
+        TUNED, ALL, TEN, seeds=5, first_seed=1,
     ),
 )  # fmt: skip

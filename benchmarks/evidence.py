@@ -280,9 +280,9 @@ def left_by_holm() -> tuple[set[str], int]:
 def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
     """How far ``better`` is ahead, with the interval for other seeds or for these alone.
 
-    A claim's seeds are 0 to ``claim.seeds - 1``; rows of further seeds do not count.
+    Rows of other seeds than the claim's do not count.
     """
-    rows = [row for row in read(claim.data) if int(row["seed"]) < claim.seeds]
+    rows = [row for row in read(claim.data) if claim.counts(row)]
     first = paired(claim.data, chosen(rows, claim.better), claim.measure)
     second = paired(claim.data, chosen(rows, claim.worse), claim.worse_measure or claim.measure)
     return difference(first, second, of_other_seeds=of_other_seeds)
