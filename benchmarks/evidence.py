@@ -315,7 +315,7 @@ def claims_table(*, whole: bool = False) -> str:
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
     waiting = sum(said.startswith("open: 0 ") for said in verdicts)
     left = len(CLAIMS) - shown - not_here - waiting
-    runs = f" {waiting} wait for their first run." if waiting else ""
+    runs = f" Without a run yet: {waiting}." if waiting else ""
     lines += [
         "",
         f"{shown} claims are shown, {not_here} do not hold here, and {left} are open.{runs} Of the "
@@ -388,8 +388,13 @@ def _costs(name: str) -> list[drawn.Cost]:
 
 
 def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]]:
-    """ε, megabytes and accuracy of the seeds, by setting and round."""
+    """ε, megabytes and accuracy of the seeds, by setting and round, of settings with the seeds of most."""
     rows = sorted(read(f"{name}.spent"), key=_by_setting)
+    seeds: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        seeds.setdefault(_by_setting(row)[:2], set()).add(row["seed"])
+    usual = max(seeds.values(), key=[*seeds.values()].count, default=None)
+    rows = [row for row in rows if seeds[_by_setting(row)[:2]] == usual]
     found: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
     for row, settings in zip(rows, differing(rows), strict=True):
         label = _label(row, settings)

@@ -49,7 +49,7 @@ LIMIT_SECONDS = 120.0
 """A process of a run that takes more processor time than this does not end."""
 
 
-MOST_MEMORY_BYTES = 2 << 30
+MOST_MEMORY_BYTES = 1 << 30
 """A run adds no more than this to what the process has held, whatever comes late, twice or out of order."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -56,7 +57,8 @@ def test_faults_change_nothing(simulated, system):
 
 
 def test_a_run_that_takes_too_much_memory_is_a_violation(simulated, monkeypatch):
-    monkeypatch.setattr(simulation, "MOST_MEMORY_BYTES", -1)
+    monkeypatch.setattr(simulation, "MOST_MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr(simulation, "_most_held_bytes", itertools.count(0, 2 << 20).__next__)  # 2 MiB more at each look
     found = simulated.check(Schedule(0, "subfedavg", 0, (Stop(0.5, after=True),)))
     assert "of memory" in found.law
 
