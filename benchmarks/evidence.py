@@ -78,9 +78,12 @@ MEASURES = ("personal", "received")
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not the default, and change what is computed, but for the seed and places of files."""
-    given = {key: value for key, value in config.items() if key in OPTIONS and OPTIONS[key].changes_results}
-    return {key: value for key, value in given.items() if value != DEFAULTS[key] and key not in ELSEWHERE}
+    """The settings that are not the default, and change what is computed, but for the seed and places of files.
+
+    All options of a plug-in are among them, whose defaults are not known here.
+    """
+    given = {key: value for key, value in config.items() if key not in OPTIONS or OPTIONS[key].changes_results}
+    return {key: value for key, value in given.items() if value != DEFAULTS.get(key) and key not in ELSEWHERE}
 
 
 def row_of(run: Run) -> Row:
@@ -439,10 +442,10 @@ def differing(rows: Sequence[Row]) -> list[list[tuple[str, Any]]]:
     for row in rows:
         of_system = [json.loads(other["settings"]) for other in rows if other["system"] == row["system"]]
         keys = sorted({key for settings in of_system for key in settings})
-        values = {key: {json.dumps(each.get(key, DEFAULTS[key])) for each in of_system} for key in keys}
+        values = {key: {json.dumps(each.get(key, DEFAULTS.get(key))) for each in of_system} for key in keys}
         own = json.loads(row["settings"])
         shown = [key for key in keys if len(values[key]) > 1 and not (key in OF_FEW_ROWS and key not in own)]
-        found.append([(key, own.get(key, DEFAULTS[key])) for key in shown])
+        found.append([(key, own.get(key, DEFAULTS.get(key))) for key in shown])
     return found
 
 
