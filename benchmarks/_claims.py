@@ -125,6 +125,7 @@ TEN, ALL = {"system": "fedavg-ft", "fraction-train": 0.1}, {"system": "fedavg-ft
 COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
+        "ditto.personal-epochs", "ditto.pull",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
         "fedspallm.test-windows",
@@ -138,7 +139,7 @@ MERGES = {
 """The ways to make a layer that :func:`cells_table` compares."""
 CELLS = tuple(product((4, 8, 16), (2, 32), (0.4, 0.2)))
 """The numbers of clients and of segments, and the density, of which a cell is."""
-ELSEWHERE = ("seed", "data-dir", "fedltp.public-data-dir", "fedspallm.evaluation-texts")
+ELSEWHERE = ("seed", "data-dir", "plugins", "fedltp.public-data-dir", "fedspallm.evaluation-texts")
 FULL = _at_random(0.5, dispfl_topology="full", dispfl_dropped="trains-alone")
 CAPACITIES = "0.2 0.4 0.7 1.0"
 
@@ -221,6 +222,15 @@ CLAIMS = (
                 f"With {where}, Dis-PFL at density 0.5 is at most one point behind D-PSGD-FT",
                 data, _at_random(0.5), DPSGD_FT, margin=1.0,
             ),
+        )
+    ),
+    *(
+        Claim(
+            name, "Dis-PFL, section 4.5", f"With {where}, Dis-PFL at density 0.5 is more accurate than at density 1.0",
+            data, _at_random(0.5), _at_random(1.0),
+        )
+        for name, data, where in (
+            ("1t", CLASSES, "two classes per client"), ("1u", FIVE_HUNDRED, "500 images per client"),
         )
     ),
     Claim(

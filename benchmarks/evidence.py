@@ -42,7 +42,9 @@ from _claims import (
     MERGES,
     SCARCE,
     SECTIONS,
+    TEN,
     TEXTS,
+    TUNED,
     Claim,
     of_merge,
 )
@@ -455,6 +457,8 @@ COLUMNS_OF_SETTINGS = {
     "megabytes_up": ("MB up", 1), "teraflops": ("FLOPs, 10¹²", 1),
 }  # fmt: skip
 """The title of a measure in a table, and its decimal digits."""
+FINE_TUNED = ("fedavg-ft", "dpsgd-ft")
+"""The systems whose clients fine-tune when they are tested, which the run does not count."""
 COSTS = ("megabytes_up", "busiest_megabytes_per_round", "teraflops", "personal")
 
 
@@ -485,6 +489,41 @@ def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTING
 def costs_table(name: str) -> str:
     """What each setting of a data file costs, from the fewest bytes to the most; without those that few rows have."""
     return settings_table(name, COSTS, rising=COSTS[0])
+
+
+def tuned_table() -> str:
+    """The tuned systems from the most accurate, how far each is ahead of FedAvg-FT with ten clients, and its costs.
+
+    A system that fine-tunes is charged its clients' last fine-tuning, which is one round of all clients, and D-PSGD-FT
+    also the round in which all models travel for their mean.
+    """
+    rows = sorted(read(TUNED), key=_by_setting)
+    if not rows:
+        return "No run has been made yet."
+    titles = ("clients a round", "personal, %", "ahead (95 %)", "worst tenth, %", "kept", "MB up", "FLOPs, 10¹²")
+    lines = [f"| system | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
+    reference = paired(TUNED, chosen(rows, TEN), "personal")
+    found = list(_of_settings(rows).items())
+    found.sort(key=lambda each: -fmean(float(row["personal"]) for row in each[1]))
+    for (system, shown), of_setting in found:
+        own = {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
+        share, again = float(own["fraction-train"]), 1 / int(of_setting[0]["rounds"])
+        flops = 1 + (again / share if system in FINE_TUNED else 0)
+        megabytes = 1 + (again if system == "dpsgd-ft" else 0)
+        apart = difference(paired(TUNED, of_setting, "personal"), reference, of_other_seeds=True)
+        points = [100 * value for value in (apart.mean, apart.low, apart.high)] if apart else []
+        cells = [
+            f"{share * int(of_setting[0]['clients']):.0f}",
+            _spread([row["personal"] for row in of_setting], 2),
+            "{:+.2f} ({:+.2f} to {:+.2f})".format(*points) if points and any(points) else "–",
+            _spread([row["worst_decile"] for row in of_setting], 2),
+            _spread([row["kept"] for row in of_setting], 2),
+            f"{megabytes * fmean(float(row['megabytes_up']) for row in of_setting):.1f}",
+            f"{flops * fmean(float(row['teraflops']) for row in of_setting):.1f}",
+        ]
+        more = "" if shown == "–" or shown.startswith("`fraction-train") else f", {shown}"
+        lines.append(f"| {' | '.join([system + more, *cells])} |")
+    return "\n".join(lines)
 
 
 def passes_table(name: str) -> str:
@@ -642,10 +681,10 @@ def written(text: str) -> str:
         if kind == "settings":
             data, _, measures = about.partition(": ")
             return settings_table(data, measures.split() or tuple(COLUMNS_OF_SETTINGS))
-        whole = {"claims": claims_table, "wins": wins_table, "left": left_table}
+        whole = {"claims": claims_table, "wins": wins_table, "left": left_table, "tuned": tuned_table}
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|costs [\w-]+|(?:settings|data) [^>]+?", made)
+    return with_tables(text, r"claims|wins|left|tuned|costs [\w-]+|(?:settings|data) [^>]+?", made)
 
 
 def files() -> Iterable[tuple[str, str]]:
