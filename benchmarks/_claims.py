@@ -116,6 +116,7 @@ IN_PAPER = {
     "3a": "+5.32", "3b": "+27.76", "3h": "+22.44",
     "4a": "+4.58", "4b": "+4.24", "4c": "-0.90", "4e": "+4.24", "4f": "+4.24",  # CIFAR-10 public, non-IID
     "4h": "+14", "4i": "+1",  # FEMNIST public, IID and non-IID
+    "6a": "+24.15", "6b": "+4.50", "6c": "+11.02", "6d": "+9.00", "6e": "+1.80", "6f": "+22.35",
     "5a": "+3 to +157", "5b": "+3 to +157", "5c": "+3 to +91",  # three models, three texts, 4 clients
 }  # fmt: skip
 """The differences of the papers' tables and texts, by the claim's name."""
@@ -393,6 +394,25 @@ CLAIMS = (
         "5h", "not in the paper",
         "The mean of the clients' weights is better than FedPrLLM's vote of their masks (Wanda), 32 segments, 80 %",
         of_merge(0.2, 32), worse=of_merge(0.2, 32, "masks", pruner="wanda"), worse_measure="received",
+    ),
+    *(
+        Claim(
+            name, "Dis-PFL, Table 1", f"Tuned alike, Dis-PFL at density 0.5 is more accurate than {other}", TUNED,
+            _at_random(0.5), settings, seeds=5, first_seed=1,
+        )
+        for name, other, settings in (
+            ("6a", "training alone", STANDALONE), ("6b", "FedAvg-FT with 10 clients a round", TEN),
+            ("6c", "Ditto with 10 clients a round", {"system": "ditto"}),
+            ("6d", "Sub-FedAvg with 10 clients a round", {"system": "subfedavg"}),
+        )
+    ),
+    Claim(
+        "6e", "Dis-PFL, Tables 1 and 3", "Tuned alike, Dis-PFL at density 0.5 is at most one point behind D-PSGD-FT",
+        TUNED, _at_random(0.5), DPSGD_FT, seeds=5, first_seed=1, margin=1.0,
+    ),
+    Claim(
+        "6f", "Dis-PFL, Table 1", "Tuned alike, D-PSGD-FT is more accurate than training alone", TUNED,
+        DPSGD_FT, STANDALONE, seeds=5, first_seed=1,
     ),
     Claim(
         "6g", "not in the paper", "Tuned alike, FedAvg-FT with all clients a round is more accurate than with ten",
