@@ -372,7 +372,9 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "papers", drawn.papers([(shown[name], points) for name, points in papers.items() if name in shown])
     yield "costs", drawn.costs(_costs("subfedavg-rounds"))
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
-    for name in MATRICES:
+    if found := _costs(TUNED):
+        yield TUNED, drawn.costs(found)
+    for name in (name for name in MATRICES if name != TUNED):  # too many systems for one figure of courses
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
             yield name, drawn.course(found)
