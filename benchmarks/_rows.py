@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,3 +39,11 @@ def with_tables(text: str, names: str, made: Callable[[str], str]) -> str:
         return f"<!-- {found[1]} -->\n\n{made(found[1])}\n\n<!-- end -->"
 
     return re.sub(rf"<!-- ({names}) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def as_csv(table: str) -> str:
+    """A table of a page as the text of a CSV file."""
+    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines() if line[:1] == "|"]
+    said = io.StringIO()
+    csv.writer(said, lineterminator="\n").writerows([lines[0], *lines[2:]])
+    return said.getvalue()

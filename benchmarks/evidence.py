@@ -17,8 +17,6 @@ benchmarks that have no rows; a page shows some of their columns.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import math
 import re
@@ -48,7 +46,7 @@ from _claims import (
     Claim,
     of_merge,
 )
-from _rows import append_rows, read_rows, with_tables
+from _rows import append_rows, as_csv, read_rows, with_tables
 from matplotlib.figure import Figure
 from scipy.special import stdtr, stdtrit
 
@@ -697,14 +695,6 @@ def files() -> Iterable[tuple[str, str]]:
     yield "fedspallm-claims", texts_table(LANGUAGE)
     for text in TEXTS:
         yield f"fedspallm-merges-{text}", cells_table(text)
-
-
-def as_csv(table: str) -> str:
-    """A table of a page as the text of a CSV file."""
-    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines() if line[:1] == "|"]
-    said = io.StringIO()
-    csv.writer(said, lineterminator="\n").writerows([lines[0], *lines[2:]])
-    return said.getvalue()
 
 
 def main() -> None:

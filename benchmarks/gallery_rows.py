@@ -1,4 +1,4 @@
-"""The rows of docs/gallery.md: each method of the gallery beside the baselines, on the digits, three seeds.
+"""docs/data/tables/gallery-digits.csv: each method of the gallery beside the baselines, on the digits, three seeds.
 
     python benchmarks/gallery_rows.py            # the runs without a row, some seconds each, and the table
     python benchmarks/gallery_rows.py --seeds 1  # those of one seed
@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from _rows import append_rows, read_rows, with_tables
+from _rows import append_rows, as_csv, read_rows
 
 import fedprune_app
 
 ROOT = Path(__file__).parents[1]
-ROWS, PAGE = ROOT / "docs" / "data" / "gallery.csv", ROOT / "docs" / "gallery.md"
+ROWS, TABLE = (ROOT / "docs" / "data" / name for name in ("gallery.csv", "tables/gallery-digits.csv"))
 SEEDS, CLIENTS = (0, 1, 2), 20
 SETTING = {
     "num-server-rounds": 20,
@@ -125,4 +125,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="run these alone")
     measure(parser.parse_args().seeds)
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), "digits", lambda _: table()), encoding="utf-8")
+    TABLE.write_text(as_csv(table()), encoding="utf-8")

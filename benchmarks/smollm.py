@@ -15,6 +15,7 @@ import argparse
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import _evidence_figures as drawn
-from _rows import append_rows, read_rows, with_tables
+from _rows import append_rows, as_csv, read_rows, with_tables
 from matplotlib.figure import Figure
 
 from fedprune_app.data.text import calibration_documents, perplexity_texts
@@ -33,6 +34,7 @@ from fedprune_app.results.reader import Run, load_run
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data" / "smollm.csv", ROOT / "docs" / "smollm.md"
 FIGURE = ROOT / "docs" / "assets" / "smollm.svg"
+ALL_CLAIMS = ROOT / "docs" / "data" / "tables" / "smollm-claims.csv"
 DEALS = {"documents": "articles", "one": "kinds"}
 """The folder of texts by the key fedspallm.deal."""
 RULES = {
@@ -245,20 +247,37 @@ def verdict(apart: Difference | None) -> str:
 
 
 def claims_table() -> str:
-    """The claims of which a seed has run with their differences and verdicts, and the names of the others."""
+    """All claims with their differences, intervals and verdicts."""
     lines = [
         "| | clients, texts | claim | in the paper | difference, points | 95 % | by seed | verdict |",
         "| --- | --- | --- | ---: | ---: | --- | --- | --- |",
     ]
-    waiting: dict[str, list[str]] = {}  # by the claim's section
     for claim in sorted(CLAIMS, key=lambda claim: claim.name):
-        if (apart := compared(claim)) is None:
-            waiting.setdefault(claim.name[0], []).append(claim.name)
-            continue
-        interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}" if len(apart.by_seed) > 1 else "–"
-        numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
+        numbers = ["–"] * 3
+        if (apart := compared(claim)) is not None:
+            interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}" if len(apart.by_seed) > 1 else "–"
+            numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
         where = f"{claim.clients}, {claim.deal}"
         lines.append(f"| {' | '.join([claim.name, where, claim.text, claim.in_paper, *numbers, verdict(apart)])} |")
+    return "\n".join(lines)
+
+
+def verdicts_table() -> str:
+    """The claims that differ in sparsity alone in one line: their differences and how many have each verdict."""
+    lines = [
+        "| claims | clients, texts | claim | at sparsity | differences, points | verdicts |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    of_kind: dict[tuple[str, str], list[Claim]] = {}
+    for claim in sorted(CLAIMS, key=lambda claim: (claim.name[0], -claim.density)):
+        of_kind.setdefault((f"{claim.clients}, {claim.deal}", claim.text.partition(": ")[2]), []).append(claim)
+    for (where, said), claims in of_kind.items():
+        found = [compared(claim) for claim in claims]
+        percents = ", ".join(f"{1 - claim.density:.0%}" for claim in claims)
+        points = ", ".join("–" if apart is None else f"{100 * apart.mean:+.1f}" for apart in found)
+        counts = ", ".join(f"{number} {word}" for word, number in Counter(map(verdict, found)).items())
+        names = ", ".join(claim.name for claim in claims)
+        lines.append(f"| {' | '.join([names, where, said, percents, points, counts])} |")
     wanted = {
         (rule or "mean", claim.deal, str(claim.clients), str(claim.density))
         for claim in CLAIMS
@@ -267,9 +286,6 @@ def claims_table() -> str:
     runs = {(row["rule"], row["deal"], row["clients"], row["density"], row["seed"]) for row in read_rows(DATA)}
     done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
     lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
-    if waiting:
-        names = ", ".join("–".join(dict.fromkeys([each[0], each[-1]])) for each in waiting.values())
-        lines[-1] += f" [`CLAIMS`](../benchmarks/smollm.py) has the claims without a run: {names}."
     return "\n".join(lines)
 
 
@@ -340,7 +356,7 @@ def _mean(rows: Sequence[Row], key: str) -> str:
     return f"{fmean(float(row[key]) for row in rows):.0f}"
 
 
-TABLES = {"claims": claims_table, "articles": articles_table, "kinds": kinds_table, "rules": rules_table}
+TABLES = {"verdicts": verdicts_table, "articles": articles_table, "kinds": kinds_table, "rules": rules_table}
 
 
 def written(page: str) -> str:
@@ -387,6 +403,7 @@ def main() -> None:
         return
     if asked.command == "add":
         print(f"{add(each for each in asked.folders if (each / 'run.json').exists())} runs added")
+    ALL_CLAIMS.write_text(as_csv(claims_table()))
     PAGE.write_text(written(PAGE.read_text()))
     FIGURE.parent.mkdir(parents=True, exist_ok=True)
     figure().savefig(FIGURE, metadata={"Date": None})

@@ -17,6 +17,7 @@ smollm = script("smollm")
 
 def test_the_tables_of_the_page_are_those_of_the_data():
     assert smollm.written(smollm.PAGE.read_text()) == smollm.PAGE.read_text()
+    assert smollm.as_csv(smollm.claims_table()) == smollm.ALL_CLAIMS.read_text()
 
 
 def test_no_run_has_two_rows_for_a_text():
