@@ -90,6 +90,7 @@ def _of_language(name: str, source: str, text: str, better: Mapping[str, Any], *
 SCARCE, CLASSES, FIVE_HUNDRED = "dispfl-scarce", "dispfl-classes", "dispfl-500"
 ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mnist", "fedp3-layers", "fedltp-fashion"
 FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
+TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
 MATRICES = {
     SCARCE: ("dispfl_scarce", "dispfl_beside", "dispfl_densities", "dispfl_dropping"),
     CLASSES: ("dispfl_classes",),

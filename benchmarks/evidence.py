@@ -43,6 +43,7 @@ from _claims import (
     TEN,
     TEXTS,
     TUNED,
+    TUNED_GALLERY,
     Claim,
     of_merge,
 )
@@ -497,32 +498,30 @@ def tuned_table() -> str:
     A system that fine-tunes is charged its clients' last fine-tuning, which is one round of all clients, and D-PSGD-FT
     also the round in which all models travel for their mean.
     """
-    rows = sorted(read(TUNED), key=_by_setting)
-    if not rows:
-        return "No run has been made yet."
-    titles = ("clients a round", "personal, %", "ahead (95 %)", "worst tenth, %", "kept", "MB up", "FLOPs, 10¹²")
+    by_name = {name: sorted(read(name), key=_by_setting) for name in (TUNED, TUNED_GALLERY)}
+    titles = ("clients a round", "personal, %", "ahead (95 %)", "received, %", "kept", "MB up", "FLOPs, 10¹²")
     lines = [f"| system | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
-    reference = paired(TUNED, chosen(rows, TEN), "personal")
-    found = list(_of_settings(rows).items())
+    reference = paired(TUNED, chosen(by_name[TUNED], TEN), "personal")
+    found = [(name, each) for name, rows in by_name.items() for each in _of_settings(rows).values()]
     found.sort(key=lambda each: -fmean(float(row["personal"]) for row in each[1]))
-    for (system, shown), of_setting in found:
-        own = {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
+    for name, of_setting in found:
+        system, own = of_setting[0]["system"], {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
         share, again = float(own["fraction-train"]), 1 / int(of_setting[0]["rounds"])
         flops = 1 + (again / share if system in FINE_TUNED else 0)
         megabytes = 1 + (again if system == "dpsgd-ft" else 0)
-        apart = difference(paired(TUNED, of_setting, "personal"), reference, of_other_seeds=True)
+        apart = difference(paired(name, of_setting, "personal"), reference, of_other_seeds=True)
         points = [100 * value for value in (apart.mean, apart.low, apart.high)] if apart else []
         cells = [
+            "fedrep" if own.get("fedper.head-epochs") else system,
             f"{share * int(of_setting[0]['clients']):.0f}",
             _spread([row["personal"] for row in of_setting], 2),
             "{:+.2f} ({:+.2f} to {:+.2f})".format(*points) if points and any(points) else "–",
-            _spread([row["worst_decile"] for row in of_setting], 2),
+            _spread([row["received"] for row in of_setting], 2),
             _spread([row["kept"] for row in of_setting], 2),
             f"{megabytes * fmean(float(row['megabytes_up']) for row in of_setting):.1f}",
             f"{flops * fmean(float(row['teraflops']) for row in of_setting):.1f}",
         ]
-        more = "" if shown == "–" or shown.startswith("`fraction-train") else f", {shown}"
-        lines.append(f"| {' | '.join([system + more, *cells])} |")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -288,7 +288,7 @@ def test_the_tables_of_the_folder_are_those_of_the_data():
 def test_tuned_systems_are_compared_with_ten_clients_and_charged_what_they_do_at_the_end(monkeypatch):
     def rows_of(system, share, personal):
         settings = json.dumps({"fraction-train": share})
-        same = {"system": system, "settings": settings, "rounds": "100", "clients": "20", "worst_decile": "9.0"}
+        same = {"system": system, "settings": settings, "rounds": "100", "clients": "20", "received": "9.0"}
         costs = {"kept": "1.0", "megabytes_up": "50.0", "teraflops": "10.0"}
         runs = [{**same, **costs, "seed": str(seed), "personal": str(value)} for seed, value in enumerate(personal, 1)]
         of_clients = [
@@ -296,11 +296,11 @@ def test_tuned_systems_are_compared_with_ten_clients_and_charged_what_they_do_at
         ]
         return runs, of_clients
 
-    found = [rows_of("fedavg-ft", 0.1, (60, 62)), rows_of("dpsgd-ft", 1.0, (63, 65)), rows_of("ditto", 0.1, (50, 54))]
-    names = ("tuned", "tuned.clients")
-    read = {
-        name: [row for rows in each for row in rows] for name, each in zip(names, zip(*found, strict=True), strict=True)
-    }
+    product = [rows_of("fedavg-ft", 0.1, (60, 62)), rows_of("dpsgd-ft", 1.0, (63, 65))]
+    read = {}
+    for name, found in (("tuned", product), ("tuned-gallery", [rows_of("ditto", 0.1, (50, 54))])):
+        for kind, each in zip(("", ".clients"), zip(*found, strict=True), strict=True):
+            read[name + kind] = [row for rows in each for row in rows]
     monkeypatch.setattr(evidence, "read", lambda name: read[name])
     assert evidence.tuned_table().splitlines()[2:] == [
         "| dpsgd-ft | 20 | 64.00 ± 1.41 | +3.00 (+3.00 to +3.00) | 9.00 | 1.00 | 50.5 | 10.1 |",
