@@ -309,6 +309,20 @@ def test_tuned_systems_are_compared_with_ten_clients_and_charged_what_they_do_at
     ]
 
 
+@pytest.mark.parametrize("matrix", ["configs/matrices/tuned.yaml", "gallery/tuned.yaml"])
+def test_tuned_settings_are_those_of_the_best_trials(matrix):
+    of_share = {0.1: "fedavg-ft-ten", 1.0: "fedavg-ft-all"}
+    for asked in evidence.yaml.safe_load((evidence.ROOT / matrix).read_text())["systems"]:
+        system = asked["system"]
+        name = of_share[asked["fraction-train"]] if system == "fedavg-ft" else system
+        name = "fedrep" if "fedper.head-epochs" in asked else name
+        trials = evidence.read_rows(evidence.ROOT / "docs" / "data" / "searches" / f"{name}.csv")
+        assert [trial["state"] for trial in trials] == ["complete"] * 8
+        best = max(trials, key=lambda trial: float(trial["accuracy_validation_mean"]))
+        for key in best.keys() - {"trial", "accuracy_validation_mean", "state"}:
+            assert asked[key] == pytest.approx(float(best[key]), rel=5e-3), (name, key)
+
+
 def test_a_page_shows_the_columns_of_a_table_that_it_asks_for(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "TABLES", tmp_path)
     (tmp_path / "mine.csv").write_text('system,"accuracy, %",MB up\nfedavg,60.0 ± 1.0,7\n')
