@@ -37,10 +37,11 @@ def test_every_row_is_a_run_with_its_clients():
         assert len(set(keys)) == len(keys), path
         for row in rows:  # a plug-in's options begin with its system's name
             unknown = json.loads(row["settings"]).keys() - OPTIONS.keys()
-            assert all(path.stem.startswith("tuned-gallery") and key.startswith(f"{row['system']}.") for key in unknown)
-    for name in (
-        {claim.data for claim in CLAIMS} | {f"fedspallm-{clients}" for clients in (4, 8, 16)} | {"tuned-gallery"}
-    ):
+            assert all(
+                path.stem.startswith(evidence.TUNED_GALLERY) and key.startswith(f"{row['system']}.") for key in unknown
+            )
+    without_claims = {*(f"fedspallm-{clients}" for clients in (4, 8, 16)), evidence.TUNED_GALLERY}
+    for name in {claim.data for claim in CLAIMS} | without_claims:
         clients = evidence.read(f"{name}.clients")
         for row in evidence.read(name):
             key = [row[name] for name in ("system", "settings", "seed")]
@@ -302,7 +303,7 @@ def test_tuned_systems_are_compared_with_ten_clients_and_charged_what_they_do_at
 
     product = [rows_of("fedavg-ft", 0.1, (60, 62)), rows_of("dpsgd-ft", 1.0, (63, 65))]
     read = {}
-    for name, found in (("tuned", product), ("tuned-gallery", [rows_of("ditto", 0.1, (50, 54))])):
+    for name, found in ((evidence.TUNED, product), (evidence.TUNED_GALLERY, [rows_of("ditto", 0.1, (50, 54))])):
         for kind, each in zip(("", ".clients"), zip(*found, strict=True), strict=True):
             read[name + kind] = [row for rows in each for row in rows]
     monkeypatch.setattr(evidence, "read", lambda name: read[name])
