@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedprune_app import plugins, server
 from fedprune_app.config import REFUSED, Config, ConfigError
+from fedprune_app.core import masked_tensors
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
 from fedprune_app.federation.clients import Roster
@@ -43,6 +44,7 @@ def main(grid: Grid, context: Context) -> None:
         prepared = prepare(Given(context.run_config))
         config = prepared.config
         prepare_torch(config)
+        masked_tensors.use_threads(os.cpu_count() or 1)
         folder = run_folder(config, context.run_id)
         log.info("run folder: %s", folder)
         with exclusive(folder):

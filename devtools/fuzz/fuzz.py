@@ -85,7 +85,7 @@ def payloads() -> Iterable[Payload]:
 
 
 def encoded_payloads() -> Iterable[bytes]:
-    return (codec.pack(payload) for payload in payloads())
+    return (bytes(codec.pack(payload)) for payload in payloads())
 
 
 def state_files() -> Iterable[bytes]:

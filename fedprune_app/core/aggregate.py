@@ -79,8 +79,6 @@ class MaskedMean:
             if num_dense := sum(mask is None for mask in masks):
                 weights.add_(weight * num_dense)
             fits = largest <= _LARGEST_IN_C
-            if fits:  # C knows no 16-bit floats, all of which are float32, too
-                tensors = [tensor.float() if tensor.dtype in _HALVES else tensor for tensor in tensors]
             if fits and masked_tensors.add(sums, weights, tensors, masks, scale=scale, weight=weight):
                 continue
             for tensor, mask in zip(tensors, masks, strict=True):
@@ -144,14 +142,15 @@ class MaskedMean:
     def _mean(self, name: str, dtype: torch.dtype, default: Tensor | None = None) -> Tensor:
         """Return one tensor's mean, with ``default``, or 0, where nobody kept a coordinate."""
         sums, weights, factor = self._sums[name], self._weights[name], self.max_weight / _GRID
-        result = masked_tensors.empty(sums.shape, dtype, sums.device)
+        # C writes float32, and PyTorch would round a float64 to 16 bits by way of it, too
+        result = masked_tensors.empty(sums.shape, torch.float32 if dtype in _HALVES else dtype, sums.device)
         if masked_tensors.mean(result, sums, weights, factor, default=default):
-            return result
+            return result.to(dtype)
         parts = map(_blocks, (result, sums, weights.expand(sums.shape), result if default is None else default))
         for output, totals, counts, defaults in zip(*parts, strict=True):
             means = totals.double().div_(counts.clamp(min=1)).mul_(factor)
             output.copy_(means if default is None else torch.where(counts > 0, means, defaults.double()))
-        return result
+        return result.to(dtype)
 
     def held(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return a bool tensor for each tensor added, or for those of ``names``.
@@ -237,12 +236,12 @@ class L0Mean:
         mean = self.mean() if mean is None else mean
         masks: dict[str, Tensor] = {}
         for name in self._masked:
-            holders, values = self._mean.held_weight(name), mean.tensors[name].float()
+            holders, values = self._mean.held_weight(name), mean.tensors[name]
             target = holders.numel() - keep_count(holders.numel(), density)
             kept = None if n_of_m else masked_tensors.most_held(holders, values, target)
             if kept is None:
                 # Of floats from 0 on the bits have the same order, so one number has both: who holds more, the larger.
-                ranks = holders.long() << 32 | values.abs().view(torch.int32)
+                ranks = holders.long() << 32 | values.float().abs().view(torch.int32)
                 kept = (n_of_m_mask(ranks, n_of_m) if n_of_m else ~smallest(ranks, target)) & (holders > 0)
             masks[name] = kept
         return Payload.pruned(mean.tensors, masks)

@@ -227,9 +227,9 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     )
 
 
-def pack(payload: Payload) -> bytes:
+def pack(payload: Payload) -> memoryview:
     """Return the bytes that :func:`encode` writes, as the content of a file."""
-    return encode(payload)[KEY].tobytes()
+    return encode(payload)[KEY].data
 
 
 def unpack(data: bytes | memoryview, max_bytes: int) -> Payload:

@@ -40,24 +40,33 @@ def library(name: str) -> ctypes.CDLL | None:
 
 _NAME = "masked_tensors"
 _BINS = 2**16
+_LARGE = 2**20  # coordinates; a smaller tensor is done before a thread wakes up on a busy core
+_threads_of_large = 1
 _Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _Level = ctypes.c_int32
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # by their number in C
 # The integers that have a dtype's memory, by item size.
 _NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _ARGUMENTS = {
-    "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Long, _Double, ctypes.c_int32, _Int],
-    "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Double, _Int],
-    "keep": [_Pointer, _Pointer, _Pointer, _Long, _Int],
-    "spread": [_Pointer, _Pointer, _Long, _Pointer, _Long, _Int],
-    "gather": [_Pointer, _Pointer, _Long, _Pointer, _Int],
-    "levels": [_Pointer, _Long, _Pointer, _Long],
-    "histogram": [_Pointer, _Pointer, _Long, _Level, _Long, _Pointer],
-    "cut": [_Pointer, _Pointer, _Long, _Level, ctypes.c_uint32, _Long, _Pointer],
-}
+    "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Double, ctypes.c_int32, _Int],
+    "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Double],
+    "keep": [_Pointer, _Pointer, _Pointer, _Int],
+    "spread": [_Pointer, _Pointer, _Long, _Pointer, _Int],
+    "gather": [_Pointer, _Pointer, _Pointer, _Long, _Int],
+    "levels": [_Pointer, _Pointer, _Long],
+    "histogram": [_Pointer, _Pointer, _Level, _Long, _Pointer, _Int],
+    "cut": [_Pointer, _Pointer, _Level, ctypes.c_uint32, _Long, _Pointer, _Int],
+}  # between the number of coordinates and that of threads
 
 
 def is_compiled() -> bool:
     return library(_NAME) is not None
+
+
+def use_threads(number: int) -> None:
+    """Let this process take so many threads for a large tensor, and not only PyTorch's. No result depends on it."""
+    global _threads_of_large
+    _threads_of_large = number
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -82,13 +91,14 @@ def add(sums: Tensor, counts: Tensor, values: Sequence[Tensor], masks: Sequence[
     """Add ``round(scale · values)``, half to even, to ``sums`` where masks keep; add ``weight`` to ``counts`` there.
 
     ``sums`` is int64. ``counts`` is int32 of the same shape, or anything if no tensor has a mask. A tensor without mask
-    is added everywhere and is not counted in ``counts``. All products must be below 2^51 in magnitude.
+    is added everywhere and is not counted in ``counts``. All products must be below 2^51 in magnitude. The values of
+    all tensors are of one type: float32, float16 or bfloat16.
     """
     is_masked = any(mask is not None for mask in masks)
-    shape = sums.shape
+    shape, dtype = sums.shape, values[0].dtype
     if not _fits(sums, torch.int64, shape) or (is_masked and not _fits(counts, torch.int32, shape)):
         return None
-    if not all(_fits(value, torch.float32, shape) for value in values):
+    if dtype not in _FLOATS or not all(_fits(value, dtype, shape) for value in values):
         return None
     if not all(mask is None or _fits(mask, torch.bool, shape) for mask in masks):
         return None
@@ -96,8 +106,8 @@ def add(sums: Tensor, counts: Tensor, values: Sequence[Tensor], masks: Sequence[
     addresses = lists(*(value.data_ptr() for value in values))
     mask_addresses = lists(*(None if mask is None else mask.data_ptr() for mask in masks))
     held_address = counts.data_ptr() if is_masked else None
-    _call("add", addresses, mask_addresses, len(values), sums.data_ptr(), held_address, sums.numel(), scale, weight,
-          torch.get_num_threads())  # fmt: skip
+    _call("add", sums.numel(), addresses, mask_addresses, len(values), sums.data_ptr(), held_address, scale, weight,
+          _FLOATS.index(dtype))  # fmt: skip
     return True
 
 
@@ -111,8 +121,7 @@ def mean(out: Tensor, sums: Tensor, counts: Tensor, factor: float, default: Tens
     if default is not None and not _fits(default, torch.float32, shape):
         return None
     default_address = None if default is None else default.data_ptr()
-    _call("mean", sums.data_ptr(), counts.data_ptr(), default_address, out.data_ptr(), sums.numel(), factor,
-          torch.get_num_threads())  # fmt: skip
+    _call("mean", sums.numel(), sums.data_ptr(), counts.data_ptr(), default_address, out.data_ptr(), factor)
     return True
 
 
@@ -122,7 +131,7 @@ def keep(values: Tensor, mask: Tensor) -> Tensor | None:
     if not _fits(mask, torch.bool, shape) or not _fits(values, values.dtype, shape) or values.dtype.is_complex:
         return None
     result = empty(shape, values.dtype, values.device)
-    _call("keep", mask.data_ptr(), values.data_ptr(), result.data_ptr(), values.numel(), values.element_size())
+    _call("keep", values.numel(), mask.data_ptr(), values.data_ptr(), result.data_ptr(), values.element_size())
     return result
 
 
@@ -134,7 +143,7 @@ def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any
     if not _is_usable():
         return None
     result = np.empty(mask.size, dtype)
-    _call("spread", mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, result.ctypes.data, mask.size,
+    _call("spread", mask.size, mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, result.ctypes.data,
           dtype.itemsize)  # fmt: skip
     return result
 
@@ -143,42 +152,47 @@ def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDAr
     """Return the ``num_kept`` values that ``mask`` keeps. ``values`` is flat and of integers."""
     if not _is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
         return None
-    result = np.empty(num_kept + 1, values.dtype)
-    _call("gather", mask.ctypes.data, values.ctypes.data, mask.size, result.ctypes.data, values.dtype.itemsize)
-    return result[:num_kept]
+    result = np.empty(num_kept, values.dtype)
+    _call("gather", mask.size, mask.ctypes.data, values.ctypes.data, result.ctypes.data, num_kept,
+          values.dtype.itemsize)  # fmt: skip
+    return result
 
 
 def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
     """Return the mask of what stays where ``target`` entries go; more go if nobody holds more than that.
 
     First go the entries that nobody holds, all of them. Then those with the fewest ``holders`` (int32) go, of equal
-    numbers those with the smallest magnitude of ``order`` (float32), and of equal magnitudes those at the lowest index.
+    numbers those with the smallest magnitude of ``order`` (float32, float16 or bfloat16, and finite), and of equal
+    magnitudes those at the lowest index.
     """
-    shape = holders.shape
-    if not _fits(holders, torch.int32, shape) or not _fits(order, torch.float32, shape) or not holders.numel():
+    shape, size = holders.shape, holders.numel()
+    if not _fits(holders, torch.int32, shape) or order.dtype not in _FLOATS or not _fits(order, order.dtype, shape):
         return None
-    size = holders.numel()
+    if not size:
+        return None
     levels = np.empty(int(holders.max()) + 1, np.int64)
-    _call("levels", holders.data_ptr(), size, levels.ctypes.data, len(levels) - 1)
+    _call("levels", size, holders.data_ptr(), levels.ctypes.data, len(levels) - 1)
     num_missing = target - int(levels[0])
     level, threshold, num_ties = 1, 0, 0  # all with fewer holders go, and of those with so many none
     while num_missing > 0 and level < len(levels):
         if levels[level] > num_missing:
-            arguments = (holders.data_ptr(), order.data_ptr(), size, level)
-            high, num_missing = _position(_histogram(*arguments, -1), num_missing)
-            low, num_ties = _position(_histogram(*arguments, high), num_missing)
+            high, num_missing = _position(_histogram(holders, order, level), num_missing)
+            low, num_ties = _position(_histogram(holders, order, level, high), num_missing)
             threshold = high << 16 | low
             break
         num_missing -= int(levels[level])
         level += 1
     mask = empty(shape, torch.bool, holders.device)
-    _call("cut", holders.data_ptr(), order.data_ptr(), size, level, threshold, num_ties, mask.data_ptr())
+    _call("cut", size, holders.data_ptr(), order.data_ptr(), level, threshold, num_ties, mask.data_ptr(),
+          _FLOATS.index(order.dtype))  # fmt: skip
     return mask
 
 
-def _histogram(*arguments: int) -> NDArray[np.int64]:
+def _histogram(holders: Tensor, order: Tensor, level: int, high: int = -1) -> NDArray[np.int64]:
+    """Count the upper 16 bits of ``order`` at a level of holders, or the lower ones where the upper are ``high``."""
     histogram = np.empty(_BINS, np.int64)
-    _call("histogram", *arguments, histogram.ctypes.data)
+    _call("histogram", holders.numel(), holders.data_ptr(), order.data_ptr(), level, high, histogram.ctypes.data,
+          _FLOATS.index(order.dtype))  # fmt: skip
     return histogram
 
 
@@ -199,12 +213,14 @@ def _fits(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
     return _is_usable() and is_plain and is_alike and tensor.data_ptr() % tensor.element_size() == 0
 
 
-def _call(name: str, *arguments: object) -> None:
-    _function(name)(*arguments)
+def _call(name: str, size: int, *arguments: object) -> None:
+    """Call a function of the library: its first argument is the number of coordinates, and its last that of threads."""
+    threads = max(torch.get_num_threads(), _threads_of_large if size >= _LARGE else 1)
+    _function(name)(size, *arguments, threads)
 
 
 @cache
 def _function(name: str) -> Callable[..., None]:
     function: Callable[..., None] = getattr(library(_NAME), f"fedprune_{name}")
-    function.argtypes, function.restype = _ARGUMENTS[name], None  # type: ignore[attr-defined]
+    function.argtypes, function.restype = [_Long, *_ARGUMENTS[name], _Int], None  # type: ignore[attr-defined]
     return function

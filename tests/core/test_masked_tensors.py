@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -31,20 +32,23 @@ def no_library():
 
 
 @contextmanager
-def two_threads():
+def threads(number):
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(number)
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def both(work):
-    """What ``work`` returns with the library, and without."""
-    with_library = work()
+def every_way(work):
+    """What ``work`` returns with the library, on one thread and on three, and without."""
+    with threads(1):
+        on_one = work()
+    with threads(3):
+        on_three = work()
     with no_library():
-        return with_library, work()
+        return on_one, on_three, work()
 
 
 def drawn(seed, size, density, dtype=torch.float32, scale=1.0):
@@ -55,12 +59,13 @@ def drawn(seed, size, density, dtype=torch.float32, scale=1.0):
     return Payload.pruned({"w": values.to(dtype), "b": torch.randn(3, generator=draw)}, {"w": kept})
 
 
-def same(one, other):
-    assert list(one.tensors) == list(other.tensors)
-    assert list(one.masks) == list(other.masks)
-    for name, tensor in one.tensors.items():
-        assert tensor.dtype == other.tensors[name].dtype
-    assert one.digest() == other.digest()
+def same(one, *others):
+    for other in others:
+        assert list(one.tensors) == list(other.tensors)
+        assert list(one.masks) == list(other.masks)
+        for name, tensor in one.tensors.items():
+            assert tensor.dtype == other.tensors[name].dtype
+        assert one.digest() == other.digest()
 
 
 def test_the_library_is_there_where_a_compiler_is():
@@ -75,7 +80,7 @@ def test_the_library_is_there_where_a_compiler_is():
     sizes,
     st.sampled_from([1.0, 1e-6, 1e4]),  # the largest are beyond what a float64 rounds exactly
     st.booleans(),
-    st.sampled_from([torch.float32, torch.float16]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_means_are_equal(clients, size, scale, is_weighted, dtype):
     payloads = [drawn(seed, size, density, dtype, scale) for seed, density, _ in clients]
@@ -89,8 +94,8 @@ def test_means_are_equal(clients, size, scale, is_weighted, dtype):
             mean.add(payload, weight if is_weighted else 1)
         return Payload(mean.mean(fallback)), Payload(mean.mixed(), mean.held())
 
-    for one, other in zip(*both(work), strict=True):
-        same(one, other)
+    for results in zip(*every_way(work), strict=True):
+        same(*results)
 
 
 @compiled
@@ -104,10 +109,8 @@ def test_sums_of_all_at_once_are_equal(clients, size, scale):
         mean.add_all(payloads)
         return Payload(mean.mixed(), mean.held())
 
-    one, other = both(at_once)
-    same(one, other)
-    with two_threads():
-        same(one, at_once())
+    one, *others = every_way(at_once)
+    same(one, *others)
     one_by_one = MaskedMean(len(payloads))
     for payload in payloads:
         one_by_one.add(payload)
@@ -120,9 +123,10 @@ def test_sums_of_all_at_once_are_equal(clients, size, scale):
     st.lists(st.tuples(seeds, densities), min_size=1, max_size=6),
     sizes,
     st.floats(0, 1),
+    st.sampled_from([torch.float32, torch.float16]),
 )
-def test_expanded_masks_are_equal(clients, size, density):
-    payloads = [drawn(seed, size, kept) for seed, kept in clients]
+def test_expanded_masks_are_equal(clients, size, density, dtype):
+    payloads = [drawn(seed, size, kept, dtype) for seed, kept in clients]
 
     def work():
         mean = L0Mean(len(payloads))
@@ -130,8 +134,8 @@ def test_expanded_masks_are_equal(clients, size, density):
             mean.add(payload)
         return mean.expanded(density), mean.mean()
 
-    for one, other in zip(*both(work), strict=True):
-        same(one, other)
+    for results in zip(*every_way(work), strict=True):
+        same(*results)
 
 
 @compiled
@@ -142,8 +146,8 @@ def test_messages_and_pruned_payloads_are_equal(seed, size, density, dtype):
         payload = drawn(seed, size, density, dtype, scale=50.0)
         return payload, decode(encode(payload)), Payload({"bytes": torch.from_numpy(encode(payload)["fp1"])})
 
-    for one, other in zip(*both(work), strict=True):
-        same(one, other)
+    for results in zip(*every_way(work), strict=True):
+        same(*results)
 
 
 @compiled
@@ -162,8 +166,7 @@ def test_a_mask_of_other_bytes_than_0_and_1_keeps_where_it_is_not_0():
 def test_tensors_that_are_no_plain_rows_of_memory_are_left_to_torch():
     values = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     kept = values.t() > 0
-    one, other = both(lambda: Payload.pruned({"w": values.t()}, {"w": kept}))
-    same(one, other)
+    same(*every_way(lambda: Payload.pruned({"w": values.t()}, {"w": kept})))
     negative = torch._neg_view(torch.tensor([1.0, 2.0, 3.0]))
     assert masked_tensors.keep(negative, torch.tensor([True, False, True])) is None
     assert masked_tensors.keep(values.t(), kept) is None
@@ -171,10 +174,20 @@ def test_tensors_that_are_no_plain_rows_of_memory_are_left_to_torch():
 
 
 @compiled
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_float_of_16_bits_is_summed_as_the_float32_that_it_is(dtype):
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    values = values[values.isfinite() & (values.abs() <= 2**11)]
+    sums = torch.zeros(values.shape, dtype=torch.int64)
+    assert masked_tensors.add(sums, sums, [values], [None], scale=2.0**40, weight=1)
+    assert sums.equal((values.double() * 2.0**40).round().long())
+
+
+@compiled
 def test_masks_of_booleans_stay_booleans():
     flags, kept = torch.tensor([True, True, False]), torch.tensor([True, False, True])
-    one, other = both(lambda: Payload.pruned({"w": flags}, {"w": kept}))
-    same(one, other)
+    one, *others = every_way(lambda: Payload.pruned({"w": flags}, {"w": kept}))
+    same(one, *others)
     assert one.tensors["w"].tolist() == [True, False, False]
 
 
@@ -185,7 +198,26 @@ def test_what_nobody_holds_goes_first_and_then_the_least_held(num_clients):
     holders = torch.randint(0, num_clients + 1, (3 * BLOCK + 5,), generator=draw, dtype=torch.int32)
     order = torch.randint(-4, 5, holders.shape, generator=draw).float() * 0.5
     ranked = sorted(range(len(holders)), key=lambda i: (int(holders[i]), abs(float(order[i])), i))
-    for target in (0, 1, len(holders) // 3, len(holders) // 2, len(holders) - 1, len(holders)):
-        kept = masked_tensors.most_held(holders, order, target)
+    targets = (0, 1, len(holders) // 3, len(holders) // 2, len(holders) - 1, len(holders))
+    for target, number in product(targets, (1, 3)):
+        with threads(number):
+            kept = masked_tensors.most_held(holders, order, target)
         num_gone = max(target, int((holders == 0).sum()))
         assert (~kept).nonzero().squeeze(1).tolist() == sorted(ranked[:num_gone])
+
+
+@compiled
+def test_a_server_takes_all_threads_for_large_tensors_and_has_the_same_bits(monkeypatch):
+    monkeypatch.setattr(masked_tensors, "_threads_of_large", 1)
+    payloads = [drawn(seed, masked_tensors._LARGE + 7, 0.5) for seed in range(2)]
+
+    def work():
+        mean = L0Mean(len(payloads))
+        for payload in payloads:
+            mean.add(decode(encode(payload)))
+        return mean.expanded(0.5)
+
+    with threads(1):
+        alone = work()
+        masked_tensors.use_threads(5)
+        same(alone, work())

@@ -58,21 +58,58 @@ static void add_dense(const float *restrict values, int64_t *restrict sums, int6
         sums[i] += rounded((double)values[i] * scale);
 }
 
+/* A float16 and a bfloat16 are a float32 each; here not infinite and no NaN. */
+WIDEST
+static void widen_float16(const uint16_t *restrict halves, float *restrict values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t magnitude = (uint32_t)(halves[i] & 0x7fff) << 13;
+        int is_small = magnitude < 1u << 23; /* below 2^-14, without a leading 1 */
+        uint32_t bits = magnitude + (is_small ? 113u << 23 : 112u << 23);
+        float value;
+        memcpy(&value, &bits, sizeof value);
+        value -= is_small ? 0x1p-14f : 0.0f;
+        values[i] = halves[i] & 0x8000 ? -value : value;
+    }
+}
+
+WIDEST
+static void widen_bfloat16(const uint16_t *restrict halves, float *restrict values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)halves[i] << 16;
+        memcpy(values + i, &bits, sizeof bits);
+    }
+}
+
+enum { FLOAT32, FLOAT16, BFLOAT16 };
+
+/* Return ``count`` values from ``at`` on as float32: where they lie, or in ``widened``. */
+static inline const float *as_float32(const void *values, int64_t at, int64_t count, int type, float *widened) {
+    if (type == FLOAT32)
+        return (const float *)values + at;
+    if (type == FLOAT16)
+        widen_float16((const uint16_t *)values + at, widened, count);
+    else
+        widen_bfloat16((const uint16_t *)values + at, widened, count);
+    return widened;
+}
+
 /* Add round(scale * values[k]) to ``sums`` where masks[k] keeps, and ``weight`` to ``held`` there, for each k. A mask
  * that is null keeps everything, and is not counted in ``held``, which may then be null. Products stay below 2^51. */
-void fedprune_add(const float *const *values, const uint8_t *const *masks, int64_t num, int64_t *sums, int32_t *held,
-                  int64_t size, double scale, int32_t weight, int threads) {
+void fedprune_add(int64_t size, const void *const *values, const uint8_t *const *masks, int64_t num, int64_t *sums,
+                  int32_t *held, double scale, int32_t weight, int type, int threads) {
     (void)threads; /* unused where the compiler has no OpenMP */
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
 #endif
     for (int64_t at = 0; at < size; at += BLOCK) {
         int64_t count = MIN(BLOCK, size - at);
+        float widened[BLOCK];
         for (int64_t k = 0; k < num; k++) {
+            const float *addends = as_float32(values[k], at, count, type, widened);
             if (masks[k])
-                add_masked(values[k] + at, masks[k] + at, sums + at, held + at, count, scale, weight);
+                add_masked(addends, masks[k] + at, sums + at, held + at, count, scale, weight);
             else
-                add_dense(values[k] + at, sums + at, count, scale);
+                add_dense(addends, sums + at, count, scale);
         }
     }
 }
@@ -87,7 +124,7 @@ static void mean_of(const int64_t *restrict sums, const int32_t *restrict held, 
 }
 
 /* Write sums / held * factor, or ``otherwise`` where ``held`` is 0; zeros there if ``otherwise`` is null. */
-void fedprune_mean(const int64_t *sums, const int32_t *held, const float *otherwise, float *out, int64_t size,
+void fedprune_mean(int64_t size, const int64_t *sums, const int32_t *held, const float *otherwise, float *out,
                    double factor, int threads) {
     static const float zeros[BLOCK];
     (void)threads;
@@ -98,10 +135,48 @@ void fedprune_mean(const int64_t *sums, const int32_t *held, const float *otherw
         mean_of(sums + at, held + at, otherwise ? otherwise + at : zeros, out + at, MIN(BLOCK, size - at), factor);
 }
 
-/* --- kept values: in their places among zeros, or one after the other ---------------------------------------------------------------------------
+/* --- kept values: in their places among zeros, or one after the other ------------------------------------------------
  *
  * Values are moved as bits, of 1, 2, 4 or 8 bytes, and the kept ones may lie at any address. Which value comes next
- * depends on the mask. So there is a counter in place of a branch, which the processor would mispredict. */
+ * depends on the mask. So there is a counter in place of a branch, which the processor would mispredict. Threads have a
+ * part each, and first count what is kept before it. */
+
+WIDEST
+static int64_t count_kept(const uint8_t *restrict mask, int64_t size) {
+    int64_t found = 0;
+    for (int64_t at = 0; at < size; at += BLOCK) {
+        int32_t in_block = 0;
+        for (int64_t i = at; i < MIN(at + BLOCK, size); i++)
+            in_block += mask[i] != 0;
+        found += in_block;
+    }
+    return found;
+}
+
+enum { PARTS = 256 }; /* at most */
+
+/* Return where a part of the coordinates begins. Parts are of whole blocks; the last one ends with the coordinates. */
+static int64_t start_of(int part, int parts, int64_t size) {
+    return MIN(size, (size / BLOCK + 1) * part / parts * BLOCK);
+}
+
+/* Write how many coordinates ``mask`` keeps before each part, and return the number of parts. All parts keep
+ * ``num_kept``. ``before`` has a place more than there are parts. */
+static int count_before(const uint8_t *mask, int64_t size, int64_t num_kept, int threads, int64_t *before) {
+    int parts = (int)MIN(MIN(threads, PARTS), size / BLOCK + 1);
+    before[0] = 0;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+#endif
+    for (int part = 0; part < parts - 1; part++) {
+        int64_t at = start_of(part, parts, size);
+        before[part + 1] = count_kept(mask + at, start_of(part + 1, parts, size) - at);
+    }
+    for (int part = 1; part < parts; part++)
+        before[part] += before[part - 1];
+    before[parts] = num_kept;
+    return parts;
+}
 
 #define MOVES(TYPE)                                                                                                    \
     WIDEST static void keep_##TYPE(const uint8_t *restrict mask, const TYPE *restrict from, TYPE *restrict to,         \
@@ -114,14 +189,13 @@ void fedprune_mean(const int64_t *sums, const int32_t *held, const float *otherw
         for (; i < size && next < num_kept; i++) {                                                                     \
             TYPE value;                                                                                                \
             memcpy(&value, kept + next * (int64_t)sizeof value, sizeof value);                                         \
-            all[i] = value & (TYPE) - (TYPE)(mask[i] != 0);                                                                   \
+            all[i] = value & (TYPE) - (TYPE)(mask[i] != 0);                                                            \
             next += mask[i] != 0;                                                                                      \
         }                                                                                                              \
         memset(all + i, 0, sizeof(TYPE) * (size_t)(size - i));                                                         \
     }                                                                                                                  \
-    static void gather_##TYPE(const uint8_t *mask, const TYPE *all, int64_t size, TYPE *kept) {                        \
-        int64_t next = 0;                                                                                              \
-        for (int64_t i = 0; i < size; i++) {                                                                           \
+    static void gather_##TYPE(const uint8_t *mask, const TYPE *all, int64_t size, TYPE *kept, int64_t num_kept) {      \
+        for (int64_t i = 0, next = 0; i < size && next < num_kept; i++) {                                              \
             kept[next] = all[i];                                                                                       \
             next += mask[i] != 0;                                                                                      \
         }                                                                                                              \
@@ -133,41 +207,78 @@ MOVES(uint32_t)
 MOVES(uint64_t)
 
 /* Write the values that ``mask`` keeps to their places, and zeros elsewhere. */
-void fedprune_keep(const uint8_t *mask, const void *from, void *to, int64_t size, int bytes) {
-    switch (bytes) {
-    case 1: keep_uint8_t(mask, from, to, size); break;
-    case 2: keep_uint16_t(mask, from, to, size); break;
-    case 4: keep_uint32_t(mask, from, to, size); break;
-    default: keep_uint64_t(mask, from, to, size);
+void fedprune_keep(int64_t size, const uint8_t *mask, const char *from, char *to, int bytes, int threads) {
+    (void)threads;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#endif
+    for (int64_t at = 0; at < size; at += BLOCK) {
+        int64_t count = MIN(BLOCK, size - at);
+        const void *values = from + at * bytes;
+        void *places = to + at * bytes;
+        switch (bytes) {
+        case 1: keep_uint8_t(mask + at, values, places, count); break;
+        case 2: keep_uint16_t(mask + at, values, places, count); break;
+        case 4: keep_uint32_t(mask + at, values, places, count); break;
+        default: keep_uint64_t(mask + at, values, places, count);
+        }
     }
 }
 
 /* Write the ``num_kept`` values to the places that ``mask`` keeps, and zeros elsewhere. ``mask`` keeps so many. */
-void fedprune_spread(const uint8_t *mask, const char *kept, int64_t num_kept, void *all, int64_t size, int bytes) {
-    switch (bytes) {
-    case 1: spread_uint8_t(mask, kept, num_kept, all, size); break;
-    case 2: spread_uint16_t(mask, kept, num_kept, all, size); break;
-    case 4: spread_uint32_t(mask, kept, num_kept, all, size); break;
-    default: spread_uint64_t(mask, kept, num_kept, all, size);
+void fedprune_spread(int64_t size, const uint8_t *mask, const char *kept, int64_t num_kept, char *all, int bytes,
+                     int threads) {
+    int64_t before[PARTS + 1];
+    int parts = count_before(mask, size, num_kept, threads, before);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+#endif
+    for (int part = 0; part < parts; part++) {
+        int64_t at = start_of(part, parts, size), count = start_of(part + 1, parts, size) - at;
+        int64_t own = before[part + 1] - before[part];
+        const char *values = kept + before[part] * bytes;
+        void *places = all + at * bytes;
+        switch (bytes) {
+        case 1: spread_uint8_t(mask + at, values, own, places, count); break;
+        case 2: spread_uint16_t(mask + at, values, own, places, count); break;
+        case 4: spread_uint32_t(mask + at, values, own, places, count); break;
+        default: spread_uint64_t(mask + at, values, own, places, count);
+        }
     }
 }
 
-/* Write the values that ``mask`` keeps. ``kept`` has room for one more, which is written and means nothing. */
-void fedprune_gather(const uint8_t *mask, const void *all, int64_t size, void *kept, int bytes) {
-    switch (bytes) {
-    case 1: gather_uint8_t(mask, all, size, kept); break;
-    case 2: gather_uint16_t(mask, all, size, kept); break;
-    case 4: gather_uint32_t(mask, all, size, kept); break;
-    default: gather_uint64_t(mask, all, size, kept);
+/* Write the ``num_kept`` values that ``mask`` keeps. */
+void fedprune_gather(int64_t size, const uint8_t *mask, const char *all, char *kept, int64_t num_kept, int bytes,
+                     int threads) {
+    int64_t before[PARTS + 1];
+    int parts = count_before(mask, size, num_kept, threads, before);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+#endif
+    for (int part = 0; part < parts; part++) {
+        int64_t at = start_of(part, parts, size), count = start_of(part + 1, parts, size) - at;
+        int64_t own = before[part + 1] - before[part];
+        const void *values = all + at * bytes;
+        void *places = kept + before[part] * bytes;
+        switch (bytes) {
+        case 1: gather_uint8_t(mask + at, values, count, places, own); break;
+        case 2: gather_uint16_t(mask + at, values, count, places, own); break;
+        case 4: gather_uint32_t(mask + at, values, count, places, own); break;
+        default: gather_uint64_t(mask + at, values, count, places, own);
+        }
     }
 }
 
 /* --- the order in which an expansion prunes -------------------------------------------------------------------------
  *
- * ``holders`` says how many clients kept each entry: those with the fewest go first. ``order`` has the bits of floats.
- * Without their sign they are in the order of the floats' magnitudes. */
+ * ``holders`` says how many clients kept each entry: those with the fewest go first. ``order`` has floats. Their bits
+ * without the sign are in the order of their magnitudes. */
 
-#define MAGNITUDE 0x7fffffffu
+static inline uint32_t magnitude(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits & 0x7fffffffu;
+}
 
 WIDEST
 static int64_t count_equal(const int32_t *restrict holders, int64_t count, int32_t level) {
@@ -178,14 +289,18 @@ static int64_t count_equal(const int32_t *restrict holders, int64_t count, int32
 }
 
 /* Count the entries by ``holders``, which lie between 0 and ``top``. ``histogram`` has top + 1 places. */
-void fedprune_levels(const int32_t *holders, int64_t size, int64_t *histogram, int64_t top) {
+void fedprune_levels(int64_t size, const int32_t *holders, int64_t *histogram, int64_t top, int threads) {
     enum { FEW = 24 }; /* so many passes over a block in the first cache cost less than one by table */
+    (void)threads;
     memset(histogram, 0, sizeof(int64_t) * (size_t)(top + 1));
     if (top >= FEW) {
         for (int64_t i = 0; i < size; i++)
             histogram[holders[i]]++;
         return;
     }
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(+ : histogram[ : top + 1])
+#endif
     for (int64_t at = 0; at < size; at += BLOCK)
         for (int64_t level = 0; level <= top; level++)
             histogram[level] += count_equal(holders + at, MIN(BLOCK, size - at), (int32_t)level);
@@ -193,16 +308,22 @@ void fedprune_levels(const int32_t *holders, int64_t size, int64_t *histogram, i
 
 /* Count the upper 16 bits of ``order`` of the entries with ``level`` holders; or, if ``high`` is not negative, the
  * lower 16 bits of those whose upper bits are ``high``. ``histogram`` has 2^16 places. */
-void fedprune_histogram(const int32_t *holders, const uint32_t *order, int64_t size, int32_t level, int64_t high,
-                        int64_t *histogram) {
-    uint32_t found[BLOCK + 1];
+void fedprune_histogram(int64_t size, const int32_t *holders, const void *order, int32_t level, int64_t high,
+                        int64_t *histogram, int type, int threads) {
+    (void)threads;
     memset(histogram, 0, sizeof(int64_t) << 16);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(+ : histogram[ : 1 << 16])
+#endif
     for (int64_t at = 0; at < size; at += BLOCK) {
-        int64_t end = at + MIN(BLOCK, size - at), num = 0;
-        for (int64_t i = at; i < end; i++) {
-            uint32_t bits = order[i] & MAGNITUDE;
+        uint32_t found[BLOCK + 1];
+        float widened[BLOCK];
+        int64_t count = MIN(BLOCK, size - at), num = 0;
+        const float *values = as_float32(order, at, count, type, widened);
+        for (int64_t i = 0; i < count; i++) {
+            uint32_t bits = magnitude(values[i]);
             found[num] = bits;
-            num += (holders[i] == level) & (high < 0 || bits >> 16 == (uint64_t)high);
+            num += (holders[at + i] == level) & (high < 0 || bits >> 16 == (uint64_t)high);
         }
         if (high < 0)
             for (int64_t i = 0; i < num; i++)
@@ -214,30 +335,55 @@ void fedprune_histogram(const int32_t *holders, const uint32_t *order, int64_t s
 }
 
 WIDEST
-static int64_t cut_block(const int32_t *restrict holders, const uint32_t *restrict order, int64_t count, int32_t level,
+static int64_t cut_block(const int32_t *restrict holders, const float *restrict order, int64_t count, int32_t level,
                          uint32_t threshold, uint8_t *restrict kept) {
     int32_t equal = 0;
     for (int64_t i = 0; i < count; i++) {
         int at_level = holders[i] == level;
-        uint32_t bits = order[i] & MAGNITUDE;
+        uint32_t bits = magnitude(order[i]);
         kept[i] = (uint8_t)((holders[i] > level) | (at_level & (bits >= threshold)));
         equal += at_level & (bits == threshold);
     }
     return equal;
 }
 
-/* Write which entries stay: those with more holders than ``level``, and of those with as many all whose magnitude is
- * above ``threshold``, and those that are equal to it but the first ``equal``. */
-void fedprune_cut(const int32_t *holders, const uint32_t *order, int64_t size, int32_t level, uint32_t threshold,
-                  int64_t equal, uint8_t *kept) {
-    for (int64_t at = 0; at < size; at += BLOCK) {
-        int64_t count = MIN(BLOCK, size - at);
-        if (!cut_block(holders + at, order + at, count, level, threshold, kept + at))
-            continue;
-        for (int64_t i = at; i < at + count && equal > 0; i++)
-            if (holders[i] == level && (order[i] & MAGNITUDE) == threshold) {
-                kept[i] = 0;
+/* Write which entries from ``at`` to ``end`` stay, as below, and return how many are equal to the threshold. */
+static int64_t cut_part(const int32_t *holders, const void *order, int64_t at, int64_t end, int32_t level,
+                        uint32_t threshold, int64_t equal, uint8_t *kept, int type) {
+    int64_t found = 0;
+    for (; at < end; at += BLOCK) {
+        float widened[BLOCK];
+        int64_t count = MIN(BLOCK, end - at);
+        const float *values = as_float32(order, at, count, type, widened);
+        int64_t in_block = cut_block(holders + at, values, count, level, threshold, kept + at);
+        found += in_block;
+        for (int64_t i = 0; in_block && equal > 0 && i < count; i++)
+            if (holders[at + i] == level && magnitude(values[i]) == threshold) {
+                kept[at + i] = 0;
                 equal--;
             }
     }
+    return found;
+}
+
+/* Write which entries stay: those with more holders than ``level``, and of those with as many all whose magnitude is
+ * above ``threshold``, and those that are equal to it but the first ``equal``. */
+void fedprune_cut(int64_t size, const int32_t *holders, const void *order, int32_t level, uint32_t threshold,
+                  int64_t equal, uint8_t *kept, int type, int threads) {
+    int64_t before[PARTS + 1] = {0}; /* how many are equal to the threshold before each part */
+    int parts = (int)MIN(MIN(threads, PARTS), size / BLOCK + 1);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+#endif
+    for (int part = 0; part < parts - 1; part++)
+        before[part + 1] = cut_part(holders, order, start_of(part, parts, size), start_of(part + 1, parts, size), level,
+                                    threshold, 0, kept, type);
+    for (int part = 1; part < parts; part++)
+        before[part] += before[part - 1];
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+#endif
+    for (int part = 0; part < parts; part++)
+        cut_part(holders, order, start_of(part, parts, size), start_of(part + 1, parts, size), level, threshold,
+                 equal - before[part], kept, type);
 }
