@@ -79,7 +79,7 @@ def image_folder(folder: Path, *contents: bytes) -> Path:
 
 
 @quick
-@given(damaged(codec.pack(payload())))
+@given(damaged(bytes(codec.pack(payload()))))
 def test_a_reply_of_damaged_bytes_is_refused_or_fits(data):
     schema = wire.Schema.like(payload().tensors, frozenset(payload().masks))
     content = wire.pack(wire.from_bytes({codec.KEY: data}), {})
