@@ -16,6 +16,7 @@ from fedprune_app.results.groups import Group, place_of_data
 from fedprune_app.results.reader import Run, last_of_clients
 
 DRAWS = 10_000
+_DRAWN_AT_ONCE = 2**15  # pairs, so that memory does not grow with them
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
@@ -72,8 +73,9 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
 
 
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    rng = np.random.default_rng(_SEED)
-    return np.array([values[rng.integers(len(values), size=len(values))].mean() for _ in range(DRAWS)])
+    rng, rows = np.random.default_rng(_SEED), max(1, _DRAWN_AT_ONCE // len(values))
+    shapes = ((min(rows, DRAWS - done), len(values)) for done in range(0, DRAWS, rows))
+    return np.concatenate([values[rng.integers(len(values), size=shape)].mean(1) for shape in shapes])
 
 
 def personal_accuracies(group: Group) -> Paired:
