@@ -166,9 +166,8 @@ def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
     magnitudes those at the lowest index.
     """
     shape, size = holders.shape, holders.numel()
-    if not _fits(holders, torch.int32, shape) or order.dtype not in _FLOATS or not _fits(order, order.dtype, shape):
-        return None
-    if not size:
+    are_fit = _fits(holders, torch.int32, shape) and order.dtype in _FLOATS and _fits(order, order.dtype, shape)
+    if not are_fit or not size:
         return None
     levels = np.empty(int(holders.max()) + 1, np.int64)
     _call("levels", size, holders.data_ptr(), levels.ctypes.data, len(levels) - 1)
