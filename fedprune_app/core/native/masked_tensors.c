@@ -135,11 +135,27 @@ void fedprune_mean(int64_t size, const int64_t *sums, const int32_t *held, const
         mean_of(sums + at, held + at, otherwise ? otherwise + at : zeros, out + at, MIN(BLOCK, size - at), factor);
 }
 
+/* --- parts of the coordinates, one for each thread, where what is done depends on what lies before --------------- */
+
+enum { PARTS = 256 }; /* at most */
+
+static int parts_of(int64_t size, int threads) { return (int)MIN(MIN(threads, PARTS), size / BLOCK + 1); }
+
+/* Return where a part begins. Parts are of whole blocks; the last one ends with the coordinates. */
+static int64_t start_of(int part, int parts, int64_t size) {
+    return MIN(size, (size / BLOCK + 1) * part / parts * BLOCK);
+}
+
+/* Make of the numbers in each part, of which part p's is in before[p + 1], those before each part. */
+static void sum_up(int64_t *before, int parts) {
+    for (int part = 0; part < parts; part++)
+        before[part + 1] += before[part];
+}
+
 /* --- kept values: in their places among zeros, or one after the other ------------------------------------------------
  *
  * Values are moved as bits, of 1, 2, 4 or 8 bytes, and the kept ones may lie at any address. Which value comes next
- * depends on the mask. So there is a counter in place of a branch, which the processor would mispredict. Threads have a
- * part each, and first count what is kept before it. */
+ * depends on the mask. So there is a counter in place of a branch, which the processor would mispredict. */
 
 WIDEST
 static int64_t count_kept(const uint8_t *restrict mask, int64_t size) {
@@ -153,48 +169,26 @@ static int64_t count_kept(const uint8_t *restrict mask, int64_t size) {
     return found;
 }
 
-enum { PARTS = 256 }; /* at most */
-
-/* Return where a part of the coordinates begins. Parts are of whole blocks; the last one ends with the coordinates. */
-static int64_t start_of(int part, int parts, int64_t size) {
-    return MIN(size, (size / BLOCK + 1) * part / parts * BLOCK);
-}
-
-/* Write how many coordinates ``mask`` keeps before each part, and return the number of parts. All parts keep
- * ``num_kept``. ``before`` has a place more than there are parts. */
-static int count_before(const uint8_t *mask, int64_t size, int64_t num_kept, int threads, int64_t *before) {
-    int parts = (int)MIN(MIN(threads, PARTS), size / BLOCK + 1);
-    before[0] = 0;
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
-#endif
-    for (int part = 0; part < parts - 1; part++) {
-        int64_t at = start_of(part, parts, size);
-        before[part + 1] = count_kept(mask + at, start_of(part + 1, parts, size) - at);
-    }
-    for (int part = 1; part < parts; part++)
-        before[part] += before[part - 1];
-    before[parts] = num_kept;
-    return parts;
-}
-
 #define MOVES(TYPE)                                                                                                    \
     WIDEST static void keep_##TYPE(const uint8_t *restrict mask, const TYPE *restrict from, TYPE *restrict to,         \
                                    int64_t size) {                                                                     \
         for (int64_t i = 0; i < size; i++)                                                                             \
             to[i] = from[i] & (TYPE) - (TYPE)(mask[i] != 0);                                                           \
     }                                                                                                                  \
-    static void spread_##TYPE(const uint8_t *mask, const char *kept, int64_t num_kept, TYPE *all, int64_t size) {      \
+    static void spread_##TYPE(const uint8_t *mask, const char *from, char *to, int64_t size, int64_t num_kept) {       \
+        TYPE *all = (TYPE *)to;                                                                                        \
         int64_t i = 0, next = 0;                                                                                       \
         for (; i < size && next < num_kept; i++) {                                                                     \
             TYPE value;                                                                                                \
-            memcpy(&value, kept + next * (int64_t)sizeof value, sizeof value);                                         \
+            memcpy(&value, from + next * (int64_t)sizeof value, sizeof value);                                         \
             all[i] = value & (TYPE) - (TYPE)(mask[i] != 0);                                                            \
             next += mask[i] != 0;                                                                                      \
         }                                                                                                              \
         memset(all + i, 0, sizeof(TYPE) * (size_t)(size - i));                                                         \
     }                                                                                                                  \
-    static void gather_##TYPE(const uint8_t *mask, const TYPE *all, int64_t size, TYPE *kept, int64_t num_kept) {      \
+    static void gather_##TYPE(const uint8_t *mask, const char *from, char *to, int64_t size, int64_t num_kept) {       \
+        const TYPE *all = (const TYPE *)from;                                                                          \
+        TYPE *kept = (TYPE *)to;                                                                                       \
         for (int64_t i = 0, next = 0; i < size && next < num_kept; i++) {                                              \
             kept[next] = all[i];                                                                                       \
             next += mask[i] != 0;                                                                                      \
@@ -225,48 +219,45 @@ void fedprune_keep(int64_t size, const uint8_t *mask, const char *from, char *to
     }
 }
 
-/* Write the ``num_kept`` values to the places that ``mask`` keeps, and zeros elsewhere. ``mask`` keeps so many. */
-void fedprune_spread(int64_t size, const uint8_t *mask, const char *kept, int64_t num_kept, char *all, int bytes,
-                     int threads) {
-    int64_t before[PARTS + 1];
-    int parts = count_before(mask, size, num_kept, threads, before);
+typedef void Move(const uint8_t *mask, const char *from, char *to, int64_t size, int64_t num_kept);
+
+/* Move the ``num_kept`` values, in parts: to among all coordinates, or with ``gathers`` from there. */
+static void move_parts(Move *move, int gathers, int64_t size, const uint8_t *mask, const char *from, char *to,
+                       int64_t num_kept, int bytes, int threads) {
+    int64_t before[PARTS + 1] = {0};
+    int parts = parts_of(size, threads);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+#endif
+    for (int part = 0; part < parts - 1; part++) {
+        int64_t at = start_of(part, parts, size);
+        before[part + 1] = count_kept(mask + at, start_of(part + 1, parts, size) - at);
+    }
+    sum_up(before, parts);
+    before[parts] = num_kept;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
 #endif
     for (int part = 0; part < parts; part++) {
-        int64_t at = start_of(part, parts, size), count = start_of(part + 1, parts, size) - at;
-        int64_t own = before[part + 1] - before[part];
-        const char *values = kept + before[part] * bytes;
-        void *places = all + at * bytes;
-        switch (bytes) {
-        case 1: spread_uint8_t(mask + at, values, own, places, count); break;
-        case 2: spread_uint16_t(mask + at, values, own, places, count); break;
-        case 4: spread_uint32_t(mask + at, values, own, places, count); break;
-        default: spread_uint64_t(mask + at, values, own, places, count);
-        }
+        int64_t at = start_of(part, parts, size), among_all = at * bytes, among_kept = before[part] * bytes;
+        move(mask + at, from + (gathers ? among_all : among_kept), to + (gathers ? among_kept : among_all),
+             start_of(part + 1, parts, size) - at, before[part + 1] - before[part]);
     }
+}
+
+#define OF_SIZE(NAME, BYTES)                                                                                           \
+    ((BYTES) == 1 ? NAME##_uint8_t : (BYTES) == 2 ? NAME##_uint16_t : (BYTES) == 4 ? NAME##_uint32_t : NAME##_uint64_t)
+
+/* Write the ``num_kept`` values to the places that ``mask`` keeps, and zeros elsewhere. ``mask`` keeps so many. */
+void fedprune_spread(int64_t size, const uint8_t *mask, const char *kept, int64_t num_kept, char *all, int bytes,
+                     int threads) {
+    move_parts(OF_SIZE(spread, bytes), 0, size, mask, kept, all, num_kept, bytes, threads);
 }
 
 /* Write the ``num_kept`` values that ``mask`` keeps. */
 void fedprune_gather(int64_t size, const uint8_t *mask, const char *all, char *kept, int64_t num_kept, int bytes,
                      int threads) {
-    int64_t before[PARTS + 1];
-    int parts = count_before(mask, size, num_kept, threads, before);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
-#endif
-    for (int part = 0; part < parts; part++) {
-        int64_t at = start_of(part, parts, size), count = start_of(part + 1, parts, size) - at;
-        int64_t own = before[part + 1] - before[part];
-        const void *values = all + at * bytes;
-        void *places = kept + before[part] * bytes;
-        switch (bytes) {
-        case 1: gather_uint8_t(mask + at, values, count, places, own); break;
-        case 2: gather_uint16_t(mask + at, values, count, places, own); break;
-        case 4: gather_uint32_t(mask + at, values, count, places, own); break;
-        default: gather_uint64_t(mask + at, values, count, places, own);
-        }
-    }
+    move_parts(OF_SIZE(gather, bytes), 1, size, mask, all, kept, num_kept, bytes, threads);
 }
 
 /* --- the order in which an expansion prunes -------------------------------------------------------------------------
@@ -371,15 +362,14 @@ static int64_t cut_part(const int32_t *holders, const void *order, int64_t at, i
 void fedprune_cut(int64_t size, const int32_t *holders, const void *order, int32_t level, uint32_t threshold,
                   int64_t equal, uint8_t *kept, int type, int threads) {
     int64_t before[PARTS + 1] = {0}; /* how many are equal to the threshold before each part */
-    int parts = (int)MIN(MIN(threads, PARTS), size / BLOCK + 1);
+    int parts = parts_of(size, threads);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
 #endif
     for (int part = 0; part < parts - 1; part++)
         before[part + 1] = cut_part(holders, order, start_of(part, parts, size), start_of(part + 1, parts, size), level,
                                     threshold, 0, kept, type);
-    for (int part = 1; part < parts; part++)
-        before[part] += before[part - 1];
+    sum_up(before, parts);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
 #endif
