@@ -31,7 +31,6 @@ from fedprune_app.models.initial import initial_model, shared_names
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
-from fedprune_app.models.zero_shot import accuracies
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_models, check_records, load_run, marks_of
 from strategies.base import FederatedStrategy
@@ -280,16 +279,6 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
 
-    tasks = config.fedspallm.tasks()
-    task_accuracies = partial(accuracies, model, tasks=tasks, batch_size=config.batch_size, download=config.download)
-
-    def answer_tasks(layers: PrunedLayers) -> Mapping[str, Mapping[str, Any]]:
-        results = task_accuracies(lambda layer: layers(layer).tensors) if tasks else {}
-        dense = recorder.info.get("dense_accuracy", {})
-        return {
-            n: {"dense": dense[n], "global": result.value, "examples": result.examples} for n, result in results.items()
-        }
-
     def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
         # a layer that nobody could afford to observe is whole
         removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
@@ -322,14 +311,10 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                 for name, p in dense_perplexities.items()
             }
         )
-    if tasks and "dense_accuracy" not in recorder.info:  # before anything is pruned: a task may be refused
-        dense = task_accuracies(lambda layer: {})
-        recorder.annotate(dense_accuracy={name: result.value for name, result in dense.items()})
     return FedSpaLLM(
         context,
         model,
         measure,
-        answer_tasks,
         write,
         list(recorder.info["dense_perplexity"]),
         partial(observed_inputs, config, model),

@@ -414,8 +414,6 @@ MEASURES = Measures(
         Column("clients", recorded=_WHERE_MEASURED),  # of the run
         Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
         Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
-        # zero-shot, by task: of the dense model and of the global one
-        Column("accuracy_by_task", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
         Column("evaluation_seconds", recorded=_WHERE_MEASURED),
         Column("notes", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
         # how far a layer's output is from the dense layer's; told by those that prune it
