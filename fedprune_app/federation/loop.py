@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedprune_app.config import has_effect
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
@@ -68,8 +69,11 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
                     raise
                 failure = error  # the round itself is not repeated on a resume: its privacy is spent
 
-        if strategy.participation.holdouts and strategy.participation.is_last(number) and failure is None:
-            row |= exchanges.newcomers(round)
+        if strategy.participation.is_last(number) and failure is None:
+            if strategy.context.config.last_phase and has_effect("last-phase", strategy.context.config):
+                row |= exchanges.last_phase(round)
+            if strategy.participation.holdouts:
+                row |= exchanges.newcomers(round)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
