@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
 from fedprune_app.config import check_effects, parse_config
+from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
+from fedprune_app.results.reader import load_run
+from fedprune_app.running import Session
 from fedprune_app.testing import cut_after, lasting
 from tests.conformance.conftest import CLIENTS, FIVE, PRIVATE, ROUNDS, of_system
 from tests.refusing import refuses
@@ -55,6 +60,20 @@ def test_a_last_phase_leaves_what_one_more_round_of_all_clients_would(conform, s
     longer = conform(system, fraction_train=1.0, num_server_rounds=ROUNDS + 1)
     after = [row["accuracy_last_phase"] for row in run.clients if "accuracy_last_phase" in row]
     assert after == [row["accuracy_personal"] for row in longer.clients if row["round"] == ROUNDS + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_last_phase_is_the_same_in_worker_processes(conform, settings_of, tmp_path, num_workers):
+    values = {**settings_of("subfedavg"), "last-phase": True, "out-dir": str(tmp_path), "deadline-seconds": 600.0}
+    with Session(Console(stderr=True)) as session:
+        info = session.run(prepare(Given(values), Placement("ray", CLIENTS, num_workers=num_workers)), tmp_path)
+    own, run = conform("subfedavg", **LAST), load_run(tmp_path)
+    assert info["final_sha256"] == own.sha256
+    assert [row["accuracy_last_phase"] for row in run.clients if "accuracy_last_phase" in row] == [
+        row["accuracy_last_phase"] for row in own.clients if "accuracy_last_phase" in row
+    ]
 
 
 @pytest.mark.parametrize("settings", [{"system": "fedspallm"}, {"system": "fedavg", **PRIVATE}])
