@@ -36,11 +36,10 @@ def test_every_row_is_a_run_with_its_clients():
         rows = list(csv.DictReader(path.read_text().splitlines()))
         keys = [(row["system"], row["settings"], row["seed"], row.get("client"), row.get("round")) for row in rows]
         assert len(set(keys)) == len(keys), path
+        of_gallery = (evidence.TUNED_GALLERY, "tuned-last")
         for row in rows:  # a plug-in's options begin with its system's name
             unknown = json.loads(row["settings"]).keys() - OPTIONS.keys()
-            assert all(
-                path.stem.startswith(evidence.TUNED_GALLERY) and key.startswith(f"{row['system']}.") for key in unknown
-            )
+            assert all(path.stem.startswith(of_gallery) and key.startswith(f"{row['system']}.") for key in unknown)
     without_claims = {*(f"fedspallm-{clients}" for clients in (4, 8, 16)), evidence.TUNED_GALLERY}
     for name in {claim.data for claim in CLAIMS} | without_claims:
         clients = evidence.read(f"{name}.clients")
