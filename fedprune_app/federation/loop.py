@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedprune_app.config import has_effect
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
@@ -67,6 +68,11 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
                 if not strategy.context.config.dp.enabled:
                     raise
                 failure = error  # the round itself is not repeated on a resume: its privacy is spent
+
+        config = strategy.context.config
+        ends = strategy.participation.is_last(number) and failure is None
+        if ends and config.last_phase and has_effect("last-phase", config):
+            row |= exchanges.last_phase(round)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)

@@ -190,6 +190,25 @@ MEASURES = Measures(
                 ),
             ),
         ),
+        # accuracy after one more local phase of all clients, and what that cost
+        Measure(
+            "accuracy_last_phase",
+            least=0,
+            most=1,
+            recorded=_WHERE_MEASURED,
+            columns=(
+                Column(
+                    "accuracy_last_phase_mean",
+                    recorded=_WHERE_MEASURED,
+                    table=InTable("last_phase_accuracy", "After a last phase (%)", 2, 100, place=28),
+                    remark=accuracy_remark,
+                ),
+                *(
+                    Column(f"last_phase_{cost}", recorded=_WHERE_MEASURED)
+                    for cost in ("bytes_up", "bytes_down", "flops")
+                ),
+            ),
+        ),
         # tested before training, in the training reply or by the evaluation
         Measure(
             "accuracy_received",
