@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.data.dataset import Dataset, Form, Images, Labels, coded, in_order, scale, shortened, text_of
 from fedprune_app.data.folders import as_deep_as, stacked
 from fedprune_app.data.partitions import Indices
@@ -44,7 +45,8 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, form: Form, *,
     scaled to [-1, 1], and numbers stay as they are. Raises ``ValueError`` in one line.
     """
     try:
-        data = load(data_dir)
+        with global_draws_of(0):  # each process loads the data for itself
+            data = load(data_dir)
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(data, Dataset):

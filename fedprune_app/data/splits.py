@@ -21,7 +21,7 @@ from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
 from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.names import DEALERS, OWNERS
+from fedprune_app.data.names import DEALERS, LOADERS, OWNERS
 from fedprune_app.data.partitions import Indices
 
 
@@ -171,7 +171,16 @@ def unread(config: DataConfig) -> list[str]:
 
 
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
-    """Raise ``ValueError`` where a plug-in's partition deals other data each time: processes deal for themselves."""
+    """Raise ``ValueError`` where a plug-in loads or deals other data each time: processes do both for themselves."""
+    if config.dataset in LOADERS:
+        first = _pool(config).dataset.content_sha256
+        datasets.forget()
+        _pool.cache_clear()
+        if _pool(config).dataset.content_sha256 != first:
+            raise ValueError(
+                f"dataset '{config.dataset}' is another one each time that it is loaded, allowed: one that draws by "
+                "the global generators of torch, numpy and random alone, which have a seed here"
+            )
     if config.partition not in DEALERS or config.is_own:
         return
     first, second = partition_indices(config, num_clients), partition_indices.__wrapped__(config, num_clients)

@@ -65,7 +65,8 @@ class ExportInfo:
     how an image of another size is brought to the right one: "crop" or "stretch". ``inputs`` says what ``mean`` and
     ``std`` are of: "images" of 8 bits, which are scaled to [0, 1] before, or "numbers" as they are, as in a table.
     "unknown" is for a plug-in's dataset that was not there when the model was exported. ``features`` are the names of a
-    table's columns in the order in which the network takes them; they are empty for all other data.
+    table's columns in the order in which the network takes them; they are empty for all other data. ``seed`` is the one
+    by which a plug-in's function makes the network, of which the file has the floating-point tensors alone.
     """
 
     system: str
@@ -82,6 +83,7 @@ class ExportInfo:
     image_fit: str = "crop"
     inputs: str = "images"
     features: tuple[str, ...] = ()
+    seed: int = 0
 
     def to_json(self) -> str:
         """Return the metadata of an export file, which :meth:`from_json` reads."""
@@ -93,7 +95,7 @@ class ExportInfo:
 
         Raises ``ValueError`` for whatever :meth:`to_json` would not write, except unknown keys.
         """
-        metadata = _json_object(text)
+        metadata = {"seed": 0, **_json_object(text)}  # files of before have none
         for key, (is_allowed, allowed) in _KEYS.items():
             if key not in metadata:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
@@ -156,7 +158,7 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
                 f"model {info.model!r} is of a plug-in, allowed: with --build FILE.py:FUNCTION, or in Python "
                 "load_model(path, build=function)"
             )
-        full = named_tensors(architecture(info.model, info.image_shape, info.classes, build))
+        full = named_tensors(architecture(info.model, info.image_shape, info.classes, build, seed=info.seed))
         # the values, and one byte per element of a mask
         num_bytes = sum(codec.counted(tensor.shape) * (tensor.element_size() + 1) for tensor in full.values())
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(num_bytes, MAX_FILE_BYTES))
@@ -174,7 +176,7 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
     Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
     """
     build = build or BUILDERS.get(info.model)
-    model = architecture(info.model, info.image_shape, info.classes, build)
+    model = architecture(info.model, info.image_shape, info.classes, build, seed=info.seed)
     full = named_tensors(model)
     for name in sorted(full.keys() ^ payload.tensors.keys()):
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
@@ -310,5 +312,6 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "class_names": (_is_names, "a list of names"),
     "features": (_is_names, "a list of names"),
+    "seed": (lambda v: _is_whole(v, 0, 2**62), "a number from 0 to 2**62"),
     "image_fit": (lambda v: v in ("crop", "stretch"), "crop, stretch"),
 }

@@ -71,7 +71,7 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
 
         config = strategy.context.config
         ends = strategy.participation.is_last(number) and failure is None
-        if ends and config.last_phase and has_effect("last-phase", config):
+        if ends and has_effect("last-phase", config) and config.last_phase:
             row |= exchanges.last_phase(round)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.

@@ -13,7 +13,7 @@ from fedprune_app.core.flops import forward_flops, module_mode
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import ChannelGroup, Slice
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.vision import architecture, buffer_names, build_model, parameter_names
+from fedprune_app.models.vision import architecture, buffer_names, build_model, builder_seed, parameter_names
 
 ImageShape = tuple[int, int, int]
 
@@ -96,6 +96,11 @@ def initial_model(
     ``ValueError`` for a network that does not fit the dataset.
     """
     return copy.deepcopy(_initial_model(name, dataset, image_shape, num_classes, init, seed))
+
+
+def seed_of_builder(name: str, dataset: str, init: str, seed: int) -> int:
+    """Return the seed by which a plug-in's function made the initial model of a run with this ``seed``."""
+    return builder_seed(chosen_name(name, dataset), init, generator(seed, "init"))
 
 
 @lru_cache(maxsize=2)  # a process that simulates many clients makes it once

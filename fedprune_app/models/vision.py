@@ -3,6 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
@@ -169,14 +171,40 @@ def build_model(
     ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
     fewer than two classes, or an image too small for the network.
     """
+    seed = builder_seed(name, init, rng)
+    model = architecture(name, image_shape, num_classes, seed=seed)
+    if name in BUILDERS:
+        _check_repeated(name, model, architecture(name, image_shape, num_classes, seed=seed), image_shape)
     if name in BUILDERS and init == "default":
-        seed = int(torch.randint(2**62, (1,), generator=rng))
-        return architecture(name, image_shape, num_classes, seed=seed)
-    model = architecture(name, image_shape, num_classes)
+        return model
     if name not in BUILDERS:
         model.to_empty(device="cpu")
     initialise(model, "kaiming" if init == "default" and name in _KAIMING else init, rng)
     return model
+
+
+def builder_seed(name: str, init: str, rng: torch.Generator) -> int:
+    """Return the seed by which the function of a plug-in makes the network that :func:`build_model` returns."""
+    return int(torch.randint(2**62, (1,), generator=rng)) if name in BUILDERS and init == "default" else 0
+
+
+def _check_repeated(name: str, model: nn.Module, again: nn.Module, image_shape: ImageShape) -> None:
+    """Raise ``ValueError`` for a network that is another one each time: every process makes it for itself."""
+    images = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
+    outcomes = [[*each.state_dict().values(), outputs(each, images)] for each in (model, again)]
+    if not all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True)):
+        raise ValueError(
+            f"model '{name}' is another network each time that it is made, allowed: one that draws by the global "
+            "generators of torch, numpy and random alone, which have a seed here"
+        )
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the logits of a copy of ``model`` in evaluation mode, for a copy of ``images``."""
+    with global_draws_of(0):
+        logits: Tensor = deepcopy(model).eval()(images.clone())
+    return logits
 
 
 def architecture(
@@ -184,8 +212,8 @@ def architecture(
 ) -> nn.Module:
     """Return a network of :data:`MODELS` on the meta device, which has shapes without values and takes no memory.
 
-    A network of a plug-in, or one that ``build`` makes, is as its function makes it, on the CPU, from a global
-    generator with this ``seed``. The generator is afterwards as it was.
+    A network of a plug-in, or one that ``build`` makes, is as its function makes it, on the CPU, from the global
+    generators of torch, NumPy and Python with this ``seed``. They are afterwards as they were.
     Raises ``ValueError`` as :func:`build_model`.
     """
     build = build or BUILDERS.get(name)
@@ -194,8 +222,7 @@ def architecture(
     if num_classes < 2:
         raise ValueError(f"model '{name}' with {num_classes} classes, allowed: at least 2")
     if build is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with global_draws_of(seed):
             return _check_network(name, _build_plugged(build, name, image_shape, num_classes), image_shape, num_classes)
     with torch.device("meta"):
         if name == "resnet18-gn":
@@ -245,8 +272,7 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
     if not prunable_names(model):
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
     try:
-        with torch.no_grad():
-            logits = model.eval()(torch.zeros(2, *image_shape))
+        logits = outputs(model, torch.zeros(2, *image_shape))
     except Exception as error:  # a user's network raises what it likes
         raise ValueError(
             f"model '{name}' fails on images of {_sizes(image_shape)}: {type(error).__name__}: {error}"

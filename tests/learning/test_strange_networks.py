@@ -7,14 +7,17 @@ import functools
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.core import cohort
-from fedprune_app.core.rng import generator
+from fedprune_app.core.flops import computation_key, forward_flops
+from fedprune_app.core.rng import generator, global_draws_of
 from fedprune_app.learning import training
+from fedprune_app.learning.evaluate import dense_gradient, evaluate
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
@@ -133,7 +136,65 @@ def skip(network: Network, x: Value) -> Part:
     return draw.choice([added, added, scaled, in_place][: 3 if network.usual else 4])
 
 
+class Centre(nn.Module):
+    """A buffer that the forward pass changes, and a count of the passes that is no tensor."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(depth))
+        self.passes = 0
+
+    def forward(self, x: Value) -> Value:
+        self.passes += 1
+        if self.training:
+            with torch.no_grad():
+                self.centre.mul_(0.9).add_(x.transpose(0, 1).flatten(1).mean(1), alpha=0.1)
+        return x - self.centre.view(-1, *[1] * (x.dim() - 2))
+
+
+class Drawn(nn.Module):
+    """Numbers that the three generators drew when the network was made, and no parameter holds."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.scale = 1 + 0.1 * np.random.randn() + 0.1 * random.random()
+        self.register_buffer("order", torch.randperm(depth))
+
+    def forward(self, x: Value) -> Value:
+        return self.scale * x[:, self.order]
+
+
+def with_clipped_view(x: Value, _: list[Value]) -> Value:
+    """In place on a flattened view: the images change with it, as they lie in memory."""
+    F.relu(torch.flatten(x, 1), inplace=True)
+    return x
+
+
+def sorted_by_size(x: Value, _: list[Value]) -> Value:
+    """Examples in another order and back, as experts take them; what follows each is its neighbour's, a little."""
+    order = x.flatten(1).sum(1).argsort()
+    y = x[order]
+    return torch.empty_like(x).index_copy(0, order, y + 0.1 * y.roll(1, 0))
+
+
+def habit(network: Network, x: Value) -> nn.Module | Part:
+    kinds = [
+        Centre(x.shape[1]),
+        Drawn(x.shape[1]),
+        nn.Sequential(nn.Sequential(Drawn(x.shape[1]), nn.ReLU()), nn.Identity()),
+        lambda x, _: x.mul_(0.5).add_(0.1),
+        with_clipped_view,
+        sorted_by_size,
+        lambda x, _: F.dropout(x, 0.2),
+        lambda x, _: x.flip(1),
+        lambda x, _: torch.cat([x, x.tanh()], 1),
+    ]
+    return network.draw.choice(kinds)
+
+
 def odd(network: Network, x: Value) -> nn.Module | Part:
+    if not network.usual and network.draw.random() < 0.7:
+        return habit(network, x)
     kinds = [
         nn.Identity(),
         nn.Linear(x.shape[-1], x.shape[-1]),  # on the last dimension, as mixers have it
@@ -182,7 +243,7 @@ FLATTENINGS = [
     lambda *_: nn.Flatten(),
     lambda *_: lambda x, _: torch.flatten(x, 1),
     lambda *_: lambda x, _: x.flatten(1),
-    lambda *_: lambda x, _: x.mean((2, 3)),
+    lambda *_: lambda x, _: x.view(len(x), -1),
     lambda *_: lambda x, _: x.reshape(len(x), -1),
 ]
 EXTRAS = [
@@ -196,8 +257,7 @@ EXTRAS = [
 
 
 def network_of(seed: int) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with global_draws_of(seed):
         return Network(seed).double()
 
 
@@ -219,13 +279,17 @@ def of_client(model: nn.Module, client: int) -> nn.Module:
 SETTINGS = SGD(0.05, momentum=0.5, batch_size=EXAMPLES, epochs=2)
 
 
-def plain(model: nn.Module, images: Value, labels: Value) -> nn.Module:
+def plain(model: nn.Module, client: int) -> nn.Module:
     """The same training in PyTorch's own words."""
+    images, labels = examples(client)
     optimiser = torch.optim.SGD(model.train().parameters(), 0.05, momentum=0.5)
-    for _ in range(2):
-        optimiser.zero_grad()
-        F.cross_entropy(model(images.clone()), labels).backward()
-        optimiser.step()
+    order = generator(client, "order")
+    with global_draws_of(order.initial_seed()):
+        for _ in range(2):
+            batch = torch.randperm(EXAMPLES, generator=order)
+            optimiser.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimiser.step()
     return model
 
 
@@ -264,16 +328,36 @@ def clipped(model: nn.Module, images: Value, labels: Value, clip: float) -> dict
     return sums
 
 
+def assert_a_test_leaves_everything(model: nn.Module) -> None:
+    """Tests, gradients, counts of operations and traces: the same each time, and nothing of the network changes."""
+    images, labels = examples(0)
+    tested, used = images.clone(), copy.deepcopy(model)
+    with torch.no_grad(), global_draws_of(0):
+        expected = F.cross_entropy(copy.deepcopy(model).eval()(images.clone()), labels)
+    for _ in range(2):
+        assert evaluate(used, tested, labels).loss_mean == pytest.approx(float(expected), rel=1e-5)  # in float32
+        gradients = dense_gradient(used, tested, labels)
+        forward_flops(used, SHAPE)
+        computation_key(used)
+    again = dense_gradient(model, images, labels)
+    assert all(torch.equal(gradient, again[name]) for name, gradient in gradients.items())
+    assert torch.equal(tested, images)
+    assert all(map(torch.equal, used.state_dict().values(), model.state_dict().values()))
+    passes = [[part.passes for part in each.modules() if isinstance(part, Centre)] for each in (used, model)]
+    assert passes[0] == passes[1]
+
+
 def check_training(seed: int) -> str:
     """Train a network in each way; return in which ways it can be trained, of those that can be refused."""
     model = network_of(seed)
     own = [of_client(model, client) for client in range(2)]
     try:
-        expected = [plain(copy.deepcopy(each), *examples(client)) for client, each in enumerate(own)]
+        expected = [plain(copy.deepcopy(each), client) for client, each in enumerate(own)]
     except RuntimeError:  # PyTorch itself does not train it: something is overwritten
         with pytest.raises(RuntimeError):
             trained(own[0], 0)
         return "none"
+    assert_a_test_leaves_everything(own[0])
     alone = trained(copy.deepcopy(own[0]), 0)
     assert_same(alone, expected[0], "alone")
     works = [functools.partial(trained, copy.deepcopy(each), client) for client, each in enumerate(own)]
