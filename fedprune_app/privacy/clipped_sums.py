@@ -54,7 +54,7 @@ def windows(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
 
 
 def _layer_norm(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
-    """Return Opacus' per-example gradients of a layer norm, with and without a bias: Opacus 1.6 knows those with one."""
+    """Return Opacus' per-example gradients of a layer norm. Opacus 1.6 itself fails for one without a bias."""
     assert isinstance(layer, nn.LayerNorm)
     normalised = F.layer_norm(activations[0], layer.normalized_shape, eps=layer.eps)
     gradients = {layer.weight: normalised * backprops, layer.bias: backprops}

@@ -129,7 +129,7 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
     ("name", "settings", "reason"),
     [
         ("in_training", {}, "must be Tensor, not tuple"),
-        ("in_training", PRIVATE, "'tuple' object has no attribute"),
+        ("in_training", PRIVATE, "got tuple"),
         ("scripted", {}, "allowed: torch.nn.Module, no TorchScript"),
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
     ],

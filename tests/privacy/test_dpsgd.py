@@ -347,7 +347,7 @@ class UsedTwice(nn.Module):
 def test_a_layer_that_is_used_twice_is_known_to_hooks_alone_and_is_refused_without_a_hint_that_may_be_refused_too():
     model = UsedTwice().train()
     names = [name for name, _ in model.named_parameters()]
-    with pytest.raises(ValueError, match="layer 'body' is used twice, allowed with dp.enabled: .* layer once$"):
+    with pytest.raises(ValueError, match=r"layer 'body' is used twice, allowed with dp\.enabled: .* layer once$"):
         check_private(model, (1, 8, 8), names, "one-pass")
     check_private(model, (1, 8, 8), names, "hooks")
 
