@@ -91,6 +91,7 @@ SCARCE, CLASSES, FIVE_HUNDRED = "dispfl-scarce", "dispfl-classes", "dispfl-500"
 ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mnist", "fedp3-layers", "fedltp-fashion"
 FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
+TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
 MATRICES = {
     SCARCE: ("dispfl_scarce", "dispfl_beside", "dispfl_densities", "dispfl_dropping"),
     CLASSES: ("dispfl_classes",),
@@ -102,6 +103,7 @@ MATRICES = {
     PRIVATE: ("fedltp_fashion", "fedltp_fashion_pruning"),
     LANGUAGE: ("fedspallm_claims",),
     TUNED: ("tuned",),
+    TUNED_LAST: ("tuned_last",),  # and gallery/tuned_last.yaml
 }
 """Which files of configs/matrices make the rows of a data file."""
 SECTIONS = {
@@ -128,6 +130,7 @@ COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
         "ditto.personal-epochs", "ditto.pull",
+        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
         "fedspallm.test-windows",
@@ -156,6 +159,46 @@ def _iterative(density: float, further_pruned: float) -> dict[str, Any]:
 
 
 ONE_SHOT, ITERATIVE = _one_shot(0.53), _iterative(0.99, 0.2)
+FEDPER, FEDREP = ({"system": "fedper", "fedper.head-epochs": epochs} for epochs in (0, 5))
+LAST_PHASE = (
+    *(
+        Claim(
+            name, "not in the paper", f"Tuned alike, a last local phase of all clients makes {method} more accurate",
+            TUNED_LAST, {"system": system, **more}, {"system": system, **more}, seeds=5, first_seed=1,
+            measure="last_phase", worse_measure="personal",
+        )
+        for name, method, system, more in (
+            ("6h", "FedRep", "fedper", FEDREP), ("6i", "FedPer", "fedper", FEDPER), ("6j", "FedBN", "fedbn", {}),
+            ("6k", "LG-FedAvg", "lg-fedavg", {}), ("6l", "Ditto", "ditto", {}), ("6m", "Sub-FedAvg", "subfedavg", {}),
+        )
+    ),
+    Claim(
+        "6n", "Dis-PFL, Table 1",
+        "Tuned alike, FedAvg-FT with 10 clients a round is more accurate than Dis-PFL, both after a last phase",
+        TUNED_LAST, TEN, _at_random(0.5), seeds=5, first_seed=1, measure="last_phase",
+    ),
+    *(
+        Claim(
+            name, "not in the paper",
+            f"Tuned alike, FedAvg-FT with 10 clients a round is more accurate than {method}, both after a last phase",
+            TUNED_LAST, TEN, settings, seeds=5, first_seed=1, measure="last_phase",
+        )
+        for name, method, settings in (
+            ("6o", "FedRep", FEDREP), ("6p", "FedPer", FEDPER), ("6q", "FedBN", {"system": "fedbn"}),
+            ("6r", "LG-FedAvg", {"system": "lg-fedavg"}), ("6s", "Ditto", {"system": "ditto"}),
+            ("6t", "Sub-FedAvg", {"system": "subfedavg"}), ("6u", "APFL", {"system": "apfl"}),
+        )
+    ),
+    Claim(
+        "6v", "Dis-PFL, Table 1",
+        "Tuned alike, Dis-PFL at density 0.5 is more accurate than Sub-FedAvg, both after a last phase",
+        TUNED_LAST, _at_random(0.5), {"system": "subfedavg"}, seeds=5, first_seed=1, measure="last_phase",
+    ),
+)  # fmt: skip
+"""These claims are of runs in which all clients train once more in the end. No such run was known before them.
+
+All settings are the tuned ones, whose accuracy without a last phase was known.
+"""
 CLAIMS = (
     Claim(
         "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
@@ -415,6 +458,7 @@ CLAIMS = (
         "6f", "Dis-PFL, Table 1", "Tuned alike, D-PSGD-FT is more accurate than training alone", TUNED,
         DPSGD_FT, STANDALONE, seeds=5, first_seed=1,
     ),
+    *LAST_PHASE,
     Claim(
         "6g", "not in the paper", "Tuned alike, FedAvg-FT with all clients a round is more accurate than with ten",
         TUNED, ALL, TEN, seeds=5, first_seed=1,

@@ -73,6 +73,8 @@ COLUMNS = (
 
 
 MEASURES = ("personal", "received")
+LAST = ("last_phase", "last_megabytes_down", "last_megabytes_up", "last_teraflops")
+"""More columns of runs whose clients all train once more in the end; clients have the first one."""
 
 
 # --- from runs to rows ----------------------------------------------------------------------------------------------
@@ -119,7 +121,13 @@ def row_of(run: Run) -> Row:
         "final_sha256": run.info["final_sha256"],
         "git_hash": run.info["git_hash"] or "",
     }
-    return {key: str(found[key]) for key in COLUMNS}
+    if not run.config.get("last-phase"):
+        return {key: str(found[key]) for key in COLUMNS}
+    last = rows[-1]
+    costs = (last["last_phase_bytes_down"], last["last_phase_bytes_up"], last["last_phase_flops"] or 0)
+    spent = (f"{cost / unit:.2f}" for cost, unit in zip(costs, (MEGABYTE, MEGABYTE, 1e12), strict=True))
+    found |= zip(LAST, (_percent(last["accuracy_last_phase_mean"]), *spent), strict=True)
+    return {key: str(found[key]) for key in (*COLUMNS, *LAST)}
 
 
 def _percent(share: float | None) -> str:
@@ -158,8 +166,9 @@ def add(name: str, folders: Iterable[Path]) -> int:
         known.add((row["settings"], row["seed"]))
         key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
         last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
+        measures = (*MEASURES, LAST[0]) if run.config.get("last-phase") else MEASURES
         clients = [
-            {**key, "client": str(each["partition"]), **{name: _number(each[f"accuracy_{name}"]) for name in MEASURES}}
+            {**key, "client": str(each["partition"]), **{name: _number(each[f"accuracy_{name}"]) for name in measures}}
             for each in run.clients
             if each["round"] == last and each.get("accuracy_personal") is not None
         ] or [{**key, **text} for text in _texts_of(run)]

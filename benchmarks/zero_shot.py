@@ -7,7 +7,9 @@
 * ``capitals``: the capital of a country, among four.
 * ``kinds``: what kind of thing something is, among four.
 
-The questions are written for this repository. They tell how much pruning costs, not how good a model is.
+The questions are written for this repository. They tell how much pruning costs, not how good a model is. A model's
+folder is a run's ``models/global``, an exported model, or a checkpoint. The files in benchmarks/tasks are code: the
+harness renders their templates without a sandbox, so run no task files of strangers.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _zero_shot import accuracies
 
 from fedprune_app.models.llm import LanguageModel
-from fedprune_app.models.zero_shot import accuracies
 
 TASKS = Path(__file__).parent / "tasks"
 NAMES = ("agreement", "capitals", "kinds")

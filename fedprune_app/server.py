@@ -6,6 +6,7 @@ on the server's disk, and each client's state, which the client itself checks. W
 point is taken. Where no point is whole, the run is refused, or it goes on with a loss that the user accepts.
 """
 
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from clients.fedspallm import language_model, observed_inputs, perplexities, segment_noise
+from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, check_resumable
 from fedprune_app.config.fedspallm import CUT
 from fedprune_app.engine import wire
@@ -31,7 +33,6 @@ from fedprune_app.models.initial import initial_model, shared_names
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
-from fedprune_app.models.zero_shot import accuracies
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_models, check_records, load_run, marks_of
 from strategies.base import FederatedStrategy
@@ -208,6 +209,8 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     )
     facts = _facts_of_data(context)
     tensors = state_tensors(model, include_buffers=True)
+    layers = hashlib.sha256(repr([(name, *tensor.shape) for name, tensor in sorted(tensors.items())]).encode())
+    _require_same_network(context, layers.hexdigest())
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
         raise ConfigError("batch-norm", "local", "averaged", condition="with a model that has no BatchNorm layer")
@@ -217,6 +220,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
         model={
             "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
+            "layers_sha256": layers.hexdigest(),
             "classes": first.num_classes,
             "image_shape": list(first.image_shape),
             **({"class_names": list(first.classes)} if first.classes else {}),
@@ -224,6 +228,21 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
         }
     )
     return SYSTEMS[config.system].strategy(context, shared, frozenset(prunable_names(model)))
+
+
+def _require_same_network(context: RunContext, layers: str) -> None:
+    """Raise :class:`ConfigError` where a run is resumed with a network of other layers, as its code has changed."""
+    info = context.recorder.info
+    if (info.get("model") or {}).get("layers_sha256", layers) != layers:
+        changed = plugins.changed(context.config.to_dict(), info.get("plugins", {}))
+        raise ConfigError(
+            "model",
+            context.config.model,
+            "the network that the run began with",
+            condition="when resuming",
+            which="has other layers now",
+            hint="; ".join(changed.values()),
+        )
 
 
 def other_data(difference: str) -> ConfigError:
@@ -280,16 +299,6 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
 
-    tasks = config.fedspallm.tasks()
-    task_accuracies = partial(accuracies, model, tasks=tasks, batch_size=config.batch_size, download=config.download)
-
-    def answer_tasks(layers: PrunedLayers) -> Mapping[str, Mapping[str, Any]]:
-        results = task_accuracies(lambda layer: layers(layer).tensors) if tasks else {}
-        dense = recorder.info.get("dense_accuracy", {})
-        return {
-            n: {"dense": dense[n], "global": result.value, "examples": result.examples} for n, result in results.items()
-        }
-
     def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
         # a layer that nobody could afford to observe is whole
         removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
@@ -322,14 +331,10 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                 for name, p in dense_perplexities.items()
             }
         )
-    if tasks and "dense_accuracy" not in recorder.info:  # before anything is pruned: a task may be refused
-        dense = task_accuracies(lambda layer: {})
-        recorder.annotate(dense_accuracy={name: result.value for name, result in dense.items()})
     return FedSpaLLM(
         context,
         model,
         measure,
-        answer_tasks,
         write,
         list(recorder.info["dense_perplexity"]),
         partial(observed_inputs, config, model),

@@ -170,10 +170,10 @@ def _go_on(
     changes: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
     if measures := declarations.described(config.system):
         changes["measures"] = measures
-    code, earlier_code = plugins.described(values), earlier_info.get("plugins", {})
-    changed_plugins = [name for name, version in code.items() if earlier_code.get(name, version) != version]
-    notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in changed_plugins)]
+    changed_plugins = plugins.changed(values, earlier_info.get("plugins", {}))
+    notes = [*choice.notes, *changed_plugins.values()]
     if changed_plugins:
+        code = plugins.described(values)
         change = {"round": choice.point.round, **{name: code[name] for name in changed_plugins}}
         changes["plugins_since"] = [*earlier_info.get("plugins_since", []), change]
     if notes:

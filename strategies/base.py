@@ -75,6 +75,7 @@ class FederatedStrategy(StreamedStrategy):
     headline = "accuracy_personal_mean"  # the number that the system is judged by
     has_global_model = True
     exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
+    fine_tunes = False  # whether clients train once more for every test
     averages = False  # whether the system averages models, so that ``robust-norm`` means something
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 

@@ -10,3 +10,4 @@ class DPSGDFT(DPSGD):
     """D-PSGD-FT is judged by each client's fine-tuned model, which nobody else ever sees."""
 
     headline = "accuracy_personal_mean"
+    fine_tunes = True

@@ -10,3 +10,4 @@ class FedAvgFT(FedAvg):
     """FedAvg-FT is judged by each client's fine-tuned model, which nobody else ever sees."""
 
     headline = "accuracy_personal_mean"
+    fine_tunes = True

@@ -73,8 +73,8 @@ def check_pattern(config: Config, dense: LanguageModel) -> None:
 class FedSpaLLM(FederatedStrategy):
     """FedSpaLLM keeps its state between layers on disk: packed layers in ``layers/``, and ``progress/``.
 
-    Of the model with some pruned layers, ``measure`` returns perplexities by test text, and ``answer_tasks`` zero-shot
-    accuracies by task, beside the dense model's. ``write`` writes it into a folder, and returns what to record of it.
+    ``measure(layers)`` returns the pruned model's perplexity by test text. ``write(folder, layers)`` writes the model
+    into a folder, and returns what to record of it.
     """
 
     headline = "perplexity_global"
@@ -85,7 +85,6 @@ class FedSpaLLM(FederatedStrategy):
         context: RunContext,
         dense: LanguageModel,
         measure: Callable[[PrunedLayers], Mapping[str, Perplexity]],
-        answer_tasks: Callable[[PrunedLayers], Mapping[str, Mapping[str, Any]]],
         write: Callable[[Path, PrunedLayers], Mapping[str, Any]],
         texts: Sequence[str],
         same_inputs: Callable[[], Sequence[Sequence[str]]],
@@ -94,7 +93,7 @@ class FedSpaLLM(FederatedStrategy):
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options, self.exchanges = self.config.fedspallm, LayerRounds
-        self.dense, self.measure, self.answer_tasks, self.write = dense, measure, answer_tasks, write
+        self.dense, self.measure, self.write = dense, measure, write
         check_pattern(self.config, dense)
         self.texts = texts  # by name; the first is what the run is judged by
         self.global_model = PrunedModel(dense, self.recorder.folder, context.run_key)
@@ -435,9 +434,7 @@ class LayerRounds(Exchanges):
         strategy, layers = self.strategy, self.strategy.global_model.layer
         results, dense = strategy.measure(layers), self.recorder.info["dense_perplexity"]
         num_asked = len(strategy.participation.evaluators(round.number))
-        columns = over_clients(rows, results, dense, self.dense.num_layers, num_asked)
-        tasks = strategy.answer_tasks(layers)
-        return {**columns, "accuracy_by_task": tasks} if tasks else columns
+        return over_clients(rows, results, dense, self.dense.num_layers, num_asked)
 
     # --- resuming -----------------------------------------------------------------------------------------------
 

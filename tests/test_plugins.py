@@ -359,6 +359,22 @@ def test_a_run_says_if_its_plugin_has_changed_since_it_began(fedprune, files):
     assert since[began_with[0]] != began_with[1]
 
 
+def test_a_network_whose_layers_have_changed_leaves_a_completed_run_as_it_was(fedprune, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    net = "from torch import nn\ndef net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+    more = ("--plugin", "net.py", "num-server-rounds=2", *QUICK[3:])
+    for system in ("fedavg", "dpsgd"):
+        write(tmp_path / "net.py", net)
+        assert fedprune("run", "model=net.py:net", f"system={system}", *QUICK, "--out", system)[0] == 0
+        before = {path: path.read_bytes() for path in Path(system).rglob("*") if path.is_file()}
+        write(tmp_path / "net.py", net.replace("nn.Linear", "nn.Linear(64, 64), nn.Linear"))
+        code, said = fedprune("run", "--resume", *more, "--out", system)
+        assert (code, "has other layers now" in said, said.count("sha256 ")) == (2, True, 2), said
+        assert {path: path.read_bytes() for path in Path(system).rglob("*") if path.is_file()} == before
+        code, said = fedprune("export", system, "--client", "0", "-o", "net.safetensors", "--plugin", "net.py")
+        assert (code, said.count("sha256 ")) == (2, 2), said
+
+
 def test_the_python_interface_takes_them_too(files):
     settings = {"num_server_rounds": 1, "plugins": "my_prox.py", "my-prox": {"mu": 0.2}}
     run = fedprune_app.run(system="my-prox", clients=3, engine="inprocess", out="run", progress=False, **settings)

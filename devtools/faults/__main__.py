@@ -19,6 +19,7 @@ from devtools.faults.campaign import (
     campaign,
     check_settings,
     check_table,
+    drawn_settings,
     scratch_place,
     write_rows,
 )
@@ -114,7 +115,7 @@ def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, fo
         check_report_file(out)
     schedule = Schedule.drawn(seeds.start, systems[0])
     with scratch_folder(scratch_place()) as folder:
-        told = Simulation(folder, given.chosen).told(schedule)
+        told = Simulation(folder, drawn_settings(schedule.system, schedule.seed, given.chosen)).told(schedule)
     write_tour(schedule, told, out, force=force)
     for line in told.story.lines():
         say(f"  {line}")

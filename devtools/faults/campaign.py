@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from devtools.faults.schedule import SAME_MESSAGES, Schedule
 from devtools.faults.simulation import Simulation, Violation, values_of
 from devtools.faults.story import Kind
-from fedprune_app import __version__
+from fedprune_app import __version__, testing
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.files import append_lines, scratch_folder
 from fedprune_app.preflight.given import Given
@@ -32,6 +33,17 @@ COUNTED = {
     "bad_messages": Kind.MESSAGE,
 }
 """The columns of a table that count events."""
+_DRAWN: Sequence[Mapping[str, Scalar]] = (
+    {},
+    {"holdout-clients": 1},
+    {"robust-norm": 1.0},
+    {"dispfl.gossip": "client"},
+    {"dpsgd.gossip": "client"},
+    {"fedspallm.merge": "masks", "num-server-rounds": 1},
+    {"fedspallm.merge": "hessians", "num-server-rounds": 1},
+    testing.PRIVATE,
+)
+"""Settings of which the seed draws one for its run, of those that have an effect with its system."""
 _HEAD = ",".join(("version", "system", "first_seed", "end_seed", "processor_seconds", "violations", *COUNTED)) + "\n"
 
 
@@ -90,6 +102,20 @@ def check_settings(systems: Sequence[str], settings: Mapping[str, Scalar]) -> No
     prepare_all([Given(values_of(system, settings), on_command_line=settings) for system in systems])
 
 
+def drawn_settings(system: str, seed: int, settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the settings of a seed's run: those that are given, and what the seed draws beside them.
+
+    Seeds whose schedules have the same messages have the same settings.
+    """
+    choices = []
+    for drawn in _DRAWN:
+        with suppress(ConfigError):
+            more = {key: value for key, value in drawn.items() if key not in settings}
+            prepare_all([Given(values_of(system, {**settings, **more}), on_command_line=more)])
+            choices.append(more)
+    return {**settings, **choices[seed // SAME_MESSAGES % len(choices)]}
+
+
 def check_table(path: Path) -> None:
     """Raise :class:`ConfigError` where ``path`` is a file to which :func:`write_rows` does not add."""
     if path.is_dir() or (path.exists() and path.read_bytes()[: len(_HEAD)] != _HEAD.encode()):
@@ -121,7 +147,7 @@ def _checked(system: str, seeds: range, settings: Mapping[str, Scalar]) -> Part:
     began = time.process_time()
     try:
         with scratch_folder(scratch_place()) as folder:
-            simulation = Simulation(folder, settings)
+            simulation = Simulation(folder, drawn_settings(system, seeds.start, settings))
             found = [simulation.check(Schedule.drawn(seed, system)) for seed in seeds]
     finally:
         torch.set_num_threads(threads)

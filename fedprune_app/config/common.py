@@ -300,6 +300,13 @@ class CommonOptions:
         least=0,
         needs=IMAGES,
     )
+    last_phase: bool = option(
+        False,
+        "If true, every client is sent a participant's message after the last round, trains for one more local phase, "
+        "and is tested with the model that comes of this. The run's models stay as they are. Methods that fine-tune do "
+        "so already.",
+        needs={**IMAGES, "dp.enabled": (False,)},
+    )
     evaluate_clients: int = option(
         0,
         "The number of clients that an evaluation asks, drawn anew each time. 0 means all clients. The last evaluation "

@@ -74,12 +74,6 @@ class FedSpaLLMOptions(Table):
         "ptb=/path/b.txt'.",
         kind=Kind.NAMED_FILES,
     )
-    evaluation_tasks: str = option(
-        "",
-        "The tasks that zero-shot accuracy is measured on: names of the lm-evaluation-harness, or "
-        "'name=/path/task.yaml'.",
-        kind=Kind.NAMED_FILES,
-    )
     dtype: str = option(
         "auto",
         "The number format of the model.",
@@ -149,7 +143,6 @@ class FedSpaLLMOptions(Table):
             )
         self.layer_share(0)
         self.more_texts()
-        self.tasks()
         if common.system == "fedspallm" and self.pruning_rounds(common) < 1:
             raise ConfigError(
                 "fedspallm.recovery-rounds",
@@ -188,29 +181,15 @@ class FedSpaLLMOptions(Table):
 
     def more_texts(self) -> dict[str, Path]:
         """Return ``evaluation-texts`` as name → path, in their order. Raises :class:`ConfigError`."""
-        paths = _named_files("evaluation-texts", self.evaluation_texts, needs_path=True)
-        return {name: path for name, path in paths.items() if path}
-
-    def tasks(self) -> dict[str, Path | None]:
-        """Return ``evaluation-tasks`` as name → path of a YAML file, or None for one of the harness' own.
-
-        Raises :class:`ConfigError`.
-        """
-        return _named_files("evaluation-tasks", self.evaluation_tasks, needs_path=False)
+        path_by_name: dict[str, Path] = {}
+        for text in filter(None, (part.strip() for part in self.evaluation_texts.split(","))):
+            name, _, path = (part.strip() for part in text.partition("="))
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in path_by_name or not Path(path).is_absolute():
+                allowed = "name=path, names of letters and digits, each once, and absolute paths"
+                raise ConfigError("fedspallm.evaluation-texts", text, allowed)
+            path_by_name[name] = Path(path)
+        return path_by_name
 
     def layer_share(self, client: int) -> float:
         """Return the share of the layers that client number ``client`` prunes. Raises :class:`ConfigError`."""
         return share_in_turn("fedspallm.layer-shares", self.layer_shares, client, 1.0)
-
-
-def _named_files(key: str, value: str, *, needs_path: bool) -> dict[str, Path | None]:
-    path_by_name: dict[str, Path | None] = {}
-    for text in filter(None, (part.strip() for part in value.split(","))):
-        name, equals, path = (part.strip() for part in text.partition("="))
-        is_path = Path(path).is_absolute() if equals or needs_path else True
-        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in path_by_name or not is_path:
-            form = "name=path" if needs_path else "a name, or name=path"
-            allowed = f"{form}, names of letters and digits, each once, and absolute paths"
-            raise ConfigError(f"fedspallm.{key}", text, allowed)
-        path_by_name[name] = Path(path) if equals else None
-    return path_by_name

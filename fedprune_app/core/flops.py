@@ -9,6 +9,8 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedprune_app.core.rng import global_draws_of
+
 _KNOWN = ("torch.nn.", "torchvision.", "fedprune_app.")
 _ELSEWHERE = {"training", "_parameters", "_buffers", "_modules"}
 
@@ -36,9 +38,8 @@ def _attributes(module: nn.Module) -> str:
 
 
 def traced(model: nn.Module) -> fx.Graph:
-    """Return the operations of a network in training, which may be others than in a test."""
-    with module_mode(model, training=True):
-        return fx.Tracer().trace(model)
+    """Return the operations of a network in training, which may be others than in a test. It stays as it is."""
+    return fx.Tracer().trace(deepcopy(model).train())
 
 
 @contextmanager
@@ -80,15 +81,15 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the
     papers. Their biases, norms, activations and pooling do not count. A module that multiplies matrices outside its
     submodules (attention) has an entry of its own. The pass is on an example of zeros, or on shapes alone where the
-    model is on the meta device. The model, its mode and its buffers stay as they are.
+    model is on the meta device. The model stays as it is.
     """
-    state = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    model = deepcopy(model).eval()
     first = next(model.parameters())
     example = torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device)
     # the other kernels of attention are not counted on every device
     counter_mode = FlopCounterMode(display=False)
-    with module_mode(model, training=False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter_mode as counter:
-        torch.func.functional_call(model, state, (example,))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter_mode as counter, global_draws_of(0):
+        model(example)
 
     root = type(model).__name__
     counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}

@@ -1,6 +1,7 @@
 """Randomness is an argument: one generator per (seed, role, partition, round), equal on every machine."""
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,18 +32,22 @@ def numpy_generator(seed: int, role: str, partition: int = 0, round: int = 0) ->
 
 
 @contextmanager
-def global_draws_of(rng: torch.Generator) -> Iterator[None]:
-    """Let a network that draws while it trains, as dropout does, draw by the seed of ``rng``.
+def global_draws_of(seed: int) -> Iterator[None]:
+    """Let code of others draw by this seed: dropout as it trains, a function that makes a network or data.
 
-    Such layers take torch's global generators. That of the CPU is afterwards as it was.
+    Such code takes the global generators of torch, NumPy and Python. Those of the CPU are afterwards as they were.
     """
     # torch.manual_seed formats the whole stack for a device that is not there, which takes as long as a small step
-    cpu_generator, seed = torch.default_generator, rng.initial_seed()
-    state = cpu_generator.get_state()
+    cpu_generator = torch.default_generator
+    state, numpy_state, python_state = cpu_generator.get_state(), np.random.get_state(), random.getstate()
     cpu_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:
         cpu_generator.set_state(state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from clients.base import ImageClient
 from clients.fedavg_ft import FineTuned
+from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
@@ -60,6 +61,9 @@ def find_model(
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
     prepared = prepare(of_run(info, trusted))
     config = prepared.config
+    latest_code = {**info.get("plugins", {}), **(info.get("plugins_since") or [{}])[-1]}
+    for line in plugins.changed(info["config"], latest_code).values():
+        raise ValueError(f"run {str(run)!r}: {line}, allowed: the file as it was")
     if prepared.system.data != "images":
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"

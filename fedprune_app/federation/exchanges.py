@@ -173,38 +173,62 @@ class Exchanges:
         Each is sent what a participant is sent, and trains for one local phase. Nobody takes in its reply. Then it is
         tested on its own data.
         """
-        strategy = self.strategy
-        newcomer_round = strategy.participation.joining(round.number)
-        state_rounds: dict[int, int] = {}
-        scores: dict[int, float | None] = {}
+        phase = self.strategy.participation.following(round, self.strategy.participation.holdouts, round.log)
+        self._local_phase("the clients that were held out", "accuracy_newcomer", phase)
+        return {**_mean_of("accuracy_newcomer", round.log), **self.strategy.budgets.columns()}
+
+    def last_phase(self, round: Round) -> dict[str, Any]:
+        """Have every member train once more after the last ``round``; return the columns of its record.
+
+        Each is sent what a participant is sent, and nobody takes in its reply. It is tested with the model that it has
+        trained, so that nothing is sent for the test. Clients that fine-tune for every test have done so already.
+        """
+        strategy, log, name = self.strategy, RoundLog(notes=round.log.notes), "accuracy_last_phase"
+        rows, flops = round.log.clients, None
+        if not strategy.fine_tunes:
+            phase = strategy.participation.following(round, strategy.participation.members, log)
+            flops = self._local_phase("the last phase", name, phase, Payload({}))
+        told, key = (rows, "accuracy_personal") if strategy.fine_tunes else (log.clients, name)
+        for client in strategy.participation.members:
+            rows.setdefault(client, {})[name] = told.get(client, {}).get(key)
+        costs = {"bytes_up": log.bytes_up, "bytes_down": log.bytes_down, "flops": flops}
+        return {**_mean_of(name, round.log), **{f"last_phase_{key}": cost for key, cost in costs.items()}}
+
+    def _local_phase(self, name: str, column: str, phase: Round, tested: Payload | None = None) -> float:
+        """Have the participants of ``phase`` train, take in no reply, and test them; return the FLOPs of training.
+
+        A client's accuracy stands in its ``column`` of the log. The payload ``tested`` takes the place of the one that
+        a client is sent for a test; without it the client's model is one of the run's.
+        """
+        strategy, log = self.strategy, phase.log
+        state_rounds, flops = dict(strategy.state_rounds), 0.0
+
+        def budget(client: int, fields: wire.Fields) -> dict[str, Any]:
+            return strategy.budgets.take(client, fields, phase.number, log.note)
 
         def read_training(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
-            self.training_row(newcomer_round, client, fields)
-            state_rounds[client] = newcomer_round.number
-            return strategy.budgets.take(client, fields, newcomer_round.number, round.log.note)
+            nonlocal flops
+            flops += self.training_row(phase, client, fields)["flops"]
+            state_rounds[client] = phase.number
+            return budget(client, fields)
 
         def read_evaluation(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
-            strategy.digests[client] = digest_in(fields)
-            scores[client] = self.evaluation_row(client, fields).get("accuracy_personal")
-            epsilons = strategy.budgets.take(client, fields, newcomer_round.number, round.log.note)
-            return {"accuracy_newcomer": scores[client], **epsilons}
+            if tested is None:
+                strategy.digests[client] = digest_in(fields)
+            return {column: self.evaluation_row(client, fields).get("accuracy_personal"), **budget(client, fields)}
 
-        name = "the clients that were held out"
-        strategy.begin(newcomer_round)
-        stream = self._checked_messages(strategy.send(newcomer_round), "send")
-        answers = self._answers(
-            newcomer_round, stream, MessageType.TRAIN, strategy.reply_bytes(newcomer_round), state_rounds
+        strategy.begin(phase)
+        stream = self._checked_messages(strategy.send(phase), "send")
+        answers = self._answers(phase, stream, MessageType.TRAIN, strategy.reply_bytes(phase), state_rounds)
+        collect(name, answers, log, read_training)
+        requests = (
+            message if tested is None else replace(message, payload=tested)
+            for message in strategy.send_to_evaluate(phase)
+            if state_rounds.get(message.client) == phase.number
         )
-        collect(name, answers, round.log, read_training)
-        requests = (message for message in strategy.send_to_evaluate(newcomer_round) if message.client in state_rounds)
-        collect(
-            name,
-            self._answers(newcomer_round, requests, MessageType.EVALUATE, 0, state_rounds),
-            round.log,
-            read_evaluation,
-        )
-        values = [score for _, score in sorted(scores.items()) if score is not None]
-        return {"accuracy_newcomer_mean": mean(values) if values else None, **strategy.budgets.columns()}
+        answers = self._answers(phase, requests, MessageType.EVALUATE, 0, state_rounds)
+        collect(name, answers, log, read_evaluation)
+        return flops
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -361,3 +385,9 @@ def digest_in(fields: wire.Fields) -> str:
     if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")):
         raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
     return digest
+
+
+def _mean_of(column: str, log: RoundLog) -> dict[str, float | None]:
+    """Return the mean of a column over the clients, in ascending order, that have it."""
+    values = [row[column] for _, row in sorted(log.clients.items()) if row.get(column) is not None]
+    return {f"{column}_mean": mean(values) if values else None}

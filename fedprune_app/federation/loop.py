@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedprune_app.config import has_effect
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
@@ -68,8 +69,10 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
                     raise
                 failure = error  # the round itself is not repeated on a resume: its privacy is spent
 
-        if strategy.participation.holdouts and strategy.participation.is_last(number) and failure is None:
-            row |= exchanges.newcomers(round)
+        config = strategy.context.config
+        ends = strategy.participation.is_last(number) and failure is None
+        if ends and config.last_phase and has_effect("last-phase", config):
+            row |= exchanges.last_phase(round)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
@@ -83,9 +86,10 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
 
     _require_somebody(strategy, last_round)
     if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
-        _evaluate(exchanges, Round(num_rounds, sampled=(), evaluates=strategy.participation.evaluates(num_rounds)))
-        for client in sorted(strategy.participation.evaluators(num_rounds) - strategy.digests.keys()):
-            strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
+        evaluates = strategy.participation.evaluates(rounds_completed)
+        _evaluate(exchanges, Round(rounds_completed, sampled=(), evaluates=evaluates))
+    for client in sorted(strategy.clients.keys() - strategy.digests.keys()):
+        strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
 
 
@@ -100,9 +104,13 @@ def _check_model(strategy: FederatedStrategy, method: str) -> None:
 
 
 def _evaluate(exchanges: Exchanges, round: Round) -> dict[str, Any]:
+    """Have the members evaluate; after the last round, those that were held out join and are tested too."""
     start = time.monotonic()
-    columns = exchanges.evaluate(round)
-    return {**columns, "evaluation_seconds": time.monotonic() - start}
+    columns = {**exchanges.evaluate(round), "evaluation_seconds": time.monotonic() - start}
+    participation = exchanges.strategy.participation
+    if participation.holdouts and participation.is_last(round.number):
+        columns |= exchanges.newcomers(round)
+    return columns
 
 
 def _record(strategy: FederatedStrategy, round: Round, row: Mapping[str, Any]) -> None:

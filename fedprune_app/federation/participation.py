@@ -1,13 +1,13 @@
 """Who takes part in a round: what privacy budgets bear it, and whom the run's seed and the round's number draw."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from fedprune_app.config import Config, ConfigError, has_effect
 from fedprune_app.core import rng
 from fedprune_app.engine import wire
 from fedprune_app.federation.clients import Roster
-from fedprune_app.federation.round import Round
+from fedprune_app.federation.round import Round, RoundLog
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.recorder import number_in, round_columns, row_of
@@ -182,6 +182,6 @@ class Participation:
         participants = tuple(client for client in sampled if self.trains_dropped or client not in dropped)
         return Round(number, tuple(sampled), tuple(dropped), participants, self.evaluates(number))
 
-    def joining(self, last: int) -> Round:
-        """Return what follows the ``last`` round where clients are held out: all of these take part in it."""
-        return Round(last + 1, tuple(self.clients), (), tuple(self.holdouts), evaluates=True)
+    def following(self, last: Round, clients: Iterable[int], log: RoundLog) -> Round:
+        """Return what follows the ``last`` round: a local phase of these clients, counted in ``log``."""
+        return Round(last.number + 1, tuple(self.clients), (), tuple(clients), evaluates=True, log=log)

@@ -1,13 +1,18 @@
-"""Functions here test a network on data, and find its loss' gradient there. The network stays as it is."""
+"""Functions here test a network on data, and find its loss' gradient there. The network and the data stay as they are.
+
+A network of a user's may change what it is given, count its calls, or draw: a copy of it computes on copies, and draws
+by one seed.
+"""
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedprune_app.core.flops import module_mode
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import computing, fast_layout, move_to_device
 
 
@@ -48,13 +53,14 @@ def evaluate(
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many")
     device = move_to_device(model, device)
+    network = deepcopy(model).eval()
     correct = torch.zeros(0, dtype=torch.int64, device=device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    with module_mode(model, training=False), fast_layout(model), torch.inference_mode():
+    with fast_layout(network, images.shape[1:]), torch.inference_mode(), global_draws_of(0):
         for start in range(0, len(labels), batch_size):
             label_batch = labels[start : start + batch_size].to(device)
             with computing(device, precision):
-                logits = model(images[start : start + batch_size].to(device)).float()
+                logits = network(images[start : start + batch_size].to(device, copy=True)).float()
             if not len(correct):
                 correct = correct.new_zeros(logits.shape[1])
             # argmax takes a NaN for the largest, which would predict the class in whose place the first one is
@@ -76,13 +82,12 @@ def dense_gradient(
     """
     check_examples(images, labels)
     device = move_to_device(model, device)
-    with module_mode(model, training=False), fast_layout(model):
-        # The leaves are detached, so the parameters' own gradients and requires_grad flags do not matter.
-        leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-        logits = torch.func.functional_call(model, leaves, (images.to(device),))
-        loss = F.cross_entropy(logits, labels.to(device))
-        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    return {name: gradient.cpu().contiguous() for name, gradient in zip(leaves, gradients, strict=True)}
+    network = deepcopy(model).eval().requires_grad_(True)
+    with fast_layout(network, images.shape[1:]), global_draws_of(0):
+        loss = F.cross_entropy(network(images.to(device, copy=True)), labels.to(device))
+        parameters = dict(network.named_parameters())
+        gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return {name: gradient.cpu().contiguous() for name, gradient in zip(parameters, gradients, strict=True)}
 
 
 def check_examples(images: Tensor, labels: Tensor) -> None:

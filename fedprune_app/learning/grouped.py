@@ -120,11 +120,13 @@ def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) 
     twins = [generic_copy(model, draw).double() for _ in range(2)]
     images = torch.randn(2, _COMPARED, *example_shape, generator=draw, dtype=torch.float64)
     with ExitStack() as stack:
-        flat = Flat(FlatLayout(_with_fast_layout(twins[0], stack), trained_names(twins[0]), len(twins)))
+        for twin in twins:
+            stack.enter_context(fast_layout(twin, example_shape))
+        flat = Flat(FlatLayout(twins[0], trained_names(twins[0]), len(twins)))
         images = images.to(flat.layout.device)
         example_losses = []
         for number, twin in enumerate(twins):
-            stack.enter_context(FlatParameters(_with_fast_layout(twin, stack) if number else twin, flat, number))
+            stack.enter_context(FlatParameters(twin, flat, number))
             logits = twin(images[number].clone())
             labels = torch.arange(_COMPARED, device=logits.device) % logits.shape[1]
             example_losses.append(F.cross_entropy(logits, labels, reduction="none"))
@@ -143,11 +145,6 @@ def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) 
 
 
 _COMPARED = 3  # examples of each client, an odd number: the form fills up batches to even ones
-
-
-def _with_fast_layout(model: nn.Module, stack: ExitStack) -> nn.Module:
-    stack.enter_context(fast_layout(model))
-    return model
 
 
 def grouped_gradients(

@@ -164,7 +164,8 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
         for number, learner in enumerate(learners):
             learner.take_place(flat, number, stack)
         steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
-        stack.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
+        # a network that draws is a plug-in's, and trained alone
+        stack.enter_context(global_draws_of(first.rng.initial_seed()))
         is_plain = all(training.has_plain_steps for training in trainings)
         is_long = first.num_steps >= _WORTH_RECORDING
         repeated_steps = RepeatedSteps(first.recorder) if first.recorder and is_plain and is_long else None
@@ -211,7 +212,7 @@ class _Learner:
         model = training.model
         stack.enter_context(module_mode(model, training=True))
         frozen = {name for name, _ in model.named_parameters()}.difference(trained_names(model, training.frozen))
-        stack.enter_context(fast_layout(model, frozen))
+        stack.enter_context(fast_layout(model, training.images.shape[1:], frozen))
 
     def take_place(self, flat: Flat, number: int, stack: ExitStack) -> None:
         """Put the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""

@@ -294,7 +294,7 @@ def recovered(
     masks = {name: mask.to(model.device) for name, mask in masks_by_name.items()}
     optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
-    with global_draws_of(draw):  # for dropout, which some families have
+    with global_draws_of(draw.initial_seed()):  # for dropout, which some families have
         for step, batch in zip(range(schedule.steps), _batches(segments, schedule.batch_size, draw), strict=False):
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)

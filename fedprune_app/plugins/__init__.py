@@ -2,6 +2,7 @@
 
 from fedprune_app.plugins.loading import (
     Code,
+    changed,
     check_named,
     check_reachable,
     code_in,
@@ -16,6 +17,7 @@ from fedprune_app.plugins.loading import (
 
 __all__ = [
     "Code",
+    "changed",
     "check_named",
     "check_reachable",
     "code_in",

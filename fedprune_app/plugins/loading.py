@@ -132,6 +132,15 @@ def described(values: Mapping[str, object]) -> dict[str, str]:
     return versions
 
 
+def changed(values: Mapping[str, object], began_with: Mapping[str, str]) -> dict[str, str]:
+    """Return by name a line for each plug-in that ``values`` name and that is other code than a run ``began_with``."""
+    return {
+        name: f"plug-in {name!r} is not the code that the run began with: that was {began_with[name]}, this is {code}"
+        for name, code in described(values).items()
+        if began_with.get(name, code) != code
+    }
+
+
 def _identity(target: str) -> str:
     if target in _files:
         return f"sha256 {_files[target][0]}"

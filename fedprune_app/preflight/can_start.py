@@ -38,7 +38,6 @@ from fedprune_app.models.embedded import embedded_folder, write_untrained
 from fedprune_app.models.layer_pruning import check_layers, same_inputs
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.zero_shot import check_tasks
 from fedprune_app.preflight.given import Placement
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
@@ -95,7 +94,6 @@ def check_texts(config: Config, num_clients: int) -> None:
     kind computes.
     """
     check_min_replies(config, num_clients, num_clients)
-    check_tasks(config.fedspallm.tasks())
     with scratch_folder() as folder, with_a_model(config) as local_config:
         client_config = written_below(folder, local_config)  # no client's ledger is touched
         for number in range(num_clients):

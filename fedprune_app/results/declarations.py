@@ -190,6 +190,25 @@ MEASURES = Measures(
                 ),
             ),
         ),
+        # accuracy after one more local phase of all clients, and what that cost
+        Measure(
+            "accuracy_last_phase",
+            least=0,
+            most=1,
+            recorded=_WHERE_MEASURED,
+            columns=(
+                Column(
+                    "accuracy_last_phase_mean",
+                    recorded=_WHERE_MEASURED,
+                    table=InTable("last_phase_accuracy", "After a last phase (%)", 2, 100, place=28),
+                    remark=accuracy_remark,
+                ),
+                *(
+                    Column(f"last_phase_{cost}", recorded=_WHERE_MEASURED)
+                    for cost in ("bytes_up", "bytes_down", "flops")
+                ),
+            ),
+        ),
         # tested before training, in the training reply or by the evaluation
         Measure(
             "accuracy_received",
@@ -414,8 +433,6 @@ MEASURES = Measures(
         Column("clients", recorded=_WHERE_MEASURED),  # of the run
         Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
         Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
-        # zero-shot, by task: of the dense model and of the global one
-        Column("accuracy_by_task", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
         Column("evaluation_seconds", recorded=_WHERE_MEASURED),
         Column("notes", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
         # how far a layer's output is from the dense layer's; told by those that prune it

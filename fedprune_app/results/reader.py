@@ -287,6 +287,9 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     round = row.get("round")
     if type(round) is not int or not 0 <= round < 1 << 53:
         raise ValueError(f"{where}: 'round' is {round!r:.60}, allowed: an integer")
+    for name in MEASURES.kinds[Kind.NUMBER] & row.keys():
+        if not isinstance(row[name], int | float | None):
+            raise ValueError(f"{where}: {name!r} is {row[name]!r:.60}, allowed: a number")
     return row
 
 

@@ -121,7 +121,6 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
         for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
                 columns.append((f"{title}, {name}", cells))
-    columns += _task_columns(groups)
     rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []
     return ["System", *(title for title, _ in columns)], rows
 
@@ -130,19 +129,6 @@ def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
     counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
     num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
-
-
-def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
-    columns: dict[tuple[str, str], dict[str, str]] = {}
-    for group in groups:
-        run_tables = [run.last_table("accuracy_by_task") for run in group.runs]
-        for task in (task for task in run_tables[0] if all(task in table for table in run_tables)):
-            for key in ("dense", "global"):
-                title = f"{task}: {run_tables[0][task]['examples']} examples (%)"
-                statistic = Statistic.of(table[task].get(key) for table in run_tables)
-                cell = formatted(statistic, Column(key, key, lambda run: None, 100, 1))
-                columns.setdefault((title, model_name(key, group)), {})[group.label] = cell
-    return [(f"{title}, {name}", cells) for (title, name), cells in columns.items()]
 
 
 def markdown(groups: Sequence[Group]) -> str:

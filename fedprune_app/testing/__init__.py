@@ -45,6 +45,7 @@ from fedprune_app.registry import System
 from fedprune_app.results import declarations
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measures
+from fedprune_app.results.recorder import write_info
 from fedprune_app.terminal import Terminal
 
 CLIENTS, ROUNDS = 5, 3
@@ -297,6 +298,7 @@ def cut_after(whole: FinishedRun, round: int, folder: Path) -> Path:
     copy = Path(shutil.copytree(whole.folder, folder))
     for later in range(round + 1, ROUNDS + 1):
         (copy / "checkpoints" / f"round-{later:05d}.safetensors").unlink()
+    write_info(copy, {**whole.info, "status": "running", "final_sha256": None})
     return copy
 
 

@@ -38,12 +38,22 @@ def test_newcomers_are_tested_in_the_end_and_change_nothing(conform, monkeypatch
     )
 
 
-@pytest.mark.parametrize("system", [of_system("subfedavg"), of_system("dispfl")])
-def test_a_run_that_is_resumed_has_the_same_newcomers(conform, tmp_path, system):
+@pytest.mark.parametrize("round", [ROUNDS, ROUNDS - 1])
+@pytest.mark.parametrize("system", IMAGES)
+def test_a_run_that_is_resumed_has_the_same_newcomers(conform, tmp_path, system, round):
     whole = conform(system, **HELD_OUT)
-    cut = cut_after(whole, ROUNDS - 1, tmp_path / "cut")
+    cut = cut_after(whole, round, tmp_path / "cut")
     resumed = conform(system, resume_from=str(cut), **HELD_OUT)
     assert (resumed.sha256, lasting(resumed.clients)) == (whole.sha256, lasting(whole.clients))
+    assert "losses" not in resumed.info
+
+
+def test_a_held_out_client_whose_model_is_not_in_the_hash_is_a_loss(conform, monkeypatch):
+    monkeypatch.setattr(Exchanges, "newcomers", lambda self, round: {})
+    run = conform("fedavg", grid=Alone, **HELD_OUT)
+    tested = {row["partition"] for row in run.clients if row["accuracy_personal"] is not None}
+    losses = [line.split(": ")[0] for line in run.info["losses"]]
+    assert losses == [f"client {k}" for k in range(CLIENTS) if k not in tested]
 
 
 def test_somebody_has_to_take_part(conform):

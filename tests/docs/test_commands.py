@@ -27,7 +27,6 @@ NO_COMMANDS = {
     "# photos.yaml": "a matrix",
     "# search.yaml": "a search",
     "# tune.yaml": "a search",
-    "# task.yaml": "a task of the lm-evaluation-harness",
 }
 COMMANDS = [(block, command) for block in blocks() if block.is_commands for command in block.commands]
 SPANS = [(span, command) for span in spans() for command in span.commands]

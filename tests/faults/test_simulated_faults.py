@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 from clients import node
 from devtools.faults import simulation
 from devtools.faults.__main__ import app
-from devtools.faults.campaign import Part, campaign, check_table, write_rows
+from devtools.faults.campaign import Part, campaign, check_settings, check_table, drawn_settings, write_rows
 from devtools.faults.disk import Died, Disk, is_temporary
 from devtools.faults.messages import SPOILS, Fault, fault_of
-from devtools.faults.schedule import Cause, Later, Schedule, Stop
+from devtools.faults.schedule import SAME_MESSAGES, Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
 from devtools.faults.story import BETWEEN, STOPS, Kind, Story
 from devtools.faults.tour import write_tour
@@ -587,3 +587,14 @@ def test_a_page_is_of_one_schedule(tmp_path):
     given = ["--seeds", "3:5", "--report", str(tmp_path / "tour.html")]
     with refuses("--report"):
         CliRunner().invoke(app, given, catch_exceptions=False)
+
+
+def test_seeds_draw_settings_of_what_a_system_has_and_keep_what_is_given():
+    def drawn(system, **given):
+        check_settings([system], given)
+        return [drawn_settings(system, group * SAME_MESSAGES, given) for group in range(3)]
+
+    assert drawn("fedavg") == [{}, {"holdout-clients": 1}, {"robust-norm": 1.0}]
+    assert {"dispfl.gossip": "client"} in drawn("dispfl")
+    assert [found.get("fedspallm.merge") for found in drawn("fedspallm")] == [None, "masks", "hessians"]
+    assert all(found["seed"] == 3 for found in drawn("fedavg", seed=3))

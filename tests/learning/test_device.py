@@ -79,6 +79,6 @@ def test_more_steps_are_no_more_copies_to_the_device(how, monkeypatch):
 @pytest.mark.parametrize(("device", "last"), [("cpu", True), (META, False)])
 def test_channels_are_last_on_a_cpu_alone(device, last):
     network = build_model("vgg11-gn", (3, 32, 32), 10, rng=generator(0, "model")).to(device)
-    with fast_layout(network):
+    with fast_layout(network, (3, 32, 32)):
         weights = [tensor for tensor in network.parameters() if tensor.dim() == 4 and tensor.shape[1] > 3]
         assert {weight.is_contiguous(memory_format=torch.channels_last) for weight in weights} == {last}

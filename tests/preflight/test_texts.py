@@ -36,7 +36,6 @@ def spoil(texts, **content):
         ),
         (["model=empty"], "empty' cannot be read: "),
         (["fedspallm.evaluation-texts=a=nosuch.txt"], "nosuch.txt' cannot be read as a text in UTF-8"),
-        (["fedspallm.evaluation-tasks=a=nosuch.yaml"], "nosuch.yaml' cannot be read as YAML of data alone: "),
         (["fedspallm.segments=10000"], "client 0 of 2 finds "),
         (["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
         (["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "fedspallm.pattern is '3:5'"),

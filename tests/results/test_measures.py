@@ -266,7 +266,7 @@ def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
 
 def test_every_accuracy_that_people_read_says_how_much_of_it_is_noise():
     accuracies = [column for name, column in MEASURES.columns.items() if name.startswith("accuracy_") and column.table]
-    assert len(accuracies) == 5
+    assert len(accuracies) == 6
     for column in accuracies:
         assert column.remarked({column.name: 0.5}) == ""
         said = "of noised accuracies" if column.name.endswith(("decile", "newcomer_mean")) else "noise ± 2.0"

@@ -60,6 +60,8 @@ def test_a_folder_that_is_no_run_is_one_line_naming_it(tmp_path):
         b'{"round": ' + b"9" * 5000 + b"}",
         b'{"loss_mean": 1}',
         b'{"round": true}',
+        b'{"round": 2, "evaluated": "two"}',
+        b'{"round": 2, "loss_mean": [1]}',
         b'{"round": 1' + b"0" * 400 + b"}",
     ],
 )

@@ -9,10 +9,12 @@ import torch
 
 from fedprune_app.config import parse_config
 from fedprune_app.models.llm import LanguageModel
-from fedprune_app.models.zero_shot import accuracies, read_task
+from tests.docs.scripts import script
 from tests.models.tiny_llm import tiny_byte_model
 from tests.refusing import refuses
 
+zero_shot = script("_zero_shot")
+accuracies, read_task = zero_shot.accuracies, zero_shot.read_task
 CHOICES = ("Paris", "Rome", "Oslo")
 TASK = """
 dataset_path: json
@@ -93,16 +95,7 @@ def test_data_files_lie_beside_the_task(task):
         read_task("capitals", task.parent / "none.yaml")
 
 
-def test_tasks_are_names_or_files():
-    def tasks(text):
-        keys = {"system": "fedspallm", "dataset": "stdlib", "model": "auto", "fedspallm.evaluation-tasks": text}
-        return parse_config(keys).fedspallm.tasks()
-
-    assert tasks("") == {}
-    assert {name: path and path.name for name, path in tasks("piqa, mine=/a/b.yaml").items()} == {
-        "piqa": None,
-        "mine": "b.yaml",
-    }
-    for wrong in ("a b", "mine=b.yaml", "piqa,piqa", "=/a.yaml"):
-        with refuses("fedspallm.evaluation-tasks"):
-            tasks(wrong)
+def test_no_run_reads_a_task_file_which_is_code():
+    with refuses("setting", "fedspallm.evaluation-tasks"):
+        parse_config({"system": "fedspallm", "fedspallm.evaluation-tasks": "piqa"})
+    assert "A task file is code" in str(zero_shot.__doc__)

@@ -1,7 +1,8 @@
 """A language model answers tasks that it was not trained for: zero-shot accuracy by the lm-evaluation-harness.
 
 Source: EleutherAI's package ``lm_eval``, which the papers on pruned language models report with. A task is one of the
-harness' own, or a YAML file in its format.
+harness' own, or a YAML file in its format. **A task file is code**: the harness renders the templates in it without a
+sandbox, and what a template says is run. Use files that you would run as a program.
 """
 
 import io
@@ -10,7 +11,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class Accuracy:
 def read_task(name: str, path: Path) -> dict[str, Any]:
     """Return the task ``name`` in a YAML file, in the harness' format.
 
-    Paths of data files begin at the YAML file's folder. The file is data: a tag such as ``!function``, by which the
-    harness would import code, is refused. Raises a one-line ``ValueError`` naming the file.
+    Paths of data files begin at the YAML file's folder. A tag such as ``!function`` is refused, but the file's
+    templates are code all the same. Raises a one-line ``ValueError`` naming the file.
     """
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -50,19 +50,6 @@ def read_task(name: str, path: Path) -> dict[str, Any]:
     if isinstance(arguments, dict) and "data_files" in arguments:
         arguments["data_files"] = _resolve_files(path.parent, arguments["data_files"])
     return {**task, "task": name}
-
-
-def check_tasks(tasks: Mapping[str, Path | None]) -> None:
-    """Raise ``ValueError`` for a task's file that cannot be read, or where the package for tasks is missing."""
-    for name, path in tasks.items():
-        if path is not None:
-            read_task(name, path)
-    if tasks and find_spec("lm_eval") is None:
-        raise _missing_error("lm_eval")
-
-
-def _missing_error(package: str | None) -> ValueError:
-    return ValueError(f"zero-shot tasks need the package {package}: install the extra fedprune[tasks]")
 
 
 def _resolve_files(folder: Path, files: Any) -> Any:
@@ -89,7 +76,7 @@ def accuracies(
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise _missing_error(error.name) from None
+            raise ValueError(f"zero-shot tasks need the package {error.name}: install lm-eval[hf]") from None
         network = model.whole(layers).eval()
         tokenizer = model.tokenizer
         prefix_token = next(
