@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.flops import computation_key, generic_copy
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.privacy.clipped_sums import ClippedSum, attached, clip_factors, over_tensors
 from fedprune_app.privacy.noise import Noise, noised
 
@@ -84,7 +85,7 @@ def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Seque
 
     def losses() -> Iterator[Tensor]:
         for part in [slice(None)] if is_drawing else [slice(k, k + 1) for k in range(len(images))]:
-            with _same_draws(images.device):
+            with global_draws_of(0):
                 losses_of_part = F.cross_entropy(model(images[part] * 1), labels[part], reduction="none")
             yield from losses_of_part
 
@@ -98,7 +99,7 @@ def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Seque
             factor = float(clip_factors(norm.square(), clip_norm))
             for total, gradient in zip(expected.values(), own, strict=True):
                 total.add_(gradient, alpha=factor)
-        with attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, _same_draws(images.device):
+        with attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, global_draws_of(0):
             return _first_difference(clipped_sum(images * 1, labels), expected)
 
     if wrong_tensor(0.0) is None:
@@ -134,23 +135,15 @@ def _noise(model: nn.Module, example_shape: Sequence[int], most: int, draw: torc
 
 @torch.no_grad()
 def _outputs(model: nn.Module, images: Tensor) -> Tensor:
-    with _same_draws(images.device):
+    with global_draws_of(0):
         outputs: Tensor = model(images * 1)  # a network may overwrite what it takes
     return outputs
 
 
 @torch.no_grad()
 def _is_drawing(model: nn.Module, images: Tensor) -> bool:
-    with _same_draws(images.device):
+    with global_draws_of(0):
         return not torch.equal(model(images[:2] * 1), model(images[:2] * 1))
-
-
-@contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
-    """Let a network that draws draw the same each time; the global generators are afterwards as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
 
 
 def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:

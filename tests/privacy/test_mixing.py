@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,7 +165,14 @@ class Noisy(Network):
         return F.dropout(self.inner(x) + 0.1 * torch.randn_like(x), 0.3)
 
 
-RIGHT = [Plain, SortedByItself, SoftExperts, OwnExpert, AttentionByItself, Noisy]
+class DrawnElsewhere(Network):
+    """One draw of Python's and one of NumPy's generator for a batch."""
+
+    def between(self, x):
+        return self.inner(x) * (1 + random.random()) + np.random.rand()
+
+
+RIGHT = [Plain, SortedByItself, SoftExperts, OwnExpert, AttentionByItself, Noisy, DrawnElsewhere]
 
 
 def made(kind, drops=0.0):
