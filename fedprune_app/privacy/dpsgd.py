@@ -14,12 +14,14 @@ Both follow rules by layer, so a network is compared with autograd's own gradien
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -140,18 +142,25 @@ def _outputs(model: nn.Module, images: Tensor) -> Tensor:
     return outputs
 
 
-@torch.no_grad()
 def _is_drawing(model: nn.Module, images: Tensor) -> bool:
+    """Say whether a network moves a global generator. Two outputs may be equal though it draws."""
     with global_draws_of(0):
-        return not torch.equal(model(images[:2] * 1), model(images[:2] * 1))
+        model(images[:1] * 1)
+        later = _draws(images.device)
+    with global_draws_of(0):
+        return later != _draws(images.device)
+
+
+def _draws(device: torch.device) -> tuple[float, ...]:
+    return float(torch.rand(())), float(torch.rand((), device=device)), float(np.random.rand()), random.random()
 
 
 def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
     """Raise ``ValueError``, one line, for a network that passes something of an example on to another one.
 
-    Clipping then bounds nobody's part. A copy computes on noise. An example's output has to stay as it is when others
-    take the places of some others. Where the network draws nothing, it is also the same in batches of other sizes,
-    orders and repetitions. A buffer or parameter that the network changes in its forward pass is refused: it would
+    Clipping then bounds nobody's part. A copy computes on noise. An example's output has to be the same in batches of
+    other sizes, orders and repetitions; where the network draws, it is the same where others take the places of some
+    others. A buffer or parameter that the network changes in its forward pass is refused: it would
     leave the client without noise. The model and the global generators stay as they are.
     """
     draw = torch.Generator().manual_seed(0)
@@ -160,10 +169,11 @@ def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
     pool = torch.cat([_noise(model, example_shape, 128, draw) for _ in range(2)])
     size = len(pool) // 2
     outputs = torch.cat([_outputs(model, images) for images in (pool[:size], pool[size:])])
-    places = torch.arange(size)
-    batches = [places + size * others for others in (places % 2, torch.randint(2, (size,), generator=draw))]
-    if not _is_drawing(model, pool):  # draws depend on places
-        batches += [torch.randint(2 * size, (count,), generator=draw) for count in (1, 3, size)]
+    if _is_drawing(model, pool):  # draws depend on places
+        parts = torch.arange(size) % 2, torch.randint(2, (size,), generator=draw)
+        batches = [torch.arange(size) + size * part for part in parts]
+    else:
+        batches = [torch.randint(2 * size, (count,), generator=draw) for count in (1, 3, size)]
     atol = 1e-4 * float(outputs.abs().max())
     is_mixing = not all(torch.allclose(_outputs(model, pool[batch]), outputs[batch], 1e-4, atol) for batch in batches)
     for name, tensor in _tensors_of(model):

@@ -165,6 +165,13 @@ class Noisy(Network):
         return F.dropout(self.inner(x) + 0.1 * torch.randn_like(x), 0.3)
 
 
+class DrawsRarely(Network):
+    """Few of the examples go without a layer, so that two passes are mostly alike."""
+
+    def between(self, x):
+        return x + self.inner(x) * (torch.rand(len(x), 1) < 0.99)
+
+
 class DrawnElsewhere(Network):
     """One draw of Python's and one of NumPy's generator for a batch."""
 
@@ -172,7 +179,7 @@ class DrawnElsewhere(Network):
         return self.inner(x) * (1 + random.random()) + np.random.rand()
 
 
-RIGHT = [Plain, SortedByItself, SoftExperts, OwnExpert, AttentionByItself, Noisy, DrawnElsewhere]
+RIGHT = [Plain, SortedByItself, SoftExperts, OwnExpert, AttentionByItself, Noisy, DrawsRarely, DrawnElsewhere]
 
 
 def made(kind, drops=0.0):
