@@ -81,7 +81,7 @@ class DPOptions(Table):
         choices={
             "auto": "the fastest, which is one-pass",
             "one-pass": "one backward pass, no gradients of single examples in linear layers",
-            "hooks": "Opacus' hooks",
+            "hooks": "Opacus' hooks, which also know layers that are used twice",
         },
     )
     secure_rng: bool = option(

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from opacus.grad_sample import GradSampleModule
+from opacus.utils.tensor_utils import sum_over_all_but_batch_and_last_n
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,10 +53,23 @@ def windows(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
     return patches.reshape(len(patches), math.prod(patches.shape[1:4]), -1)
 
 
+def _layer_norm(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+    """Return Opacus' per-example gradients of a layer norm. Opacus 1.6 itself fails for one without a bias."""
+    assert isinstance(layer, nn.LayerNorm)
+    normalised = F.layer_norm(activations[0], layer.normalized_shape, eps=layer.eps)
+    gradients = {layer.weight: normalised * backprops, layer.bias: backprops}
+    num_dims = len(layer.normalized_shape)
+    return {
+        parameter: sum_over_all_but_batch_and_last_n(gradient, num_dims)
+        for parameter, gradient in gradients.items()
+        if parameter is not None and parameter.requires_grad
+    }
+
+
 # A rule gives the gradients per example of a layer's parameters, from its inputs and the gradients of its outputs.
 RULES: Samplers = {
-    kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.Embedding)
-} | {nn.Conv2d: _convolution}
+    kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.RMSNorm, nn.Embedding)
+} | {nn.Conv2d: _convolution, nn.LayerNorm: _layer_norm}
 
 
 def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
@@ -91,7 +105,10 @@ class _Watch:
 
         def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if layer in self.activations:
-                raise ValueError(f"layer '{self.layers[layer]}' is used twice, allowed: dp.grad-sample 'hooks'")
+                raise ValueError(
+                    f"layer '{self.layers[layer]}' is used twice, allowed with dp.enabled: networks that use each "
+                    "layer once"
+                )
             self.activations[layer] = inputs[0], output
 
         handles = [layer.register_forward_hook(keep) for layer in self.layers]

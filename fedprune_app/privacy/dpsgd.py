@@ -13,17 +13,21 @@ Both follow rules by layer, so a network is compared with autograd's own gradien
 
 from __future__ import annotations
 
+import math
+import random
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.flops import computation_key, generic_copy
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.privacy.clipped_sums import ClippedSum, attached, clip_factors, over_tensors
 from fedprune_app.privacy.noise import Noise, noised
 
@@ -67,85 +71,111 @@ def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequenc
 def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
     """Raise ``ValueError``, one line, where a method sums other clipped gradients than autograd's own, by example.
 
-    A rule for a layer does not see what the network does with the layer's parameters elsewhere: two layers may have one
-    weight, or a function may use it. Two examples of noise are compared, at first below the clipping norm, which shows
-    whose gradient is wrong, and then above it.
+    A rule for a layer sees neither what the network does with the layer's parameters elsewhere nor which example a row
+    belongs to. An example's own gradient is that of a batch of one; where the network draws, that of its loss in the
+    batch, as draws depend on places. One example is there twice, with two labels. A sum without clipping shows whose
+    gradient is wrong.
     """
     draw = torch.Generator().manual_seed(0)
     model = generic_copy(model, draw)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in names)
-    first = next(model.parameters())
-    images = torch.randn(2, *example_shape, generator=draw).to(first)
-    gradients_by_example = _autograd_gradients(model, names, images)
-    squared = torch.stack(
-        [over_tensors(gradient.square().sum() for gradient in gradients.values()) for gradients in gradients_by_example]
+    trained = {name: parameter.requires_grad_(name in names) for name, parameter in model.named_parameters()}
+    trained = {name: trained[name] for name in names}
+    images = _noise(model, example_shape, 16, draw)
+    images[-1] = images[0]
+    labels = torch.arange(len(images), device=images.device) % _outputs(model, images[:2]).shape[1]
+    is_drawing = _is_drawing(model, images)
+
+    def losses() -> Iterator[Tensor]:
+        for part in [slice(None)] if is_drawing else [slice(k, k + 1) for k in range(len(images))]:
+            with global_draws_of(0):
+                losses_of_part = F.cross_entropy(model(images[part] * 1), labels[part], reduction="none")
+            yield from losses_of_part
+
+    def wrong_tensor(clip_norm: float) -> str | None:
+        """Return the name of the first tensor whose sum differs; a norm of 0 is half of the first example's."""
+        expected = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
+        for loss in losses():
+            own = torch.autograd.grad(loss, [*trained.values()], retain_graph=is_drawing, materialize_grads=True)
+            norm = over_tensors(torch.linalg.vector_norm(gradient).square() for gradient in own).sqrt()
+            clip_norm = clip_norm or float(norm) / 2 or 1.0
+            factor = float(clip_factors(norm.square(), clip_norm))
+            for total, gradient in zip(expected.values(), own, strict=True):
+                total.add_(gradient, alpha=factor)
+        with attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, global_draws_of(0):
+            return _first_difference(clipped_sum(images * 1, labels), expected)
+
+    if wrong_tensor(0.0) is None:
+        return
+    if name := wrong_tensor(math.inf):
+        raise ValueError(
+            f"the gradient of {name!r} is not what its layer's rule finds, allowed with dp.enabled: networks that "
+            "use each layer once, as a layer, and overwrite nothing"
+        )
+    raise ValueError(
+        "the network reorders or joins the examples of a batch, allowed with dp.enabled: networks in which each layer "
+        "takes each example once, in its place"
     )
-    norms = squared.sqrt()
-    for clip_norm in (2 * float(norms.max()) or 1.0, float(norms.min()) / 2 or 1.0):
-        factors = clip_factors(squared, clip_norm)
-        with attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, _same_draws(first.device):
-            sums = clipped_sum(images * 1, torch.arange(2, device=first.device))
-        stacked_gradients = {
-            name: torch.stack([gradients[name] for gradients in gradients_by_example]) for name in names
-        }
-        _compare(sums, {name: torch.tensordot(factors, gradients, 1) for name, gradients in stacked_gradients.items()})
 
 
-def _autograd_gradients(model: nn.Module, names: Sequence[str], images: Tensor) -> list[dict[str, Tensor]]:
-    """Return the gradients of each image's loss by name; the labels are 0, 1, ..."""
-    parameters = dict(model.named_parameters())
-    with _same_draws(images.device):
-        losses = F.cross_entropy(model(images * 1), torch.arange(len(images), device=images.device), reduction="none")
-    gradients = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
-    return [dict(zip(names, gradients(loss, [parameters[name] for name in names]), strict=True)) for loss in losses]
-
-
-@contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
-    """Let a network that draws draw the same each time; the global generators are afterwards as they were."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
-
-
-def _compare(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def _first_difference(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """Return the name of the first tensor that differs by more than float32 rounds, also what would be 0."""
     largest = max(float(gradient.abs().sum()) for gradient in expected.values())
     for name, gradient in expected.items():
-        if not gradient.numel():
-            continue
-        atol = 1e-3 * float(gradient.abs().mean()) + 1e-7 * largest  # float32 rounds, also what would be 0
-        if not torch.allclose(sums.get(name, gradient * 0), gradient, rtol=1e-3, atol=atol):
-            raise ValueError(
-                f"the gradient of {name!r} is not what its layer's rule finds, allowed with dp.enabled: networks that "
-                "use each layer once, as a layer, and overwrite nothing"
-            )
+        error = float((sums.get(name, gradient * 0) - gradient).norm())
+        if not error <= 2e-3 * float(gradient.norm()) + 1e-7 * largest * gradient.numel() ** 0.5:
+            return name
+    return None
+
+
+def _noise(model: nn.Module, example_shape: Sequence[int], most: int, draw: torch.Generator) -> Tensor:
+    """Return ``most`` examples of noise on several scales, or fewer, but 6, for a large network."""
+    cost = sum(parameter.numel() for parameter in model.parameters()) + 64 * math.prod(example_shape)
+    shape = max(6, min(most, 2**24 // cost)), *example_shape
+    scales = torch.rand(shape[0], generator=draw).add(0.2).view(-1, *[1] * len(example_shape))
+    return (torch.randn(shape, generator=draw) * scales).to(next(model.parameters()))
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, images: Tensor) -> Tensor:
+    with global_draws_of(0):
+        outputs: Tensor = model(images * 1)  # a network may overwrite what it takes
+    return outputs
+
+
+def _is_drawing(model: nn.Module, images: Tensor) -> bool:
+    """Say whether a network moves a global generator. Two outputs may be equal though it draws."""
+    with global_draws_of(0):
+        model(images[:1] * 1)
+        later = _draws(images.device)
+    with global_draws_of(0):
+        return later != _draws(images.device)
+
+
+def _draws(device: torch.device) -> tuple[float, ...]:
+    return float(torch.rand(())), float(torch.rand((), device=device)), float(np.random.rand()), random.random()
 
 
 def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
     """Raise ``ValueError``, one line, for a network that passes something of an example on to another one.
 
-    Clipping then bounds nobody's part. The network computes on two examples of noise. The output of each must depend on
-    that example alone, and a buffer or parameter that the network changes in its forward pass is refused: it would
-    leave the client without noise. The global generators are afterwards as they were. The model has to be in the mode
-    of training.
+    Clipping then bounds nobody's part. A copy computes on noise. An example's output has to be the same in batches of
+    other sizes, orders and repetitions; where the network draws, it is the same where others take the places of some
+    others. A buffer or parameter that the network changes in its forward pass is refused: it would
+    leave the client without noise. The model and the global generators stay as they are.
     """
-    first = next(model.parameters())
+    draw = torch.Generator().manual_seed(0)
+    model = generic_copy(model, draw)
     versions = {name: (id(tensor), tensor._version) for name, tensor in _tensors_of(model)}
-    with _same_draws(first.device):
-        images = torch.randn(2, *example_shape, device=first.device, dtype=first.dtype, requires_grad=True)
-        outputs = model(images * 1)  # a network may overwrite what it takes
-        is_mixing = False
-        for i, j in ((0, 1), (1, 0)):
-            if outputs.requires_grad:
-                (gradient,) = torch.autograd.grad(outputs[i].sum(), images, retain_graph=True, allow_unused=True)
-                is_mixing |= gradient is not None and bool(gradient[j].any())
-        with torch.no_grad():
-            first_outputs, second_outputs = model(images * 1), model(images * 1)
-            if torch.equal(first_outputs, second_outputs):  # else it draws, and examples are drawn for in turn
-                single_outputs = torch.cat([model(images[k : k + 1] * 1) for k in (0, 1)])
-                scale = float(first_outputs.abs().max())
-                is_mixing |= not torch.allclose(first_outputs, single_outputs, rtol=1e-3, atol=1e-3 * scale)
+    pool = torch.cat([_noise(model, example_shape, 128, draw) for _ in range(2)])
+    size = len(pool) // 2
+    outputs = torch.cat([_outputs(model, images) for images in (pool[:size], pool[size:])])
+    if _is_drawing(model, pool):  # draws depend on places
+        parts = torch.arange(size) % 2, torch.randint(2, (size,), generator=draw)
+        batches = [torch.arange(size) + size * part for part in parts]
+    else:
+        batches = [torch.randint(2 * size, (count,), generator=draw) for count in (1, 3, size)]
+    atol = 1e-4 * float(outputs.abs().max())
+    is_mixing = not all(torch.allclose(_outputs(model, pool[batch]), outputs[batch], 1e-4, atol) for batch in batches)
     for name, tensor in _tensors_of(model):
         if versions.get(name) != (id(tensor), tensor._version):
             raise ValueError(

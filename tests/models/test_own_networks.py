@@ -14,7 +14,10 @@ from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
 
 SHAPE = (1, 8, 8)
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch.compile imports what warns
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning"),
+]
 
 
 def plain(shape, classes, *, inner=()):
@@ -82,6 +85,24 @@ def scripted(shape, classes):
     return torch.jit.script(plain(classes))
 
 
+@torch.jit.script
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class WithScript(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.inner, self.doubled = plain(classes), doubled
+
+    def forward(self, x):
+        return self.inner(self.doubled(x))
+
+
+def script_inside(shape, classes):
+    return WithScript(classes)
+
+
 def with_nothing(shape, classes):
     network = plain(classes)
     network.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
@@ -129,12 +150,12 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
     ("name", "settings", "reason"),
     [
         ("in_training", {}, "must be Tensor, not tuple"),
-        ("in_training", PRIVATE, "'tuple' object has no attribute"),
+        ("in_training", PRIVATE, "got tuple"),
         ("scripted", {}, "allowed: torch.nn.Module, no TorchScript"),
+        ("script_inside", {}, "^model '.*:script_inside' cannot be made .*ScriptFunction cannot be pickled"),
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         check(name, **settings)

@@ -315,6 +315,43 @@ def test_convolutions_of_every_kind_have_gradients_per_example(padding, groups, 
             torch.testing.assert_close(total, sum(each[name] for each in reference), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(12, bias=False),
+        nn.LayerNorm((4, 12), bias=False),
+        nn.LayerNorm(12, elementwise_affine=False),
+        nn.RMSNorm(12),
+        nn.RMSNorm((4, 12), eps=0.1),
+        nn.GroupNorm(2, 4, bias=False),
+    ],
+    ids=str,
+)
+def test_norms_without_a_bias_have_gradients_per_example(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), norm, nn.ReLU(), nn.Flatten(), nn.Linear(48, 10)).train()
+    for method in METHODS:
+        check_private(model, (4, 8), [name for name, _ in model.named_parameters()], method)
+    assert_every_method_clips_one_by_one(model, *data(4, (4, 8)))
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.body(images.flatten(1)).relu()))
+
+
+def test_a_layer_that_is_used_twice_is_known_to_hooks_alone_and_is_refused_without_a_hint_that_may_be_refused_too():
+    model = UsedTwice().train()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"layer 'body' is used twice, allowed with dp\.enabled: .* layer once$"):
+        check_private(model, (1, 8, 8), names, "one-pass")
+    check_private(model, (1, 8, 8), names, "hooks")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_frozen_parameters_have_no_part_in_the_norm(method):
     model = network()
