@@ -173,10 +173,10 @@ def unread(config: DataConfig) -> list[str]:
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
     """Raise ``ValueError`` where a plug-in loads or deals other data each time: processes do both for themselves."""
     if config.dataset in LOADERS:
-        first = _pool(config).dataset.content_sha256
+        content = _pool(config).dataset.content_sha256
         datasets.forget()
         _pool.cache_clear()
-        if _pool(config).dataset.content_sha256 != first:
+        if _pool(config).dataset.content_sha256 != content:
             raise ValueError(
                 f"dataset '{config.dataset}' is another one each time that it is loaded, allowed: one that draws by "
                 "the global generators of torch, numpy and random alone, which have a seed here"

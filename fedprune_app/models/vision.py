@@ -1,6 +1,5 @@
 """This module builds the papers' image networks, initialises them, and names their tensors."""
 
-import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +241,7 @@ def architecture(
 def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
     try:
         model = build(image_shape, num_classes)
-        copy.deepcopy(model)  # each client has one
+        deepcopy(model)  # each client has one
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(
             f"model '{name}' cannot be made for images of {_sizes(image_shape)} and {num_classes} classes: "
