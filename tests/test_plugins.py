@@ -19,6 +19,8 @@ from fedprune_app import plugins, registry
 from fedprune_app.config import PolicyError, parse_config, with_carrier
 from fedprune_app.data import brought
 from fedprune_app.data.dataset import Form
+from fedprune_app.data.datasets import load_dataset
+from fedprune_app.exports.file import read_export_info
 from fedprune_app.plugins import loading
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.node import read_policy
@@ -809,6 +811,8 @@ def test_a_private_run_takes_a_network_of_one_shape_and_refuses_one_that_mixes_b
 # --- ordinary networks, datasets and partitions that cannot be used as they are ---------------------------------------
 
 ODD = """
+import random
+
 import numpy as np
 import torch
 from torch import nn
@@ -846,6 +850,34 @@ def even(folder):
 def tracked(folder):
     return (torch.zeros(20, 1, 8, 8, requires_grad=True), np.zeros(20, int)), part((1, 8, 8))
 
+def entropy(folder):
+    images, labels = part((1, 8, 8))
+    return (np.random.default_rng().permutation(images), labels), part((1, 8, 8))
+
+def seeded(folder):
+    images, labels = part((1, 8, 8))
+    return (np.random.permutation(images), labels), part((1, 8, 8))
+
+def entropic(shape, classes):
+    model = layers(classes)
+    model[1].weight.data[0, 0] = float(np.random.default_rng().random())
+    return model
+
+class Drawn(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.register_buffer("order", torch.randperm(64))
+        self.projection = torch.tensor(np.random.randn(64, 64), dtype=torch.float32) / 8
+        self.flips = [random.choice((-1.0, 1.0)) for _ in range(64)]
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x):
+        x = x.flatten(1)[:, self.order] * torch.tensor(self.flips)
+        return self.fc(torch.relu(x @ self.projection))
+
+def drawn(shape, classes):
+    return Drawn(classes)
+
 def unseeded(labels, num_clients, rng):
     return np.array_split(np.random.default_rng().permutation(len(labels)), num_clients)
 """
@@ -863,6 +895,11 @@ def unseeded(labels, num_clients, rng):
             "dataset=odd.py:tracked",
             "cannot be read as examples with labels: RuntimeError: Can't call numpy() on Tensor that requires",
         ),
+        ("dataset=odd.py:entropy", "is another one each time that it is loaded, allowed: one that draws by the global"),
+        (
+            "model=odd.py:entropic",
+            "is another network each time that it is made, allowed: one that draws by the global",
+        ),
         ("partition=odd.py:unseeded", "deals other data each time, allowed: a function that draws by the generator"),
     ],
 )
@@ -871,6 +908,30 @@ def test_what_cannot_be_used_as_it_is_is_one_line_before_the_start(fedprune, tmp
     model = () if setting.startswith("model") else ("model=mlp-small",)
     code, said = fedprune("check", "system=fedavg", "--clients", "2", setting, *model)
     assert (code, says in said, said.count("\n")) == (2, True, 1), said
+
+
+def test_data_that_numpy_s_generator_shuffles_are_the_same_each_time(fedprune, tmp_path):
+    write(tmp_path / "odd.py", ODD)
+    code, said = fedprune("check", "system=fedavg", "--clients", "2", "dataset=odd.py:seeded", "model=mlp-small")
+    assert code == 0, said
+
+
+def test_what_three_generators_drew_for_a_network_is_the_same_in_the_exported_one(fedprune, tmp_path):
+    write(tmp_path / "odd.py", ODD)
+    more = ("system=fedavg", "num-server-rounds=2", "fraction-train=1.0", "partition=iid", "learning-rate=0.05")
+    code, said = fedprune("run", "model=odd.py:drawn", *more, "--engine", "inprocess", "--clients", "2", "--out", "run")
+    assert code == 0, said
+    *_, last = map(json.loads, (tmp_path / "run" / "rounds.jsonl").read_text().splitlines())
+    code, said = fedprune("export", "run", "--global", "-o", "net.safetensors", "--plugin", "odd.py")
+    assert code == 0, said
+    scope = {}
+    exec(ODD, scope)
+    network = fedprune_app.load_model("net.safetensors", build=scope["drawn"])
+    info, digits = read_export_info("net.safetensors"), load_dataset("digits")
+    images = (torch.tensor(digits.test_images) / 255 - info.mean[0]) / info.std[0]
+    accuracy = float((network(images).argmax(1).numpy() == digits.test_labels).mean())
+    assert accuracy == pytest.approx(last["accuracy_global"], abs=0.02)
+    assert accuracy > 0.5
 
 
 def test_a_weight_that_layers_share_is_pruned_as_one(fedprune, tmp_path):
