@@ -932,6 +932,9 @@ def test_what_three_generators_drew_for_a_network_is_the_same_in_the_exported_on
     accuracy = float((network(images).argmax(1).numpy() == digits.test_labels).mean())
     assert accuracy == pytest.approx(last["accuracy_global"], abs=0.02)
     assert accuracy > 0.5
+    exec(ODD.replace("torch.relu(", "torch.tanh("), scope)  # the code has changed since
+    with pytest.raises(ValueError, match=r"model 'odd.py:drawn' made anew computes something else than the run's own"):
+        fedprune_app.load_model("net.safetensors", build=scope["drawn"])
 
 
 def test_a_weight_that_layers_share_is_pruned_as_one(fedprune, tmp_path):

@@ -43,6 +43,7 @@ from fedprune_app.models.vision import (
     architecture,
     load_state_tensors,
     named_tensors,
+    outputs,
     parameter_names,
 )
 
@@ -52,6 +53,7 @@ MAX_FILE_BYTES = 1 << 31
 _MAX_SIDE = 1 << 12  # of an image, in pixels or channels
 _MAX_CLASSES = 1 << 20
 _MAX_NAME = 1 << 10
+_PROBED = 16
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class ExportInfo:
     ``std`` are of: "images" of 8 bits, which are scaled to [0, 1] before, or "numbers" as they are, as in a table.
     "unknown" is for a plug-in's dataset that was not there when the model was exported. ``features`` are the names of a
     table's columns in the order in which the network takes them; they are empty for all other data. ``seed`` is the one
-    by which a plug-in's function makes the network, of which the file has the floating-point tensors alone.
+    by which a plug-in's function makes the network, of which the file has the floating-point tensors alone. ``logits``
+    are what the run's own model gives for :func:`probe`'s images, which a network made anew has to give as well.
     """
 
     system: str
@@ -84,6 +87,7 @@ class ExportInfo:
     inputs: str = "images"
     features: tuple[str, ...] = ()
     seed: int = 0
+    logits: tuple[float, ...] = ()
 
     def to_json(self) -> str:
         """Return the metadata of an export file, which :meth:`from_json` reads."""
@@ -95,7 +99,7 @@ class ExportInfo:
 
         Raises ``ValueError`` for whatever :meth:`to_json` would not write, except unknown keys.
         """
-        metadata = {"seed": 0, **_json_object(text)}  # files of before have none
+        metadata = {"seed": 0, "logits": [], **_json_object(text)}  # files of before have none
         for key, (is_allowed, allowed) in _KEYS.items():
             if key not in metadata:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
@@ -195,7 +199,21 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
         for buffer in model.buffers():
             buffer.zero_()  # the counters, which are in no file
     load_state_tensors(model, payload.tensors)
+    if info.logits:
+        expected, actual = torch.tensor(info.logits), torch.tensor(probe(model, info.image_shape))
+        if not torch.allclose(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max())):
+            raise ValueError(
+                f"model {info.model!r} made anew computes something else than the run's own, allowed: the run's code, "
+                "and networks that keep what they draw and change in floating-point tensors of their state"
+            )
     return model
+
+
+def probe(model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[float, ...]:
+    """Return some logits of a network for four images of noise, to five digits: by these it is known again."""
+    images = torch.rand(4, *image_shape, generator=torch.Generator().manual_seed(0))
+    logits = outputs(model, images).t().flatten()[:_PROBED].nan_to_num()
+    return tuple(float(f"{logit:.5g}") for logit in logits.tolist())
 
 
 def full_density(model: nn.Module, payload: Payload) -> float:
@@ -312,6 +330,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "class_names": (_is_names, "a list of names"),
     "features": (_is_names, "a list of names"),
+    "logits": (lambda v: _is_list(v, _is_number) and len(v) <= _PROBED, f"at most {_PROBED} numbers"),
     "seed": (lambda v: _is_whole(v, 0, 2**62), "a number from 0 to 2**62"),
     "image_fit": (lambda v: v in ("crop", "stretch"), "crop, stretch"),
 }
