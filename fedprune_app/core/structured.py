@@ -5,13 +5,16 @@ the removed channels physically gone. :func:`gather` takes a full network's tens
 takes them back. :func:`coordinate_masks` says which full coordinates a small network has.
 """
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+
+from fedprune_app.core.flops import generic_copy
 
 # Channel masks are, for each group by its name, bool (size,), True = kept.
 Kept = dict[str, Tensor]
@@ -180,6 +183,43 @@ def _resize(path: str, layer: nn.Module, shape: torch.Size) -> None:
         layer.out_features, layer.in_features = shape
     else:
         raise ValueError(f"layer '{path}' is a {type(layer).__name__}, allowed: Conv2d, BatchNorm2d or Linear")
+
+
+def check_cut(
+    model: nn.Module,
+    image_shape: Sequence[int],
+    masks: Callable[[], Mapping[str, Tensor]],
+    cut: Callable[[nn.Module], Callable[[Tensor], Tensor]],
+) -> None:
+    """Raise ``ValueError`` unless ``cut(model)`` computes what the full network does with 0 where masks are False.
+
+    The two are compared on random images, with random weights and running statistics, in eval mode. ``model`` stays as
+    it is.
+    """
+    draw, problem = torch.Generator().manual_seed(0), ""
+    try:
+        for _ in range(2):  # in one of them all channels may be dead
+            full = generic_copy(model, draw).cpu().eval()
+            for name, buffer in full.named_buffers():
+                if name.endswith(("running_mean", "running_var")):
+                    buffer.uniform_(0, 0.5, generator=draw).add_(name.endswith("var"))
+            images = torch.rand(4, *image_shape, generator=draw).to(next(full.parameters()).dtype)
+            masked = copy.deepcopy(full)
+            state = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+            with torch.no_grad():
+                for name, mask in masks().items():
+                    state[name].mul_(mask)
+                before, expected = full(images.clone()), masked(images.clone())
+                outputs = cut(full)(images.clone())
+            if not (outputs - expected).abs().max() <= 1e-3 * (before - expected).abs().max():  # NaN too
+                problem = "computes something else"
+    except Exception as failure:  # a user's network raises what it likes
+        problem = f"fails: {type(failure).__name__}: {failure}"
+    if problem:
+        raise ValueError(
+            "the model cannot be made smaller, allowed: one that with fewer channels computes what it does with these "
+            f"channels at 0; with fewer channels it {' '.join(problem.split())}"
+        )
 
 
 # --- leading units ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import torch
@@ -11,9 +11,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedprune_app.core.flops import forward_flops, module_mode
 from fedprune_app.core.rng import generator
-from fedprune_app.core.structured import ChannelGroup, Slice
+from fedprune_app.core.structured import ChannelGroup, Slice, check_cut, coordinate_masks, shrink
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.vision import architecture, buffer_names, build_model, builder_seed, parameter_names
+from fedprune_app.models.vision import (
+    architecture,
+    buffer_names,
+    build_model,
+    builder_seed,
+    named_tensors,
+    parameter_names,
+)
 
 ImageShape = tuple[int, int, int]
 
@@ -22,19 +29,28 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     """Return the groups of channels that BatchNorm layers rank, in the model's order.
 
     A chain of layers is read off directly. For any other network (residual connections) torch-pruning traces the
-    dependencies. Raises ``ValueError`` for a network without BatchNorm, or where torch-pruning is needed and missing.
+    dependencies. Raises ``ValueError`` for a network without BatchNorm, where torch-pruning is needed and missing, and
+    where the network without some of the channels computes something else than with these channels at 0.
     """
-    if not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
+    is_chain = all(isinstance(layer, nn.Sequential) or not list(layer.children()) for layer in model.modules())
+    has_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    groups = tuple(_chain_groups(model) if is_chain else _traced_groups(model, image_shape)) if has_norm else ()
+    if not groups:
         raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
-    return tuple(_chain_groups(model) if isinstance(model, nn.Sequential) else _traced_groups(model, image_shape))
+    draw = generator(0, "cut")
+    kept = {group.name: torch.randperm(group.size, generator=draw) % 2 == 0 for group in groups}
+    shapes = {name: tensor.shape for name, tensor in named_tensors(model).items()}
+    cut = partial(shrink, groups=groups, kept=kept)
+    check_cut(model, image_shape, partial(coordinate_masks, groups, kept, shapes), cut)
+    return groups
 
 
-def _chain_groups(model: nn.Sequential) -> list[ChannelGroup]:
+def _chain_groups(model: nn.Module) -> list[ChannelGroup]:
     """Return the groups of a chain: a convolution, its norm, and the next convolution or linear layer.
 
     Layers between these have no channels.
     """
-    layers = [(name, m) for name, m in model.named_children() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.Linear)]
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.Linear)]
     groups = []
     for i, ((conv_name, conv), (norm_name, norm)) in enumerate(pairwise(layers)):
         if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedprune_app.models.initial import initial_model, layer_flops, shared_names, trains_on_one
+from fedprune_app.models.initial import channel_groups, initial_model, layer_flops, shared_names, trains_on_one
 from fedprune_app.models.vision import buffer_names, parameter_names
 
 PHOTOS = ("cifar10", (3, 32, 32), 10)
@@ -52,3 +52,55 @@ def test_flops_by_layer_are_those_of_convolutions_and_linear_layers():
         "conv3": 2 * 8**2 * 64 * 9 * 32,
         "fc1": 2 * 1024 * 10,
     }
+
+
+def block(inputs, outputs, size=3, **how):
+    return nn.Sequential(nn.Conv2d(inputs, outputs, size, padding=size // 2, **how), nn.BatchNorm2d(outputs))
+
+
+class TwoBlocks(nn.Module):
+    """Two blocks, with something between them, and features that are flattened in an order of their own."""
+
+    def __init__(self, between=lambda x: x, inputs=8, order=(0, 1, 2, 3), **how):
+        super().__init__()
+        self.first, self.second = block(1, 8), block(inputs, 8, **how)
+        self.out, self.between, self.order = nn.Linear(8 * 16, 10), between, order
+
+    def forward(self, x):
+        x = torch.relu(self.second(self.between(torch.relu(self.first(x)))))
+        return self.out(nn.functional.adaptive_avg_pool2d(x, 4).permute(self.order).flatten(1))
+
+
+def chain(*layers):
+    return nn.Sequential(*layers, nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10))
+
+
+ANOTHER_NETWORK_WHEN_CUT = {
+    "flattened with channels last": lambda: TwoBlocks(order=(0, 2, 3, 1)),
+    "flipped channels": lambda: TwoBlocks(lambda x: x.flip(1)),
+    "shuffled channels": lambda: TwoBlocks(nn.ChannelShuffle(2)),
+    "concatenation": lambda: TwoBlocks(lambda x: torch.cat([x, x], 1), 16),
+    "ResNeXt": lambda: TwoBlocks(groups=4),
+    "GLU": lambda: TwoBlocks(lambda x: nn.functional.glu(x, 1), 4),
+    "depthwise": lambda: chain(*block(1, 8), nn.ReLU(), *block(8, 8, groups=8)),
+    "PReLU": lambda: chain(*block(1, 8), nn.PReLU(8), *block(8, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", ANOTHER_NETWORK_WHEN_CUT)
+def test_a_network_that_would_be_another_one_without_some_of_its_channels_is_refused_in_one_line(kind):
+    with pytest.raises(ValueError, match="cannot be made smaller, allowed") as refusal:
+        channel_groups(ANOTHER_NETWORK_WHEN_CUT[kind](), (1, 8, 8))
+    assert "\n" not in str(refusal.value)
+
+
+def test_blocks_within_a_chain_are_cut_like_the_chain():
+    groups = channel_groups(chain(block(1, 8), nn.ReLU(), block(8, 8)), (1, 8, 8))
+    assert [group.name for group in groups] == ["0.1", "2.1"]
+
+
+def test_a_network_is_left_as_it_was_by_the_comparison():
+    model = TwoBlocks(inputs=8)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert len(channel_groups(model, (1, 8, 8))) == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
