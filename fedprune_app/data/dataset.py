@@ -92,7 +92,8 @@ class Dataset:
     a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
     examples, and is -1 for who has no training example. ``features`` are the names of the C numbers of an example, in
     order, where numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples,
-    and no published constants. ``notes`` say what is there and is not read.
+    and no published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training
+    and then the test examples as they are stored, whatever settings make of them.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Dataset:
     features: tuple[str, ...] = ()
     is_measured: bool = False
     notes: tuple[str, ...] = ()
+    stored: Callable[[], list[bytes]] | None = None
 
     def __post_init__(self) -> None:
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,7 +155,14 @@ def image_folder(
     owners = [Path(item).relative_to(folder).parts[0] for item, _ in members["owners"]] if form.by_owner else None
     places = [place for places in places_by_part.values() for place in places]
     notes = _unread_notes(places, sum(map(len, members.values())))
-    return _build_dataset(name, folder, splits, classes, norm, public_scale, owners, notes)
+    items = [item for part_members in members.values() for item, _ in part_members]
+    data = _build_dataset(name, folder, splits, classes, norm, public_scale, owners, notes)
+    return replace(data, stored=lambda: [_file_digest(Path(item)) for item in items])
+
+
+def _file_digest(path: Path) -> bytes:
+    """Return a digest of a file and of the folder that is its class."""
+    return hashlib.sha256(os.fsencode(f"{path.parent.name}/") + path.read_bytes()).digest()
 
 
 def _class_names(folder: Path) -> set[str]:

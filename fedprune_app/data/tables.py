@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
         test_owners=test_owners if "test" in files else None,
         features=tuple(features),
         is_measured=not public_scale,
+        stored=lambda: [digest for path in files.values() for digest in _row_digests(path)],
     )
 
 
@@ -116,6 +118,17 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
         allowed = "a name of its own for each (to_csv(index=False) writes no row numbers)"
         raise FileError(path, "a table", f"has columns without a name, or two of one name, allowed: {allowed}")
     return frame
+
+
+def _row_digests(path: Path) -> list[bytes]:
+    """Return a digest of each row as it is stored, of all its columns."""
+    import pandas
+
+    if path.suffix == ".csv":
+        frame = pandas.read_csv(path, index_col=False, dtype=str, keep_default_na=False)
+    else:
+        frame = pandas.read_parquet(path)
+    return [hashlib.sha256(repr(row).encode()).digest() for row in frame.itertuples(index=False, name=None)]
 
 
 def _check_columns(path: Path, frame: pandas.DataFrame, names: Sequence[str], reason: str) -> None:
