@@ -26,15 +26,10 @@ def shortened(names: Sequence[str], limit: int = 12) -> str:
 
 
 class FileError(ValueError):
-    """A data file cannot be used: the text names the file, and ``unnamed`` says only its ``place``.
+    """A data file cannot be used."""
 
-    A file's name may tell whom the file is about, and a reason what is in it. So a node's errors that go to a server
-    have neither.
-    """
-
-    def __init__(self, path: Path | str, place: str, reason: str) -> None:
+    def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(f"'{path}' {reason}")
-        self.unnamed = f"{place} cannot be used; the node's log says which one and why"
 
 
 def text_of(value: object) -> str:

@@ -24,6 +24,7 @@ from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.preflight.node import node_settings, read_policy
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
+from tests.models.tiny_llm import tiny_byte_model
 from tests.refusing import refuses
 
 KEY = "0123456789abcdef"
@@ -234,7 +235,7 @@ def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tm
         assert len(trained) == 1
     assert (len(told), len(parts)) == (1, 3)
     secret.write_text("short")
-    with pytest.raises(TooFewReplies, match=r"split\.secret' is damaged, allowed: a secret of 64 hexadecimal digits"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         num_examples(0)
 
 
@@ -297,6 +298,29 @@ def test_the_numbers_of_a_private_node_do_not_count_images_that_a_run_makes_equa
             [introduced(tmp_path / name, state, **run, **{"validation-fraction": s})["num-examples"] for s in SHARES]
         )
     assert told[0] == told[1] == [15, 12, 7, 3, 1]
+
+
+def test_a_private_node_does_not_count_a_word_for_a_server_that_brings_the_tokenizer(introduced, tmp_path):
+    """A tokenizer that knows one word alone makes as many segments of one token as there are such words."""
+    model, said = tiny_byte_model(tmp_path / "model", "llama"), []
+    for words in (0, 3):
+        folder = tmp_path / f"own-{words}"
+        folder.mkdir()
+        for name in "ab":
+            (folder / f"{name}.txt").write_text("x" * words)
+        run = {"system": "fedspallm", "dataset": "text", "model": str(model), "dp.accuracies": "none"}
+        run |= {"fedspallm.merge": "hessians", "fedspallm.segments": 10**6, "fedspallm.segment-length": 1}
+        said.append(introduced(folder, tmp_path / f"state-{words}", **run))
+    assert said[0] == said[1]
+    assert said[0]["num-examples"] == 10**6
+
+
+def test_no_error_of_a_node_with_data_of_its_own_says_what_is_in_them(introduced, tmp_path, caplog):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.csv").write_text("age,label\n3,hiv\n4,hiv\n")
+    said = introduced(tmp_path / "own", tmp_path / "state", dataset="table", **{"test-split": "holdout"})
+    assert said == "the node cannot do this with data of its own; the node's log says why"
+    assert "has one label, 'hiv'" in caplog.text
 
 
 def test_a_private_node_whose_examples_are_all_held_out_trains_and_scores_as_any_other(nodes, tmp_path):
