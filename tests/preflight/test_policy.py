@@ -310,6 +310,7 @@ def test_a_private_node_does_not_count_a_word_for_a_server_that_brings_the_token
             (folder / f"{name}.txt").write_text("x" * words)
         run = {"system": "fedspallm", "dataset": "text", "model": str(model), "dp.accuracies": "none"}
         run |= {"fedspallm.merge": "hessians", "fedspallm.segments": 10**6, "fedspallm.segment-length": 1}
+        run |= {"num-server-rounds": 1}
         said.append(introduced(folder, tmp_path / f"state-{words}", **run))
     assert said[0] == said[1]
     assert said[0]["num-examples"] == 10**6
