@@ -166,7 +166,7 @@ class ImageClient(Node):
 
     @property
     def num_examples(self) -> int:
-        return len(self.data.train_labels)
+        return self.images.sizes["train"]
 
     def introduction(self) -> dict[str, Any]:
         return {**super().introduction(), **self.images.introduction()}
@@ -179,6 +179,15 @@ class ImageClient(Node):
         """Describe a payload of the shared tensors, with masks for the tensors in ``masked``."""
         tensors = vision.named_tensors(self.model)
         return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
+
+    def load_state(self, task: Task) -> tuple[State, str]:
+        state, loss = super().load_state(task)
+        if state.meta:
+            self.images.check_kept(state.meta)
+        return state, loss
+
+    def check_state(self, round: int) -> None:
+        self.images.check_kept(self.store.read(round).meta)
 
     # --- what a system says -------------------------------------------------------------------------------------
 
@@ -316,13 +325,14 @@ class ImageClient(Node):
         images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
         result = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision)
         self.tested = result
-        if not result.total:
-            return None
         if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):
-            return result.accuracy
+            return result.accuracy if result.total else None
+        total = self.images.sizes[split]
+        if not total:
+            return None
         public = vision.state_tensors(self.model, include_buffers=True)
         count = self.privacy.noised_count if decides else self.privacy.affordable_count
-        return count(result.correct, result.total, split, task.round, public)
+        return count(result.correct, total, split, task.round, public)
 
     def test_accuracy(
         self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
@@ -392,9 +402,9 @@ class ImageClient(Node):
         scores = {name: score for name, score in scores.items() if score is not None}
         fields |= scores
         if self.privacy is not None:
-            if scores and self.config.dp.accuracies == "noised" and len(self.data.test_labels):
+            if scores and self.config.dp.accuracies == "noised" and (num_tests := self.images.sizes["test"]):
                 # the standard deviation of the noise in each share
-                fields["accuracy-noise"] = math.sqrt(2) * self.config.dp.count_scale / len(self.data.test_labels)
+                fields["accuracy-noise"] = math.sqrt(2) * self.config.dp.count_scale / num_tests
             # which labels a client holds may decide how many test examples it has
             return 0, fields | self.privacy.report(task.round)
         return len(self.data.test_labels), fields

@@ -83,11 +83,13 @@ class FedLTPClient(FedAvgClient):
     def score(self, task: Task) -> dict[str, Any]:
         """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
         images, labels = self.data.validation_images, self.data.validation_labels
-        if not len(labels):
+        num_validation = self.images.sizes["validation"]
+        if not num_validation:
             raise ValueError("the client has no validation examples to score with")
         correct = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).correct
+        correct = min(correct, num_validation)  # a draw may have more than were planned
         if self.privacy is None:
-            return {"score": correct, "num-validation": len(labels)}
+            return {"score": correct, "num-validation": num_validation}
         public = vision.state_tensors(self.model, include_buffers=True)
         from fedprune_app.privacy.ledger import Overspent
 
@@ -95,4 +97,4 @@ class FedLTPClient(FedAvgClient):
             score = self.privacy.noised_score(correct, "validation", task.round, public)
         except Overspent as error:
             return self.privacy.declined(task.round, error)
-        return {"score": score, "num-validation": len(labels), **self.privacy.report(task.round)}
+        return {"score": score, "num-validation": num_validation, **self.privacy.report(task.round)}

@@ -293,7 +293,9 @@ class FedSpaLLMClient(Node):
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
         """Return the private text: token ids (segments, length), and the names of the documents they are from.
 
-        There are ``count`` segments, or for 0 as many as the client calibrates with.
+        There are ``count`` segments, or for 0 as many as the client calibrates with. Private text of the client's own
+        may have fewer: how many lack is as secret as the text, so blanks are in their place. A blank adds nothing to a
+        sum, and is not made.
         """
         options = self.options
         return segments(
@@ -308,15 +310,16 @@ class FedSpaLLMClient(Node):
             max_segments=max(self.num_examples, options.recovery_segments if options.recovery_rounds else 0),
             length=self.model.sequence_length(options.segment_length),
             seed=self.config.seed,
+            may_lack=self.has_own_text and self.config.dp.enabled,
         )
 
     def read_text(self) -> list[str]:
         """Read all text that the client learns from and tests on, and return the names of its documents.
 
-        ``ValueError`` where there is too little.
+        ``ValueError`` where there is too little, unless that is secret.
         """
         _, documents = self.segments()
-        if self.own_text:
+        if self.own_text and not self.config.dp.enabled:
             windows_of(self.model.encode(self.own_text[1]), self.model.sequence_length(self.options.window))
         return documents
 
@@ -388,17 +391,19 @@ class FedSpaLLMClient(Node):
         """
         clip_norm = self.config.dp.clip_norm
         size = self.config.batch_size
-        moments = input_matrices(self.model, module, self.observed_matrices, hidden, size, clip_norm)
+        states = hidden if len(hidden) else hidden.new_zeros(1, *hidden.shape[1:])  # for the shapes of the sums
+        moments = input_matrices(self.model, module, self.observed_matrices, states, size, clip_norm)
         model = [self.model.shell_digest(), *(self.model.layer_digest(number) for number in range(layer + 1))]
         received_digests = meta["received"]
         pruned_digests = [received_digests.get(str(number), "") for number in range(layer)]
         settings = (
-            f"{privacy.noise_multiplier} {clip_norm} {tuple(hidden.shape)} {size} {' '.join(model + pruned_digests)}"
+            f"{privacy.noise_multiplier} {clip_norm} {(self.num_examples, *hidden.shape[1:])} {size} "
+            + " ".join(model + pruned_digests)
         )
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors = {}
         for name, total in moments.items():
-            vector = hessians.isometric(total.double())
+            vector = hessians.isometric(total.double() * bool(len(hidden)))
             vector = noises.noised(
                 vector, noise.gaussian(len(vector), vector.device), privacy.noise_multiplier * clip_norm
             )
@@ -449,7 +454,9 @@ class FedSpaLLMClient(Node):
             position, hidden = int(state.meta["next"]), state.tensors["hidden"]
             hidden = hidden.to(self.model.home(hidden.shape[0] * hidden.shape[1]))
         else:
-            position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
+            tokens = self.segments()[0]
+            blanks = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
+            position, hidden = 0, self.model.embed(blanks, self.config.batch_size)[: len(tokens)]
         if layer:
             forget_documents()
         for earlier_layer in range(position, layer):
@@ -459,7 +466,8 @@ class FedSpaLLMClient(Node):
             if (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers:
                 tensors |= self.own_layer(earlier_layer, state).tensors
             module = self.model.layer(earlier_layer, tensors)
-            hidden = self.model.pass_through(module, hidden, self.config.batch_size)
+            if len(hidden):
+                hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:

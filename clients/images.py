@@ -1,5 +1,6 @@
 """The images that a client learns from, what it says of them, and how they are augmented."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 from clients.node import Place, ReplyFields
 from clients.privacy import split_secret
 from fedprune_app.config import Config
-from fedprune_app.data.splits import client_data, data_config, dataset_of, label_counts, record_digests
+from fedprune_app.data.splits import client_data, data_config, dataset_of, label_counts, part_sizes, record_digests
 
 
 class CropFlip:
@@ -64,6 +65,7 @@ _OF_THE_DATA = frozenset(
     }
 )
 _OF_THE_SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir", "features", "features-digest"})
+PARTS_DRAWN = 2  # the version of the way in which a node's secret draws the parts of its data
 SAID_OF_IMAGES = ReplyFields(introduction=_OF_THE_SHAPE | _OF_THE_DATA, withheld_when_private=_OF_THE_DATA)
 
 
@@ -75,6 +77,7 @@ class Images:
         self.data_config = data_config(config, place.has_own_data, split_secret(config, place))
         self.dataset = dataset_of(self.data_config, place.share[1])
         self.data = client_data(self.data_config, *place.share, device)
+        self.sizes = part_sizes(self.data_config, *place.share)
 
     def record_digests(self) -> list[bytes]:
         return record_digests(self.data_config, *self.place.share)
@@ -111,7 +114,16 @@ class Images:
         This is how images were normalised, and the columns of a table.
         """
         features = {"features": list(self.dataset.features)} if self.dataset.features else {}
-        return {"normalisation": self._normalisation(), **features}
+        drawn = {"parts-drawn": PARTS_DRAWN} if self.data_config.split_secret else {}
+        return {"normalisation": self._normalisation(), **features, **drawn}
+
+    def check_kept(self, meta: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a state from when a secret drew other parts of the data."""
+        if self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
+            raise ValueError(
+                "the run began with a version that drew other parts of a node's own data, allowed with dp.enabled: a "
+                "new run"
+            )
 
     def _normalisation(self) -> dict[str, list[float]]:
         depth, dataset = self.dataset.image_shape[0], self.dataset

@@ -92,7 +92,7 @@ class ClientPrivacy:
 
         self.options = options = config.dp
         self.seed = config.seed
-        self.client_id = client_id
+        self.client_id, self.num_examples = client_id, num_examples
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
         # at most, in the whole run
         epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
@@ -157,7 +157,8 @@ class ClientPrivacy:
         self.ledger.require(self.steps(epochs))
         multiplier, clip_norm, rate = self.noise_multiplier, self.options.clip_norm, self.sample_rate
         noise = self.noise(role, round, public, f"{settings} {multiplier} {clip_norm} {rate}")
-        return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, self.options.grad_sample)
+        method, count = self.options.grad_sample, self.num_examples
+        return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, method, num_examples=count)
 
     def charge_steps(self, steps: int, note: str) -> None:
         """Charge what ran: after it, and before anything of it is stored or sent."""

@@ -109,7 +109,7 @@ class SubFedAvgClient(ImageClient):
         if self.config.subfedavg.gate_split == "none":
             return True
         split = self.config.subfedavg.gate_split
-        if not len(getattr(self.data, f"{split}_labels")):
+        if not self.images.sizes[split]:
             task.notes.append(f"it has no {split} images to decide by, so it does not prune")
             return False
         accuracy = self.accuracy(task, split, decides=True)

@@ -11,7 +11,7 @@ from flwr.clientapp import ClientApp
 from clients.node import Kind, Node, Place, check_reply
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
-from fedprune_app.data.dataset import FileError
+from fedprune_app.config import PolicyError
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import client_state_folder
 from fedprune_app.learning.device import prepare_torch
@@ -38,7 +38,8 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
         policy,
     )
     kind = kind or SYSTEMS[config.system].client
-    return kind(config, place)
+    with _discreet(context):
+        return kind(config, place)
 
 
 def _task(message: Message, client: Node) -> Task:
@@ -58,15 +59,17 @@ def _reply(
 
 @contextmanager
 def _discreet(context: Context) -> Iterator[None]:
-    """Let only the log name files on a node with data of its own, since errors go to the server."""
+    """Let no error say more than one fixed line on a node with data of its own, once these may have been read.
+
+    Errors go to the server, which chooses what is done with the data. What a policy declines follows from what is told.
+    """
     try:
-        with plugins.located():
-            yield
-    except FileError as error:
-        if "partition-id" in context.node_config:
+        yield
+    except (Exception, SystemExit) as error:
+        if "partition-id" in context.node_config or isinstance(error, PolicyError):
             raise
-        log.error("%s", error)
-        raise ValueError(error.unnamed) from None
+        log.error("%s", plugins.told(error))
+        raise ValueError("the node cannot do this with data of its own; the node's log says why") from None
 
 
 @app.query()
@@ -75,26 +78,30 @@ def query(message: Message, context: Context, kind: type[Node] | None = None) ->
 
     Before a run is resumed, this also answers which versions of the client's state are lost.
     """
-    with _discreet(context):
-        client, fields = make_client(context, message, kind), wire.fields_of(message.content)
-        versions = fields.get("states")
-        answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
-    return _reply(message, client, "introduction", answer)
+    with plugins.located():
+        client = make_client(context, message, kind)
+        with _discreet(context):
+            fields = wire.fields_of(message.content)
+            versions = fields.get("states")
+            answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
+            return _reply(message, client, "introduction", answer)
 
 
 @app.train()
 def train(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
-    with _discreet(context):
+    with plugins.located():
         client = make_client(context, message, kind)
-        arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
-    payload, fields = reply_from_numpy(arrays, metrics)
-    encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
-    return _reply(message, client, "training", {**fields, "num-examples": num_examples}, encoded)
+        with _discreet(context):
+            arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
+            payload, fields = reply_from_numpy(arrays, metrics)
+            encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
+            return _reply(message, client, "training", {**fields, "num-examples": num_examples}, encoded)
 
 
 @app.evaluate()
 def evaluate(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
-    with _discreet(context):
+    with plugins.located():
         client = make_client(context, message, kind)
-        _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
-    return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})
+        with _discreet(context):
+            _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
+            return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})

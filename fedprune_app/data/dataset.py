@@ -26,15 +26,10 @@ def shortened(names: Sequence[str], limit: int = 12) -> str:
 
 
 class FileError(ValueError):
-    """A data file cannot be used: the text names the file, and ``unnamed`` says only its ``place``.
+    """A data file cannot be used."""
 
-    A file's name may tell whom the file is about, and a reason what is in it. So a node's errors that go to a server
-    have neither.
-    """
-
-    def __init__(self, path: Path | str, place: str, reason: str) -> None:
+    def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(f"'{path}' {reason}")
-        self.unnamed = f"{place} cannot be used; the node's log says which one and why"
 
 
 def text_of(value: object) -> str:
@@ -92,7 +87,8 @@ class Dataset:
     a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
     examples, and is -1 for who has no training example. ``features`` are the names of the C numbers of an example, in
     order, where numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples,
-    and no published constants. ``notes`` say what is there and is not read.
+    and no published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training
+    and then the test examples as they are stored, whatever settings make of them.
     """
 
     name: str
@@ -108,6 +104,7 @@ class Dataset:
     features: tuple[str, ...] = ()
     is_measured: bool = False
     notes: tuple[str, ...] = ()
+    stored: Callable[[], list[bytes]] | None = None
 
     def __post_init__(self) -> None:
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):

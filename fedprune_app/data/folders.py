@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,7 +155,14 @@ def image_folder(
     owners = [Path(item).relative_to(folder).parts[0] for item, _ in members["owners"]] if form.by_owner else None
     places = [place for places in places_by_part.values() for place in places]
     notes = _unread_notes(places, sum(map(len, members.values())))
-    return _build_dataset(name, folder, splits, classes, norm, public_scale, owners, notes)
+    items = [item for part_members in members.values() for item, _ in part_members]
+    data = _build_dataset(name, folder, splits, classes, norm, public_scale, owners, notes)
+    return replace(data, stored=lambda: [_file_digest(Path(item)) for item in items])
+
+
+def _file_digest(path: Path) -> bytes:
+    """Return a digest of a file and of the folder that is its class."""
+    return hashlib.sha256(os.fsencode(f"{path.parent.name}/") + path.read_bytes()).digest()
 
 
 def _class_names(folder: Path) -> set[str]:
@@ -236,7 +244,7 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
         try:
             status = item.stat()
         except OSError as error:  # a link to nothing
-            raise _image_error(item.path, folder, f"cannot be read as an image ({type(error).__name__})") from None
+            raise FileError(item.path, f"cannot be read as an image ({type(error).__name__})") from None
         relative_path = item.path.removeprefix(str(folder))
         digest.update(os.fsencode(f"{relative_path}/{status.st_size}/{status.st_mtime_ns}\n"))
     paths = [item.path for item, _ in members]
@@ -248,19 +256,19 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
             with locked(directory / f"{part}.lock", f"reads the images in {part}/ of {str(folder)!r}"):
                 if (images := _read_cache(file)) is None:  # no other process made it meanwhile
                     with replacing(file) as new_file:
-                        np.save(new_file, _decode(folder, paths, form))
+                        np.save(new_file, _decode(paths, form))
                     images = np.load(file, mmap_mode="r")
     except OSError:  # there is no place for a cache
-        images = _decode(folder, paths, form)
+        images = _decode(paths, form)
     return images, labels
 
 
-def _decode(folder: Path, paths: list[str], form: Form = AS_IT_IS) -> Images:
+def _decode(paths: list[str], form: Form = AS_IT_IS) -> Images:
     """Decode images into (N, C, H, W), see :func:`stacked`. The error for a refused image names its file."""
     from PIL import Image
 
     def refuse(i: int, reason: str) -> FileError:
-        return _image_error(paths[i], folder, reason)
+        return FileError(paths[i], reason)
 
     def pictures() -> Iterator[Image.Image]:
         for i, path in enumerate(paths):
@@ -281,14 +289,10 @@ def read_image(path: Path, shape: tuple[int, int, int], fit: str = "crop") -> Im
     luminance. Raises a one-line ``ValueError`` naming the file.
     """
     channels, height, width = shape
-    image = resized(_decode(path.parent, [str(path)])[0], (height, width), fit)
+    image = resized(_decode([str(path)])[0], (height, width), fit)
     if channels == 1 and len(image) == 3:
         return np.asarray(picture_of(image).convert("L"))[None]
     return np.broadcast_to(image, shape)
-
-
-def _image_error(path: str, folder: Path, reason: str) -> FileError:
-    return FileError(path, f"an image in {os.path.dirname(os.path.relpath(path, folder))}", reason)
 
 
 def _cache_directory(folder: Path) -> Path:

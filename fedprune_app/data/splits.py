@@ -5,6 +5,7 @@ own data, and data dealt with ``private``, are split record by record: see :func
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -42,8 +43,9 @@ class DataConfig:
     * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.Form`.
     * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
       others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
-    * ``split_secret``: each image's part is drawn by this secret in place of the ``seed``, where it is not empty. The
-      server knows the seed: from how many images are in a part it could find out which images there are.
+    * ``split_secret``: each record's part is drawn by this secret in place of the ``seed``, where it is not empty: by
+      the record as it is stored, whatever the run makes of it. The server knows the seed and chooses the run: from how
+      many records are in a part it could find out which records there are. See also :func:`part_sizes`.
     """
 
     dataset: str = "digits"
@@ -95,6 +97,7 @@ class Pool:
         self.dataset = dataset
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
+        self._numbered: list[bytes] | None = None
 
     def images(self, indices: Indices, device: torch.device = CPU, scale: Scale | None = None) -> Tensor:
         """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised.
@@ -128,6 +131,23 @@ class Pool:
             content = f"{image.shape} ".encode() + image.tobytes()
             digests.append(hashlib.sha256(content).digest())
         return digests
+
+    def record_digests(self, indices: Indices) -> list[bytes]:
+        """Return digests of the records at these indices as they are stored, no two of which are equal.
+
+        Each is of the record and of how many equal ones are before it. Examples that a plug-in loads are taken as they
+        are loaded.
+        """
+        if self._numbered is None:
+            stored = self.dataset.stored
+            records = stored() if stored else self.digests(np.arange(len(self.labels)))
+            counts: Counter[bytes] = Counter()
+            self._numbered = []
+            for record, label in zip(records, self.labels.tolist(), strict=True):
+                content = record if stored else record + f" {label}".encode()
+                self._numbered.append(hashlib.sha256(content + f" {counts[content]}".encode()).digest())
+                counts[content] += 1
+        return [self._numbered[i] for i in indices.tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +264,22 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
         part: np.bincount(pool.labels[indices], minlength=pool.dataset.num_classes).tolist()
         for part, indices in _split_indices(config, partition_id, num_clients).items()
     }
+
+
+def part_sizes(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, int]:
+    """Return how many examples count as being in each part, for all that is told, or divided by.
+
+    Where a secret draws the parts this is a plan, made of the number of all examples, and blanks take the place of
+    those that a part lacks. Elsewhere it is how many there are.
+    """
+    if not config.split_secret:
+        return {part: len(indices) for part, indices in _split_indices(config, partition_id, num_clients).items()}
+    pool = _pool(config)
+    num_tests = len(pool.labels) - pool.num_train
+    test = num_tests or round(config.test_fraction * pool.num_train)
+    rest = pool.num_train - (0 if num_tests else test)
+    validation = round(config.validation_fraction * rest)
+    return {"train": max(rest - validation, 1), "validation": validation, "test": test}
 
 
 def forget() -> None:
@@ -390,7 +426,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
         test_parts = partitions.take_per_label(pool.dataset.test_labels, test_counts, test_rng)
         test = np.sort(np.concatenate(test_parts)) + pool.num_train
     train, validation = _hold_out(indices, config.validation_fraction, "validation split", config, partition_id)
-    if not len(train):
+    if not len(train) and not config.split_secret:
         raise ValueError(
             f"client {partition_id} has {len(shares[partition_id])} images, and none of them is for training, allowed: "
             "at least one (more data for each client, or a smaller validation-fraction or test-fraction)"
@@ -431,7 +467,8 @@ def _hold_out(
     """Return those of the sorted ``indices`` that stay, and about ``share`` of them that are held out."""
     pool = _pool(config)
     if config.is_own or config.private:
-        held_out = _draw_mask(pool.digests(indices), share, f"{config.split_secret or config.seed}/{use}")
+        digests = pool.record_digests if config.split_secret else pool.digests
+        held_out = _draw_mask(digests(indices), share, f"{config.split_secret or config.seed}/{use}")
         return indices[~held_out], indices[held_out]
     kept_positions, held_positions = partitions.stratified_holdout(
         pool.labels[indices], share, numpy_generator(config.seed, use, partition_id)
@@ -442,7 +479,7 @@ def _hold_out(
 def _draw_mask(digests: Sequence[bytes], share: float, key: str) -> NDArray[np.bool_]:
     """Return which records are drawn, each with probability ``share``, by a hash of the record alone under ``key``.
 
-    Adding a record changes the draw of no other record, and equal records are drawn together. The price is balance: of
+    Adding a record changes the draw of no other record, and equal digests are drawn together. The price is balance: of
     n records share · n are drawn on average, with a standard deviation of √(n · share · (1 - share)), and so of each
     label. Of 100 images of a label 30 ± 4.5 are test images with a share of 0.3, where a split by label takes 30 of
     them; over 10 labels of 100 images the rarest label has 23 on average, and the most frequent one 37.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,10 +58,10 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     labels = {part: frame[label].tolist() for part, frame in frames.items()}
     classes = form.classes or in_order(labels["train"])
     if len(classes) < 2:
-        raise FileError(files["train"], "a table", f"has one label, {classes[0]!r}, allowed: at least two")
+        raise FileError(files["train"], f"has one label, {classes[0]!r}, allowed: at least two")
 
     def refuse(part: str, value: str) -> FileError:
-        return FileError(files[part], "a table", f"has the label {value!r}, allowed: {shortened(classes)}")
+        return FileError(files[part], f"has the label {value!r}, allowed: {shortened(classes)}")
 
     numbers = coded(labels, classes, refuse)
     test = (arrays["test"], numbers["test"]) if "test" in files else (arrays["train"][:0], numbers["train"][:0])
@@ -75,6 +76,7 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
         test_owners=test_owners if "test" in files else None,
         features=tuple(features),
         is_measured=not public_scale,
+        stored=lambda: [digest for path in files.values() for digest in _row_digests(path)],
     )
 
 
@@ -111,34 +113,45 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
                 values = ["" if pandas.isna(value) else text_of(value) for value in frame[name]]
                 frame[name] = [value or None for value in values]
     except Exception as error:  # pandas' readers raise what they like
-        raise FileError(path, "a table", f"cannot be read: {' '.join(str(error).split())}") from None
+        raise FileError(path, f"cannot be read: {' '.join(str(error).split())}") from None
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
         allowed = "a name of its own for each (to_csv(index=False) writes no row numbers)"
-        raise FileError(path, "a table", f"has columns without a name, or two of one name, allowed: {allowed}")
+        raise FileError(path, f"has columns without a name, or two of one name, allowed: {allowed}")
     return frame
+
+
+def _row_digests(path: Path) -> list[bytes]:
+    """Return a digest of each row as it is stored, of all its columns."""
+    import pandas
+
+    if path.suffix == ".csv":
+        frame = pandas.read_csv(path, index_col=False, dtype=str, keep_default_na=False)
+    else:
+        frame = pandas.read_parquet(path)
+    return [hashlib.sha256(repr(row).encode()).digest() for row in frame.itertuples(index=False, name=None)]
 
 
 def _check_columns(path: Path, frame: pandas.DataFrame, names: Sequence[str], reason: str) -> None:
     for name in names:
         if name not in frame.columns:
             allowed = ", ".join(frame.columns)
-            raise FileError(path, "a table", f"has no column '{name}', which {reason}, allowed: {allowed}")
+            raise FileError(path, f"has no column '{name}', which {reason}, allowed: {allowed}")
 
 
 def _features(path: Path, frame: pandas.DataFrame, features: Sequence[str], label: str = "") -> NDArray[np.float64]:
     """Return the features as float64 (N, F, 1, 1)."""
     if frame.empty:
-        raise FileError(path, "a table", "has no rows, allowed: at least one")
+        raise FileError(path, "has no rows, allowed: at least one")
     _check_columns(path, frame, features, "the training rows have")
     for name in filter(None, (*features, label)):
         if num_missing := int(frame[name].isna().sum()):
-            raise FileError(path, "a table", f"has {num_missing} missing values in column '{name}', allowed: none")
+            raise FileError(path, f"has {num_missing} missing values in column '{name}', allowed: none")
     for name in features:
         if frame[name].dtype.kind not in "iufb":
             allowed = "numbers (pandas.get_dummies makes columns of 0 and 1 from texts), or ignore-columns"
-            raise FileError(path, "a table", f"has column '{name}' without numbers, allowed: {allowed}")
+            raise FileError(path, f"has column '{name}' without numbers, allowed: {allowed}")
     numbers: NDArray[np.float64] = frame[list(features)].to_numpy(dtype=np.float64)
     with np.errstate(over="ignore"):
         if not np.isfinite(numbers.astype(np.float32)).all():
-            raise FileError(path, "a table", "has a number that is infinite, or too large for float32")
+            raise FileError(path, "has a number that is infinite, or too large for float32")
     return numbers[:, :, None, None]

@@ -152,7 +152,7 @@ def _open_text(path: Path) -> Iterator[TextIO]:
         with path.open(encoding="utf-8-sig") as file:  # tools of Windows put a mark before the text
             yield file
     except (OSError, UnicodeDecodeError) as error:
-        raise FileError(path, "a text file", f"cannot be read as a text in UTF-8: {error}") from None
+        raise FileError(path, f"cannot be read as a text in UTF-8: {error}") from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -182,7 +182,7 @@ def _documents(path: Path) -> Iterator[Document]:
                 text.encode()  # not so for half of a pair of surrogates, as a cut leaves it
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 reason = f"has a line that is no object with a text under 'text': number {number}"
-                raise FileError(path, "a jsonl file", reason) from None
+                raise FileError(path, reason) from None
             yield Document(f"{path.stem}:{number}", text)
 
 
@@ -200,6 +200,7 @@ def calibration_segments(
     max_segments: int,
     length: int,
     seed: int,
+    may_lack: bool = False,
 ) -> tuple[Tensor, list[str]]:
     """Return a client's segments (count, length) of token ids, and the names of the documents that they are from.
 
@@ -213,7 +214,7 @@ def calibration_segments(
     * ``own``: the documents are this client's alone.
 
     In the first three no two clients share a segment, whatever the seed. ``ValueError`` where there are too few
-    segments.
+    segments, unless they ``may_lack``: then they are those that there are.
     """
     if deal == "own":
         client_documents, turn, turns = list(documents), 0, 1
@@ -236,12 +237,13 @@ def calibration_segments(
         pool = [piece for pieces in pieces_by_document for piece in pieces]
         shuffled = [pool[i] for i in torch.randperm(len(pool), generator=draw).tolist()]
         segments = shuffled[turn::turns][:count]
-    if len(segments) < count:
+    if len(segments) < count and not may_lack:
         raise ValueError(
             f"client {partition} of {num_partitions} finds {len(segments)} segments of {length} tokens of {count}; "
             "allowed: a smaller fedspallm.segments or segment-length, or more text"
         )
-    return torch.stack([piece for _, piece in segments]), sorted({name for name, _ in segments})
+    pieces = torch.stack([piece for _, piece in segments]) if segments else torch.empty((0, length), dtype=torch.int64)
+    return pieces, sorted({name for name, _ in segments})
 
 
 Piece = tuple[str, Tensor]  # the document's name, and a segment of it

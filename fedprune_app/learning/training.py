@@ -136,7 +136,8 @@ class Training:
     num_threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
-        check_examples(self.images, self.labels)
+        if self.private is None or len(self.labels):  # of a private client's all examples may be blanks
+            check_examples(self.images, self.labels)
         if self.masks and self.active:
             raise ValueError("masks and active are given, allowed: one of them")
         is_plain = self.objective is cross_entropy and self.augment is None and self.precision == "float32"
@@ -175,7 +176,8 @@ class Training:
     @property
     def expected_batch(self) -> float:
         """How many examples a private batch has on average; a batch's own size is private."""
-        return 0 if self.private is None else self.private.sample_rate * len(self.labels)
+        private = self.private
+        return 0 if private is None else private.sample_rate * (private.num_examples or len(self.labels))
 
     def batches(self) -> Iterator[tuple[Tensor, int | None]]:
         """Yield the positions of each step's examples, and the number of the epoch that ends with the step.

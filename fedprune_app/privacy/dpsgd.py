@@ -202,7 +202,8 @@ class DPSGD:
     """DP-SGD settings say how the gradients of a private training are made.
 
     At most ``physical_batch`` examples are in work at a time. This number changes memory and not the result (but for
-    the order of float sums). The options declare the ranges.
+    the order of float sums). The options declare the ranges. ``num_examples`` count as known, with blanks for what
+    lacks; by default they are those that there are.
     """
 
     noise_multiplier: float
@@ -212,6 +213,7 @@ class DPSGD:
     noise: Noise
     grad_sample: str = "auto"
     physical_batch: int = 256
+    num_examples: int = 0
 
     def batches(self, num_examples: int) -> Iterator[Tensor]:
         """Draw the positions of each step's examples in one epoch: each one is in with ``sample_rate``, by itself."""

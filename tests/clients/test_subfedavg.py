@@ -195,6 +195,7 @@ def test_a_client_without_validation_images_says_that_it_does_not_prune(client):
     parts = {field.name: getattr(one.data, field.name) for field in fields(ClientData)}
     none = {name: tensor[:0] for name, tensor in parts.items() if name.startswith("validation")}
     one.data = ClientData(**{**parts, **none})
+    one.images.sizes["validation"] = 0
     task = Task(1, Payload(state_tensors(one.model, include_buffers=True)))
     assert removed(one.local_update(task, State())) == NOTHING
     assert set(task.notes) == {"it has no validation images to decide by, so it does not prune"}

@@ -341,21 +341,20 @@ def test_processes_that_load_a_folder_at_once_agree(folder):
     assert len(list((folder / ".fedprune-cache").glob("train-*.npy"))) == 1
 
 
-def test_a_corrupt_image_is_named_to_those_who_may_know_its_name(folder):
+def test_a_corrupt_image_is_named(folder):
     path = folder / "train" / "dog" / "1.png"
 
-    def refused():
-        with pytest.raises(FileError, match=re.escape(f"'{path}' cannot be read as an image")) as error:
+    def refused() -> None:
+        with pytest.raises(FileError, match=re.escape(f"'{path}' cannot be read as an image")):
             load_dataset("image-folder", folder)
-        return error.value.unnamed
 
     for content in (b"", b"no image", path.read_bytes()[:60]):
         path.write_bytes(content)
-        assert refused() == "an image in train/dog cannot be used; the node's log says which one and why"
+        refused()
     assert not list((folder / ".fedprune-cache").glob("train-*.npy"))
     path.unlink()
     path.symlink_to(folder / "nowhere.png")
-    assert path.name not in refused()
+    refused()
 
 
 def test_an_image_of_another_size_is_named(folder):

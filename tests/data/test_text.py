@@ -172,14 +172,12 @@ def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
     for line in ("[]", '{"text": 3}', "{", "[" * 100_000):
         (tmp_path / "calibration" / "a.jsonl").write_text(f"{line}\n")
         said = r"a\.jsonl' has a line that is no object with a text .*: number 1"
-        with pytest.raises(FileError, match=said) as error:
+        with pytest.raises(FileError, match=said):
             list(calibration_documents("text", str(tmp_path)))
-        assert error.value.unnamed == "a jsonl file cannot be used; the node's log says which one and why"
     (tmp_path / "calibration" / "a.jsonl").unlink()
     (tmp_path / "calibration" / "c.txt").symlink_to("nowhere")
-    with pytest.raises(FileError, match=r"c\.txt' cannot be read as a text in UTF-8: .*No such file") as error:
+    with pytest.raises(FileError, match=r"c\.txt' cannot be read as a text in UTF-8: .*No such file"):
         list(calibration_documents("text", str(tmp_path)))
-    assert error.value.unnamed == "a text file cannot be used; the node's log says which one and why"
 
 
 def test_known_corpora_are_joined_as_the_papers_do(tmp_path):

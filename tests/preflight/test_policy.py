@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from flwr.app import MessageType
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
+from PIL import Image
 
 from clients import images
 from fedprune_app import cli, client_app
 from fedprune_app.config import POLICY_KEYS, parse_config
+from fedprune_app.data import splits
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.preflight.node import node_settings, read_policy
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
+from tests.models.tiny_llm import tiny_byte_model
 from tests.refusing import refuses
 
 KEY = "0123456789abcdef"
@@ -204,8 +208,8 @@ def test_no_way_to_read_the_data_begins_a_fresh_ledger_on_a_node_of_own_data(nod
 
 
 @pytest.mark.full
-def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tmp_path):
-    """A server knows its seed. If the seed drew parts, told numbers of many runs would say which images there are."""
+def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tmp_path, monkeypatch):
+    """A server knows its seed. If the seed drew parts, numbers of many runs would say which images there are."""
     place = {"data-dir": str(image_folder(tmp_path / "mine", 0, per_class=40)), "state-dir": str(tmp_path / "state")}
     secret = tmp_path / "state" / "ledgers" / "split.secret"
 
@@ -215,15 +219,137 @@ def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tm
 
     assert len({num_examples(seed) for seed in range(3)}) == 1
     assert secret.stat().st_mode & 0o777 == 0o600
-    told = []
+    taught, labels_of = [], splits._split_indices
+
+    def noting(*arguments):
+        taught.append(labels_of(*arguments)["train"].tolist())
+        return labels_of(*arguments)
+
+    monkeypatch.setattr(splits, "_split_indices", noting)
+    told, parts = set(), set()
     for digit in "012":
         secret.write_text(digit * 64)
-        told.append({num_examples(0), num_examples(1)})
-    assert all(len(numbers) == 1 for numbers in told)
-    assert len(set.union(*told)) > 1
+        taught.clear()
+        told |= {num_examples(0), num_examples(1)}
+        parts |= (trained := {*map(tuple, taught)})
+        assert len(trained) == 1
+    assert (len(told), len(parts)) == (1, 3)
     secret.write_text("short")
-    with pytest.raises(TooFewReplies, match=r"split\.secret' is damaged, allowed: a secret of 64 hexadecimal digits"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         num_examples(0)
+
+
+NODE_RUN = {"system": "fedavg", "model": "mlp4", "dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.clip-norm": 1.0}
+
+
+@pytest.fixture
+def introduced():
+    """``introduced(folder, state, **run)``: what a node of own data says first, whose policy bounds each run by 0.01.
+
+    Or the error that leaves it.
+    """
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+    def introduce(folder, state, **run):
+        node = {"data-dir": str(folder), "state-dir": str(state), "require-dp": True, "epsilon-budget": 0.01}
+        context = Context(1, 7, node, RecordDict(), {**NODE_RUN, **run})
+        message = Message(wire.pack(None, {"partition": 0, "run-key": KEY, "round": 0}), 1, "query")
+        try:
+            return wire.fields_of(client_app.app(message, context).content)
+        except ValueError as error:
+            return str(error)
+
+    return introduce
+
+
+SHARES = [0.01, 0.2, 0.5, 0.8, 0.99]
+
+
+def test_the_numbers_of_a_private_node_do_not_count_rows_that_a_run_makes_equal(introduced, tmp_path):
+    """Rows without the ignored column are equal but for who is positive: 3 rows in one world, and 4 in the other."""
+    told = []
+    for positives in (3, 4):
+        folder, draw = tmp_path / f"own-{positives}", np.random.default_rng(1)
+        folder.mkdir()
+        columns = {"age": draw.integers(20, 90, 400), "hiv": (np.arange(400) < positives).astype(int)}
+        pd.DataFrame({**columns, "label": draw.choice(["a", "b"], 400)}).to_csv(folder / "train.csv", index=False)
+        run = {"dataset": "table", "ignore-columns": "age", "test-split": "holdout", "test-fraction": 0.01}
+        state = tmp_path / f"state-{positives}"
+        told.append([introduced(folder, state, **run, **{"validation-fraction": s})["num-examples"] for s in SHARES])
+    assert told[0] == told[1] == [392, 317, 198, 79, 4]
+
+
+def test_the_numbers_of_a_private_node_do_not_count_images_that_a_run_makes_equal(introduced, tmp_path):
+    """Of 2 x 2 pixels a face is one of 31 equal images, and a blank is another one."""
+    face = np.zeros((8, 8), np.uint8)
+    face[2:6, 2:6] = 255
+    told = []
+    for name, target in {"person": face, "blank": np.full((8, 8), 100, np.uint8)}.items():
+        for label in "ab":
+            folder = tmp_path / name / "train" / label
+            folder.mkdir(parents=True)
+            for i in range(8):
+                Image.fromarray(np.full((8, 8), 100 + 100 * (i % 2), np.uint8)).save(folder / f"{i}.png")
+        Image.fromarray(target).save(tmp_path / name / "train" / "a" / "x.png")
+        run = {"dataset": "image-folder", "image-size": 2, "image-fit": "stretch", "test-fraction": 0.1}
+        run |= {"test-split": "holdout"}
+        state = tmp_path / f"state-{name}"
+        told.append(
+            [introduced(tmp_path / name, state, **run, **{"validation-fraction": s})["num-examples"] for s in SHARES]
+        )
+    assert told[0] == told[1] == [15, 12, 7, 3, 1]
+
+
+def test_a_private_node_does_not_count_a_word_for_a_server_that_brings_the_tokenizer(introduced, tmp_path):
+    """A tokenizer that knows one word alone makes as many segments of one token as there are such words."""
+    model, said = tiny_byte_model(tmp_path / "model", "llama"), []
+    for words in (0, 3):
+        folder = tmp_path / f"own-{words}"
+        folder.mkdir()
+        for name in "ab":
+            (folder / f"{name}.txt").write_text("x" * words)
+        run = {"system": "fedspallm", "dataset": "text", "model": str(model), "dp.accuracies": "none"}
+        run |= {"fedspallm.merge": "hessians", "fedspallm.segments": 10**6, "fedspallm.segment-length": 1}
+        run |= {"num-server-rounds": 1}
+        said.append(introduced(folder, tmp_path / f"state-{words}", **run))
+    assert said[0] == said[1]
+    assert said[0]["num-examples"] == 10**6
+
+
+def test_no_error_of_a_node_with_data_of_its_own_says_what_is_in_them(introduced, tmp_path, caplog):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.csv").write_text("age,label\n3,hiv\n4,hiv\n")
+    said = introduced(tmp_path / "own", tmp_path / "state", dataset="table", **{"test-split": "holdout"})
+    assert said == "the node cannot do this with data of its own; the node's log says why"
+    assert "has one label, 'hiv'" in caplog.text
+
+
+def test_a_private_node_whose_examples_are_all_held_out_trains_and_scores_as_any_other(nodes, tmp_path):
+    """Which parts are empty is as secret as which examples are in them: blanks are in their place."""
+    mine = str(image_folder(tmp_path / "mine", 0, per_class=1))
+    rows, empty = set(), set()
+    for digit in "01234":
+        secret = tmp_path / digit / "ledgers" / "split.secret"
+        secret.parent.mkdir(parents=True)
+        secret.write_text(digit * 64)
+        shares = {"validation_fraction": 0.6, "test_fraction": 0.6}
+        place = {"data-dir": mine, "state-dir": str(tmp_path / digit)}
+        (row,) = nodes([place], f"run{digit}", **IMAGES, **PRIVATE, **shares).clients
+        rows.add((row["epsilon"], row["num_examples"], row["accuracy_noise"], row["accuracy_personal"] is None))
+        config = splits.DataConfig("image-folder", mine, is_own=True, private=True, split_secret=secret.read_text())
+        counts = splits.label_counts(replace(config, **shares), 0, 1)
+        empty |= {part for part, numbers in counts.items() if not sum(numbers)}
+    assert "train" in empty
+    assert len(rows) == 1
+
+
+def test_a_run_that_began_with_other_parts_of_a_nodes_data_does_not_go_on(nodes, tmp_path, monkeypatch):
+    place = {"data-dir": str(image_folder(tmp_path / "mine", 0)), "state-dir": str(tmp_path / "state")}
+    monkeypatch.setattr(images, "PARTS_DRAWN", 1)
+    nodes([place], **IMAGES, **SILENT)
+    monkeypatch.setattr(images, "PARTS_DRAWN", 2)
+    with pytest.raises(Exception, match="drew other parts"):
+        nodes([place], **IMAGES, **SILENT, num_server_rounds=2, resume_from=str(tmp_path / "run"))
 
 
 def test_a_private_run_may_take_as_labels_only_what_the_operator_of_a_table_allows():
