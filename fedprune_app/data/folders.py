@@ -32,7 +32,7 @@ from fedprune_app.data.dataset import (
     scale,
     visible,
 )
-from fedprune_app.files import locked, may_write, replacing
+from fedprune_app.files import locked, make_private_folder, may_write, replacing
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -244,10 +244,10 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
     file = directory / f"{part}-{digest.hexdigest()[:32]}.npy"
     try:
         if (images := _read_cache(file)) is None:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(directory)
             with locked(directory / f"{part}.lock", f"reads the images in {part}/ of {str(folder)!r}"):
                 if (images := _read_cache(file)) is None:  # no other process made it meanwhile
-                    with replacing(file) as new_file:
+                    with replacing(file, private=True) as new_file:
                         np.save(new_file, _decode(folder, paths, form))
                     images = np.load(file, mmap_mode="r")
     except OSError:  # there is no place for a cache

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from fedprune_app.files import appending
+from fedprune_app.files import appending, make_private_folder
 from fedprune_app.privacy import accounting
 from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, affords, total
 
@@ -285,8 +285,8 @@ def _make_durable(path: Path) -> None:
     """Make an empty file where there is none, and its folders, so that a power cut does not take their names away."""
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    appending(path).close()
+    make_private_folder(path.parent)
+    appending(path, 0o600).close()
     for folder in path.parents:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
