@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,14 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 _GREY = ("1", "L", "LA")
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM", "TIFF")  # Pillow gives PostScript to another program
+
+
+def open_picture(file: IO[bytes]) -> Picture:
+    """Open a picture of a format that is read everywhere here, whatever its file is called. Raises ``OSError``."""
+    from PIL import Image
+
+    return Image.open(file, formats=_FORMATS)
 
 
 def stacked(
@@ -257,16 +265,15 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
 
 def _decode(folder: Path, paths: list[str], form: Form = AS_IT_IS) -> Images:
     """Decode images into (N, C, H, W), see :func:`stacked`. The error for a refused image names its file."""
-    from PIL import Image
 
     def refuse(i: int, reason: str) -> FileError:
         return _image_error(paths[i], folder, reason)
 
-    def pictures() -> Iterator[Image.Image]:
+    def pictures() -> Iterator[Picture]:
         for i, path in enumerate(paths):
             with ExitStack() as stack:
                 try:  # a file that Pillow opens itself is mapped into memory, and a TIFF to be turned is then misread
-                    picture = stack.enter_context(Image.open(stack.enter_context(Path(path).open("rb"))))
+                    picture = stack.enter_context(open_picture(stack.enter_context(Path(path).open("rb"))))
                 except Exception as error:  # Pillow's readers raise what they like
                     raise refuse(i, f"cannot be read as an image ({type(error).__name__})") from None
                 yield picture
