@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from fedprune_app.files import appending, make_private_folder
+from fedprune_app.files import appending, locked, make_private_folder
 from fedprune_app.privacy import accounting
 from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, affords, total
 
@@ -238,12 +238,21 @@ class Ledger:
 
 
 def ledger_of(data: Data, folder: Path) -> Path:
-    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else the name of a new one.
+    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else a new one of theirs.
 
     Data that join go on with the one ledger of the folder, whatever records it has: a run decides how files become
     records, so a run could else begin a fresh ledger. Raises ``ValueError`` where it is not clear which ledger that is,
-    because each record's releases have to be in one.
+    because each record's releases have to be in one. Of several that ask at once, one looks and begins a ledger while
+    the others wait.
     """
+    make_private_folder(folder)
+    with locked(folder / ".ledgers.lock", "looks for the ledger of its data"):
+        path = _found(data, folder)
+        Ledger(path, data=data)
+    return path
+
+
+def _found(data: Data, folder: Path) -> Path:
     ledgers = sorted(folder.glob(f"{_OWN}*.jsonl"))
     paths = [path for path in ledgers if Ledger(path).shares(data)]
     if len(paths) > 1 or (data.joins and not paths and len(ledgers) > 1):
