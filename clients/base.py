@@ -94,7 +94,7 @@ def remember_scores(path: Path, digest: str, scores: Mapping[str, float | None])
     """Write scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
     with suppress(OSError):
         content = json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode()
-        replace_file(path, content, durable=False)
+        replace_file(path, content, durable=False, private=True)
 
 
 @dataclass(frozen=True)

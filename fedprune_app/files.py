@@ -70,15 +70,16 @@ class SharedFolderError(ValueError):
     """A secret was to be written where other users could read, replace or redirect it; the message is one line."""
 
 
-def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True, private: bool = False) -> None:
     """Write a file in one step: a reader, or a crash, finds the old file or the new one, never a part.
 
     Missing folders are made. ``mode`` says who may read and write the new file, less what the umask forbids; it holds
     from the first byte on. A file that only its owner may use is a secret: :class:`SharedFolderError` is raised if its
-    folder belongs to others or others may write to it. A file that is not ``durable`` is written faster, and may be
-    lost when the power fails.
+    folder belongs to others or others may write to it. A ``private`` file, and each folder that is made for it, is for
+    its owner alone, wherever it is. A file that is not ``durable`` is written faster, and may be lost when the power
+    fails.
     """
-    with replacing(path, mode, durable=durable) as file:
+    with replacing(path, mode, durable=durable, private=private) as file:
         file.write(content)
 
 
@@ -88,7 +89,7 @@ def kept_secret(path: Path) -> str:
     Raises ``ValueError`` for a file that holds something else.
     """
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         with locked(f"{path}.lock", "makes a secret"):
             if not path.exists():
                 replace_file(path, secrets.token_hex(32).encode(), 0o600)
@@ -96,6 +97,12 @@ def kept_secret(path: Path) -> str:
     if len(text) != 64 or set(text) - set("0123456789abcdef"):
         raise ValueError(f"'{path}' is damaged, allowed: a secret of 64 hexadecimal digits")
     return text
+
+
+def make_private_folder(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone; folders that are there stay."""
+    for missing in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
+        missing.mkdir(0o700, exist_ok=True)
 
 
 def make_durable(paths: Iterable[Path]) -> None:
@@ -115,18 +122,20 @@ def make_durable(paths: Iterable[Path]) -> None:
 
 
 @contextmanager
-def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int = 0o666, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
     """Open a file to write piece by piece, which is in its place when the block ends.
 
     The arguments and errors are those of :func:`replace_file`.
     """
     is_secret = not mode & _OTHERS
+    if private:
+        make_private_folder(path.parent)
     path.parent.mkdir(0o755 if is_secret else 0o777, parents=True, exist_ok=True)
     with _naming(path), _open_descriptor(path.parent) as folder:
         if is_secret:
             _require_own(path, os.fstat(folder))
         _sweep(folder)
-        name, descriptor = _new_file(folder, mode)
+        name, descriptor = _new_file(folder, 0o600 if private else mode)
         try:
             with open(descriptor, "wb") as file:
                 yield file
@@ -231,9 +240,9 @@ def may_write(folder: Path) -> bool:
     return ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)
 
 
-def appending(path: Path) -> BinaryIO:
-    """Open a file to add to its end, and make the file if it is missing; a link is not followed."""
-    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+def appending(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Open a file to add to its end, and make the file with ``mode`` if it is missing; a link is not followed."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode))
 
 
 # --- temporary names --------------------------------------------------------------------------------------------------

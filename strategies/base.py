@@ -227,7 +227,7 @@ class FederatedStrategy(StreamedStrategy):
         """Write the server's final model into the run's folder of models, if :attr:`model` is that."""
         if self.has_global_model and self.model:
             round, owner_name = int(self.recorder.info["rounds_completed"]), owner("global model", self.context.run_key)
-            write_tensors(folder / "global.safetensors", self.model, round=round, owner=owner_name)
+            write_tensors(folder / "global.safetensors", self.model, round=round, owner=owner_name, private=False)
 
     # --- Flower's door ----------------------------------------------------------------------------------------------
 

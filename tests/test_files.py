@@ -17,19 +17,26 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
+from clients.base import remember_scores
 from devtools.faults.disk import Died, Disk
 from fedprune_app import files
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.files import (
     SharedFolderError,
     append_lines,
     appending,
+    kept_secret,
     replace_file,
     replacing,
     replacing_folder,
     scratch_folder,
 )
 from fedprune_app.launching.credentials import make_certificates, make_node_key
+from fedprune_app.privacy.ledger import Data, Ledger
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
@@ -103,6 +110,27 @@ def test_a_folder_that_is_made_for_a_secret_is_not_a_shared_one(place):
         os.umask(before)
     assert stat.S_IMODE((place / "new").stat().st_mode) == 0o755
     assert stat.S_IMODE((place / "new" / "node.key").stat().st_mode) == 0o600
+
+
+def test_what_a_node_keeps_of_its_data_is_for_its_owner_alone(place):
+    """States, ledgers, scores and layers, and each folder that is made for them, whatever the umask admits."""
+    before = os.umask(0o022)
+    try:
+        VersionedStore(place / "states" / "run" / "00000").save(1, State({"hidden": torch.ones(3)}))
+        LayerFiles(place / "layers").save(0, 1, Payload({"weight": torch.ones(3)}))
+        Ledger(place / "ledgers" / "all" / "own.jsonl", data=Data.of([b"a" * 32], "own", joins=True))
+        remember_scores(place / "scores" / "best.json", "digest", {"accuracy": 0.5})
+        kept_secret(place / "secrets" / "split.secret")
+        replace_file(place / "public" / "run.json", b"{}")
+    finally:
+        os.umask(before)
+    modes = {path.relative_to(place).parts: stat.S_IMODE(path.stat().st_mode) for path in place.rglob("*")}
+    assert modes.pop(("public",)) == 0o755
+    assert modes.pop(("public", "run.json")) == 0o644
+    private = {names: mode for names, mode in modes.items() if not names[-1].endswith(".lock")}  # locks are empty
+    assert {mode for names, mode in private.items() if place.joinpath(*names).is_file()} == {0o600}
+    assert {mode for names, mode in private.items() if place.joinpath(*names).is_dir()} == {0o700}
+    assert len({names[0] for names in private}) == 5
 
 
 def test_a_temporary_name_cannot_be_foreseen_and_is_never_followed(place, monkeypatch):

@@ -556,6 +556,8 @@ LABELS = np.array([0, 1, 0, 1, 0, 1])
         (((GREY, np.eye(2)[LABELS]), (GREY, LABELS)), r"training labels of shape \(6, 2\) for 6 .* argmax\(axis=1\)"),
         (((GREY, LABELS.astype(str)), (GREY, LABELS + 1)), "has the test label '2', allowed: 0, 1"),
         (((GREY, [None, "a"] * 3), (GREY, LABELS)), "has the training label None, allowed: whole numbers"),
+        (((GREY, [0, 1, None, 1, 0, 1]), (GREY, LABELS)), "has the training label None, allowed: whole numbers"),
+        (((GREY, [[0], [0, 1]] * 3), (GREY, LABELS)), r"has the training label \[0\], .* one for each example"),
         (((GREY, ["a"] * 6), (GREY, ["a"] * 6)), "has one label, 'a', allowed: at least two"),
         (((GREY.astype(int), LABELS), (GREY, LABELS)), r"training examples of shape \(6, 4, 4\) and type int64"),
         (((GREY[:, None, :, :].repeat(2, 1), LABELS), (GREY, LABELS)), "allowed: uint8 images with 1 or 3 channels"),

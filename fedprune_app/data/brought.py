@@ -15,6 +15,7 @@ becomes an image of F channels and one pixel.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.data.dataset import Dataset, Form, Images, Labels, coded, in_order, scale, shortened, text_of
-from fedprune_app.data.folders import as_deep_as, stacked
+from fedprune_app.data.folders import as_deep_as, open_picture, stacked
 from fedprune_app.data.partitions import Indices
 
 _CHANNELS = (1, 3)
@@ -161,7 +162,9 @@ def _part(name: str, split: str, part: Any, form: Form) -> _Part:
     is_pair = isinstance(part, tuple) or (isinstance(part, list) and len(part) == 2 and hasattr(part[0], "shape"))
     class_names = getattr(part, "classes", None) or ()
     keys: tuple[Any, Any] = (0, 1)
+    is_file = False
     try:
+        part = _undecoded(part)
         row = part if is_pair or isinstance(part, Mapping) else part[0]
         features = getattr(part, "features", None) or {}
         if isinstance(row, Mapping):  # rows of Hugging Face's datasets are mappings too
@@ -172,11 +175,17 @@ def _part(name: str, split: str, part: Any, form: Form) -> _Part:
             first_example, count = next(iter(examples), None), len(examples)
         else:
             first_example, count, labels = row[keys[0]], len(part), []
-            examples = _examples(_select_columns(part, keys, features), keys, labels)
-        if isinstance(first_example, Picture):
+            is_file = isinstance(first_example, dict) and type(features.get(keys[0])).__name__ == "Image"
+            examples = _examples(part.select_columns([*keys]) if is_file else part, keys, labels)
+            if is_file:
+                examples = _pictures(examples, features[keys[0]].mode)
+        if is_file or isinstance(first_example, Picture):
             examples = stacked(examples, count, refuse, form.image_size, form.image_fit)
         examples = np.asarray([*examples] if isinstance(examples, Iterator) else examples)
-        labels = np.asarray(labels)
+        try:
+            labels = np.asarray(labels)
+        except ValueError:  # lists of several lengths
+            labels = np.asarray(labels, object)
     except Exception as error:  # a user's dataset raises what it likes
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
@@ -201,13 +210,17 @@ def _examples(part: Any, keys: tuple[Any, Any], labels: list[Any]) -> Iterator[A
 
 
 def _checked_labels(name: str, split: str, labels: NDArray[Any]) -> NDArray[Any]:
+    allowed = "whole numbers from 0 on, or texts"
     if labels.dtype == object:  # they may all be of one type
+        for label in labels.tolist():
+            if label is None or isinstance(label, list | tuple):
+                raise _error(name, f"has the {split} label {label!r}", f"{allowed}, one for each example")
         labels = np.array(labels.tolist())
     if labels.dtype.kind in "biu" and labels.min() >= 0:
         return labels.astype(np.int64)
     for label in labels.tolist():
         if not isinstance(label, str | bytes) or not label:
-            raise _error(name, f"has the {split} label {label!r}", "whole numbers from 0 on, or texts")
+            raise _error(name, f"has the {split} label {label!r}", allowed)
     return np.array([*map(text_of, labels.tolist())], np.str_)
 
 
@@ -229,16 +242,26 @@ def _columns(names: list[str], features: Mapping[str, object], form: Form) -> tu
     return columns[0], columns[1]
 
 
-def _select_columns(part: Any, columns: tuple[Any, Any], features: Mapping[str, object]) -> Any:
-    """Return a dataset of Hugging Face whose pictures are pictures of Pillow, and which has these columns alone.
+def _undecoded(part: Any) -> Any:
+    """Return a dataset of Hugging Face whose pictures are still files, for :func:`open_picture`; others as they are.
 
     A format of arrays would make the indices of a palette of them. A function of the user's that makes items of rows
     stays.
     """
-    feature: Any = features.get(columns[0])
-    if type(feature).__name__ != "Image" or part.format["type"] == "custom":
-        return part
-    return part.select_columns([*columns]).with_format(None).cast_column(columns[0], replace(feature, decode=True))
+    features = getattr(part, "features", None) or {}
+    names = [name for name, feature in features.items() if type(feature).__name__ == "Image"]
+    if names and part.format["type"] != "custom":
+        part = part.with_format(None)
+        for name in names:
+            part = part.cast_column(name, replace(features[name], decode=False))
+    return part
+
+
+def _pictures(files: Iterator[Any], mode: str | None) -> Iterator[Any]:
+    for entry in files:
+        with BytesIO(entry["bytes"]) if entry["bytes"] is not None else Path(entry["path"]).open("rb") as file:
+            picture = open_picture(file)
+            yield picture.convert(mode) if mode else picture
 
 
 def _four_dimensions(name: str, split: str, examples: NDArray[Any]) -> NDArray[Any]:

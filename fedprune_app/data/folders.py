@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ from fedprune_app.data.dataset import (
     scale,
     visible,
 )
-from fedprune_app.files import locked, may_write, replacing
+from fedprune_app.files import locked, make_private_folder, may_write, replacing
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -41,6 +41,14 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 _GREY = ("1", "L", "LA")
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM", "TIFF")  # Pillow gives PostScript to another program
+
+
+def open_picture(file: IO[bytes]) -> Picture:
+    """Open a picture of a format that is read everywhere here, whatever its file is called. Raises ``OSError``."""
+    from PIL import Image
+
+    return Image.open(file, formats=_FORMATS)
 
 
 def stacked(
@@ -252,10 +260,10 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
     file = directory / f"{part}-{digest.hexdigest()[:32]}.npy"
     try:
         if (images := _read_cache(file)) is None:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private_folder(directory)
             with locked(directory / f"{part}.lock", f"reads the images in {part}/ of {str(folder)!r}"):
                 if (images := _read_cache(file)) is None:  # no other process made it meanwhile
-                    with replacing(file) as new_file:
+                    with replacing(file, private=True) as new_file:
                         np.save(new_file, _decode(paths, form))
                     images = np.load(file, mmap_mode="r")
     except OSError:  # there is no place for a cache
@@ -265,16 +273,15 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
 
 def _decode(paths: list[str], form: Form = AS_IT_IS) -> Images:
     """Decode images into (N, C, H, W), see :func:`stacked`. The error for a refused image names its file."""
-    from PIL import Image
 
     def refuse(i: int, reason: str) -> FileError:
         return FileError(paths[i], reason)
 
-    def pictures() -> Iterator[Image.Image]:
+    def pictures() -> Iterator[Picture]:
         for i, path in enumerate(paths):
             with ExitStack() as stack:
                 try:  # a file that Pillow opens itself is mapped into memory, and a TIFF to be turned is then misread
-                    picture = stack.enter_context(Image.open(stack.enter_context(Path(path).open("rb"))))
+                    picture = stack.enter_context(open_picture(stack.enter_context(Path(path).open("rb"))))
                 except Exception as error:  # Pillow's readers raise what they like
                     raise refuse(i, f"cannot be read as an image ({type(error).__name__})") from None
                 yield picture

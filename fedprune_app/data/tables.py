@@ -107,6 +107,8 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
                 frame = pandas.read_csv(path, index_col=False, dtype=types, keep_default_na=False, na_values=[""])
         else:
             frame = pandas.read_parquet(path)
+            if any(name is not None for name in frame.index.names):
+                frame = frame.reset_index()  # columns that pandas keeps as the index are the first ones
             frame.columns = frame.columns.astype(str)
             names = frame.columns.tolist()
             for name in set(texts) & set(names):

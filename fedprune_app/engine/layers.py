@@ -23,7 +23,7 @@ class LayerFiles:
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
         body = codec.encode_once(payload)[codec.KEY].data
-        replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)))
+        replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)), private=True)
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
         """Read a layer of at most ``max_bytes`` decoded bytes.

@@ -69,11 +69,12 @@ def write_tensors(
     round: int = 0,
     owner: str | None = None,
     durable: bool = True,
+    private: bool = True,
 ) -> None:
     """Write tensors, and plain JSON values beside them, as one safetensors file with its digest, in one step.
 
-    Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. Raises
-    ``ValueError`` for values that are no JSON.
+    Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. The
+    file is for its owner alone, unless it is not ``private``. Raises ``ValueError`` for values that are no JSON.
     """
     contiguous: dict[str, Tensor] = {}
     addresses: set[int] = set()
@@ -90,7 +91,7 @@ def write_tensors(
             f"a state's meta cannot be written as JSON: {error}; "
             "allowed: texts, numbers, lists, and tables with texts for keys"
         ) from error
-    replace_file(path, save(contiguous, metadata={_KEY: text}), durable=durable)
+    replace_file(path, save(contiguous, metadata={_KEY: text}), durable=durable, private=private)
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:

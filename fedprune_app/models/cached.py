@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedprune_app.files import locked, replacing_folder, sha256_of
+from fedprune_app.files import locked, replacing_folder, scratch_folder, sha256_of
 from fedprune_app.models.checkpoints import import_transformers, one_line
 
 _DIGESTS = "sha256.json"  # the digests of the other files in the folder
@@ -66,13 +66,20 @@ def folder_of_gguf(path: Path) -> Path:
 
 @lru_cache(maxsize=8)  # the file and its copy are read once in a process, not for every message of a run
 def _converted_folder(path: Path, changed: int) -> Path:
-    folder = cache_folder() / f"gguf-{sha256_of(path)[:16]}"
+    folder = cache_folder() / f"gguf-alone-{sha256_of(path)[:16]}"
     return cached_model(folder, f"reads {str(path)!r}", lambda new_folder: _convert(path, new_folder))
 
 
 def _convert(path: Path, folder: Path) -> None:
+    """Read the file in a folder where it is alone: a tokenizer beside it does not follow from its content."""
+    with scratch_folder() as alone:
+        (alone / path.name).symlink_to(path)
+        _convert_in(alone, path, folder)
+
+
+def _convert_in(alone: Path, path: Path, folder: Path) -> None:
     transformers = import_transformers()
-    source: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
     options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         import gguf  # noqa: F401  # transformers says less plainly that it is missing

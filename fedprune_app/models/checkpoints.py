@@ -207,6 +207,9 @@ class Checkpoint:
             raise self.refused(f"whose weights are quantized ({method}), allowed: {', '.join(DTYPES[1:])}")
         self._files = TensorFiles(folder)
         self.dtype = self._dtype(dtype)
+        layers, most = getattr(self.config.get_text_config(), "num_hidden_layers", None), len(self._files.like)
+        if isinstance(layers, int) and layers > most:  # a skeleton of so many would be made for minutes
+            raise self.refused(f"num_hidden_layers is {layers}, allowed: at most {most}, the tensors in its files")
         try:  # an expert's matrix is seen at work only where each expert computes by itself
             self.skeleton = skeleton(self.config, self.dtype, experts_implementation="eager")
         except Exception as error:  # transformers' classes refuse with many kinds of error

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from fedprune_app.files import appending
+from fedprune_app.files import appending, locked, make_private_folder
 from fedprune_app.privacy import accounting
 from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, affords, total
 
@@ -238,12 +238,21 @@ class Ledger:
 
 
 def ledger_of(data: Data, folder: Path) -> Path:
-    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else the name of a new one.
+    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else a new one of theirs.
 
     Data that join go on with the one ledger of the folder, whatever records it has: a run decides how files become
     records, so a run could else begin a fresh ledger. Raises ``ValueError`` where it is not clear which ledger that is,
-    because each record's releases have to be in one.
+    because each record's releases have to be in one. Of several that ask at once, one looks and begins a ledger while
+    the others wait.
     """
+    make_private_folder(folder)
+    with locked(folder / ".ledgers.lock", "looks for the ledger of its data"):
+        path = _found(data, folder)
+        Ledger(path, data=data)
+    return path
+
+
+def _found(data: Data, folder: Path) -> Path:
     ledgers = sorted(folder.glob(f"{_OWN}*.jsonl"))
     paths = [path for path in ledgers if Ledger(path).shares(data)]
     if len(paths) > 1 or (data.joins and not paths and len(ledgers) > 1):
@@ -285,8 +294,8 @@ def _make_durable(path: Path) -> None:
     """Make an empty file where there is none, and its folders, so that a power cut does not take their names away."""
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    appending(path).close()
+    make_private_folder(path.parent)
+    appending(path, 0o600).close()
     for folder in path.parents:
         try:
             descriptor = os.open(folder, os.O_RDONLY)

@@ -8,10 +8,13 @@ opened fails at once.
 
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 _AT_ONCE = 100  # so many parameters MLflow takes in one request
 
@@ -53,9 +56,26 @@ class TensorBoard:
         self._writer.close()
 
 
+@contextmanager
+def _discreet() -> Iterator[None]:
+    """Raise an error of MLflow's, which quotes MLFLOW_TRACKING_URI, without the user's name, password and query."""
+    try:
+        yield
+    except Exception as error:
+        place, text = os.environ.get("MLFLOW_TRACKING_URI", ""), str(error)
+        users, queries = re.findall("//(.*)@", place), re.findall(r"\?(.*)", place)
+        parts = [*users, *(name for user in users for name in user.split(":", 1)), *queries]
+        parts += [place.partition("//")[2].rstrip("/")] if parts else []
+        parts += [entry.partition("=")[2] for query in queries for entry in query.split("&")]
+        for secret in sorted({form for part in parts for form in (part, unquote(part))}, key=len, reverse=True):
+            text = text.replace(secret, "***") if secret else text
+        raise RuntimeError(f"{type(error).__name__}: {text}") from None
+
+
 class MLflow:
     """MLflow's run is in the store that MLFLOW_TRACKING_URI names, or else in ``folder/mlflow/mlflow.db``."""
 
+    @_discreet()
     def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
         # or else MLflow asks a server that does not answer again and again for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -64,13 +84,6 @@ class MLflow:
         from mlflow.entities import Param
 
         place = os.environ.get("MLFLOW_TRACKING_URI")
-        if place and place.startswith("http"):  # MLflow's errors quote the address, so it keeps no secret
-            import httpx
-
-            url = httpx.URL(place)
-            if url.userinfo:
-                os.environ |= {"MLFLOW_TRACKING_USERNAME": url.username, "MLFLOW_TRACKING_PASSWORD": url.password}
-            place = str(url.copy_with(userinfo=b""))
         if not place:
             (folder / "mlflow").mkdir(exist_ok=True)
             place = f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
@@ -92,6 +105,7 @@ class MLflow:
         for start in range(0, len(params), _AT_ONCE):
             self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
 
+    @_discreet()
     def log(self, numbers: Mapping[str, float], round: int) -> None:
         from mlflow.entities import Metric
 
@@ -100,6 +114,7 @@ class MLflow:
         for start in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics=metrics[start : start + _AT_ONCE])
 
+    @_discreet()
     def close(self, status: str, numbers: Mapping[str, float]) -> None:
         ends = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
         self._client.set_terminated(self._run, status=ends[status])

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 import fedprune_app
 from fedprune_app import cli
-from fedprune_app.data import brought, splits
+from fedprune_app.data import brought, splits, tables
 from fedprune_app.data.dataset import FileError, Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
@@ -233,6 +233,17 @@ def test_columns_without_a_name_or_of_one_name_are_refused(tmp_path, header):
     (tmp_path / "train.csv").write_text(f"{header}\n0,1,2\n3,4,5\n")
     with pytest.raises(FileError, match=NAMELESS):
         load_dataset("table", tmp_path, needs_test=False)
+
+
+def test_columns_that_pandas_keeps_as_the_index_of_parquet_are_columns(tmp_path):
+    rows = pd.DataFrame({"site": [1.0, 2, 3, 4], "age": [30.0, 40, 50, 60], "label": list("abab")})
+    found = []
+    for number, index in enumerate(([], ["site"], ["site", "age"])):
+        (tmp_path / f"{number}").mkdir()
+        (rows.set_index(index) if index else rows).to_parquet(tmp_path / f"{number}" / "train.parquet")
+        found.append(tables.table(tmp_path / f"{number}", Form(needs_test=False), public_scale=True))
+    assert [each.features for each in found] == [("site", "age")] * 3
+    assert all((each.train_images == found[0].train_images).all() for each in found)
 
 
 def test_columns_of_parquet_without_a_name_or_of_one_name_are_refused(tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import EpsImagePlugin, Image, ImageOps
 
 from fedprune_app.data import brought
 from fedprune_app.data.dataset import Form
@@ -190,3 +190,23 @@ def test_pixels_that_an_older_version_cached_are_not_used(tmp_path, monkeypatch)
     monkeypatch.undo()
     datasets._load.cache_clear()
     assert load_dataset("image-folder", tmp_path, needs_test=False).train_images[0].tolist() == [GREY.tolist()]
+
+
+@pytest.mark.parametrize("way", ["folder", "huggingface"])
+def test_a_picture_that_is_a_program_is_given_to_no_interpreter(tmp_path, monkeypatch, way):
+    """Pillow goes by a file's content, and has Ghostscript run what is PostScript."""
+    interpreter, called = tmp_path / "bin" / "gs", tmp_path / "called"
+    interpreter.parent.mkdir()
+    interpreter.write_text(f'#!/bin/sh\necho called >> "{called}"\n[ "$1" = --version ] && echo 10.0\n')
+    interpreter.chmod(0o755)
+    monkeypatch.setenv("PATH", str(interpreter.parent), prepend=":")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it is looked for once in a process
+    classes = tmp_path / "train"
+    for kind in ("a", "b"):
+        (classes / kind).mkdir(parents=True)
+        Image.fromarray(GREY).save(classes / kind / "0.png")
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+    (classes / "a" / "z.png").write_bytes(program)
+    with pytest.raises(ValueError, match="UnidentifiedImageError"):
+        read_in(way, tmp_path, ["z.png", "0.png"])
+    assert not called.exists()

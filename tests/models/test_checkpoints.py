@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
+from fedprune_app.models.checkpoints import Checkpoint, TensorFiles, resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from tests.models.hub import local_hub
 from tests.models.tiny_llm import FAMILIES, text_folder, tiny_byte_model
@@ -167,3 +167,14 @@ def test_the_hubs_snapshots_are_links_to_blobs_of_the_same_model(tmp_path):
     (snapshot / "shard.safetensors").symlink_to("../../blobs/abc")
     (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "shard.safetensors"}}))
     assert TensorFiles(snapshot).read(["weight"])["weight"].tolist() == [1, 1]
+
+
+@pytest.mark.timeout(20)
+def test_more_layers_than_the_files_have_tensors_are_refused_before_they_are_made(tmp_path):
+    folder = tiny_byte_model(tmp_path / "model", next(iter(FAMILIES)))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 200_000}))
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers is 200000, allowed: at most \d+, the tensors in its files"
+    ):
+        Checkpoint(folder)

@@ -79,6 +79,15 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path, cache):
     assert [each for each in cache.iterdir() if each.suffix != ".lock"] == []
 
 
+def test_its_tokenizer_is_its_own_and_never_that_of_files_beside_it(tmp_path):
+    """The copy is named by the file's content alone, so it must follow from that."""
+    path = write_gguf(tmp_path / "tiny.gguf", gguf_model(), has_tokenizer=False)
+    for beside in resolve_checkpoint(str(write_gguf(tmp_path / "whole.gguf", gguf_model())), download=False).iterdir():
+        if not beside.name.endswith(".safetensors"):
+            (tmp_path / beside.name).write_bytes(beside.read_bytes())
+    assert refusal(path).endswith("with its tokenizer")
+
+
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
     path = tmp_path / "tiny.gguf"

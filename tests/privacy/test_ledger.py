@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from fedprune_app.privacy import accounting
 from fedprune_app.privacy.accounting import ORDERS, Laplace, Steps, noise_for, paper_epsilon
 from fedprune_app.privacy.accounting import epsilon as epsilon_of
-from fedprune_app.privacy.ledger import Budget, Ledger, Overspent
+from fedprune_app.privacy.ledger import Budget, Data, Ledger, Overspent, ledger_of
 
 DELTA = 1e-5
 
@@ -448,3 +448,12 @@ def test_a_charge_is_on_the_disk_before_it_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     ledger.charge_steps(1.0, 0.1, 1)
     assert synced == [path.read_bytes()]
+
+
+def test_two_first_messages_at_once_have_one_ledger_and_its_budget_once(tmp_path):
+    """Both look before either charges: what the second asks for begins the ledger, so none begins a second."""
+    first, second = (Data.of([name * 32], "own", may_change=True, joins=True) for name in (b"a", b"b"))
+    paths = {ledger_of(data, tmp_path / "new") for data in (first, second)}
+    assert len(paths) == 1
+    for data in (first, second):
+        assert ledger_of(data, tmp_path / "new") in paths

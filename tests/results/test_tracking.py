@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 
 import pytest
@@ -65,8 +66,6 @@ def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp
 def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypatch):
     """MLflow's own default is to ask again for minutes, and its errors quote the address."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "")  # so that it is unset afterwards
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "")
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes the connection
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:secret@{address}")
@@ -74,6 +73,24 @@ def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypa
         with pytest.raises(Exception, match=r"Read timed out") as error:
             tracking.TRACKERS["mlflow"](tmp_path, {"config": {}, "system": "fedavg"})
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "HTTPS://bob:s%65cret@127.0.0.1:1/m",
+        "http://127.0.0.1:1/?token=s%65cret",
+        "mariadb://bob:secret@127.0.0.1:1/m",
+        "mariadb://bob:se/c?ret@127.0.0.1:1/m",
+        "mariadb://127.0.0.1:1/m?token=secret@secret",
+    ],
+)
+def test_no_error_of_mlflow_quotes_who_logs_in_and_how(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(RuntimeError, match=r"\*\*\*") as error:
+        tracking.TRACKERS["mlflow"](tmp_path, {"config": {}, "system": "fedavg"})
+    assert not re.search("bob|s%65cret|secret|se/c|ret@", str(error.value))
 
 
 def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, caplog, monkeypatch):
