@@ -83,9 +83,10 @@ LAST = ("last_phase", "last_megabytes_down", "last_megabytes_up", "last_teraflop
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not the default, and change what is computed, but for the seed and places of files.
 
-    All options of a plug-in are among them, whose defaults are not known here.
+    All options of a plug-in are among them, whose defaults are not known here, and none that an earlier version had.
     """
-    given = {key: value for key, value in config.items() if key not in OPTIONS or OPTIONS[key].changes_results}
+    known = {key: value for key, value in config.items() if key in OPTIONS or key.partition(".")[0] not in SYSTEMS}
+    given = {key: value for key, value in known.items() if key not in OPTIONS or OPTIONS[key].changes_results}
     return {key: value for key, value in given.items() if value != DEFAULTS.get(key) and key not in ELSEWHERE}
 
 
