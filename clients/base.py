@@ -123,6 +123,7 @@ class ImageClient(Node):
     * ``data``, a part of ``dataset``: what it trains, decides and is tested on; ``images`` says more of them.
     * ``model``: the network that is at work. At first it is the run's initial model, the same on every client and on
       the server, since it is drawn from the run's seed alone.
+    * ``origin``: which network that is, by its name, and the dataset's name, image shape and number of classes.
     * ``shared``: the names of the tensors that travel; ``prunable``: those of convolutions' and linear layers' weights.
     * ``sizes``: the number of elements of each parameter, by name.
     * ``costs``: what training costs.
@@ -150,7 +151,8 @@ class ImageClient(Node):
         self.dataset, self.data = self.images.dataset, self.images.data
         self.kept_facts = self.images.facts_to_keep()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
-        self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
+        self.origin = config.model, config.dataset, shape, num_classes
+        self.model = initial_model(*self.origin, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
         initial = vision.state_tensors(self.model, include_buffers=True)

@@ -26,10 +26,11 @@ from fedprune_app.core.flops import BACKWARD_PER_FORWARD, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.structured import ChannelGroup, LeadingCounts, extents, hidden_groups, leading_count
+from fedprune_app.core.structured import ChannelGroup, LeadingCounts, leading_part
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.parts import Part
 from fedprune_app.models import vision
+from fedprune_app.models.initial import units_of
 
 FJORD_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 Law = Callable[[np.random.Generator], float]
@@ -78,8 +79,7 @@ class OrderedDropout:
     A group that only ``full_layers`` touch stays whole.
 
     A layer in ``full_layers`` keeps its units unless the next layer, not being full, takes in only the first ones.
-    GroupNorm keeps whole groups, so that the small network computes what the masked one would. Source: FedP3, section
-    2, "uniform ordered dropout"; Horváth et al., "FjORD", NeurIPS 2021.
+    Source: FedP3, section 2, "uniform ordered dropout"; Horváth et al., "FjORD", NeurIPS 2021.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class OrderedDropout:
         layer_flops: Mapping[str, int],
     ) -> None:
         self.groups, self.law, self.draw, self.layer_flops = groups, law, draw, layer_flops
-        self.norms = {name: norm for name, norm in model.named_modules() if isinstance(norm, nn.GroupNorm)}
+        self.model = model
         self.whole = {g.name for g in groups if all(p.tensor.rpartition(".")[0] in full_layers for p in g.slices)}
         weights = {name: p for name, p in model.named_parameters() if name.removesuffix(".weight") in layer_flops}
         self.sizes = {name: weight.numel() for name, weight in weights.items()}
@@ -103,28 +103,16 @@ class OrderedDropout:
 
     def sized(self, share: float) -> Part:
         """Return the part of the network that has this share of units."""
-        counts = {
-            g.name: g.size if g.name in self.whole else leading_count(g.size, share, self._multiple(g))
-            for g in self.groups
-        }
-        groups_of = {
-            name: counts[g.name] * norm.num_groups // g.size for g in self.groups for name, norm in self._norms_of(g)
-        }
-        return Part(extents=extents(self.groups, counts), norm_groups=groups_of)
+        shares = {group.name: 1.0 if group.name in self.whole else share for group in self.groups}
+        reach, norm_groups = leading_part(self.model, self.groups, shares)
+        return Part(extents=reach, norm_groups=norm_groups)
 
     def __call__(self, num_examples: int) -> Part:
         part = self.sized(self.law(self.draw))
         densities = {name: self.counts[name].within(part.extents.get(name)) / n for name, n in self.sizes.items()}
-        small_flops = sum(flops * densities[f"{layer}.weight"] for layer, flops in self.layer_flops.items())
+        small_flops = sum(flops * densities.get(f"{layer}.weight", 1) for layer, flops in self.layer_flops.items())
         self.flops += (1 + BACKWARD_PER_FORWARD) * small_flops * num_examples
         return part
-
-    def _norms_of(self, group: ChannelGroup) -> list[tuple[str, nn.GroupNorm]]:
-        names = dict.fromkeys(piece.tensor.rpartition(".")[0] for piece in group.slices if piece.dim == 0)
-        return [(name, self.norms[name]) for name in names if name in self.norms]
-
-    def _multiple(self, group: ChannelGroup) -> int:
-        return max([1, *(norm.num_channels // norm.num_groups for _, norm in self._norms_of(group))])
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -149,6 +137,7 @@ class FedP3Client(ImageClient):
         names = [name for name in vision.named_tensors(self.model) if name not in self.headless]
         self.layers = layers_of(names, self.prunable)
         self.head = list(self.layers)[-1]
+        self.groups = units_of(*self.origin, alike=False) if self.options.local == "ordered-dropout" else ()
         if self.options.personal_head:
             self.shared = [name for name in self.shared if name not in self.layers[self.head]]
 
@@ -230,6 +219,4 @@ class FedP3Client(ImageClient):
             other_shapes = {name: shapes[name] for name in self.prunable if name not in own_names}
             return UniformPruning(other_shapes, masks, law, draw, self.costs.by_layer, self.device)
         full_layers = {name.rpartition(".")[0] for layer in own_layers for name in self.layers[layer]}  # norms too
-        return OrderedDropout(
-            self.model, hidden_groups(self.layers, shapes), full_layers, masks, law, draw, self.costs.by_layer
-        )
+        return OrderedDropout(self.model, self.groups, full_layers, masks, law, draw, self.costs.by_layer)

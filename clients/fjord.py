@@ -17,12 +17,10 @@ from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
-from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import (
     Extents,
     extents,
-    hidden_groups,
     leading_block,
     leading_count,
     leading_masks,
@@ -30,6 +28,7 @@ from fedprune_app.core.structured import (
 )
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
+from fedprune_app.models.initial import units_of
 from fedprune_app.models.names import chosen_name
 
 
@@ -52,9 +51,8 @@ class FjORDClient(ImageClient):
             )
         if self.unshared:  # beyond its width a client trains none, so it could not tell the accuracy at full width
             raise ValueError("batch-norm is 'local', allowed with system 'fjord' and a model with BatchNorm: averaged")
-        tensors = vision.named_tensors(self.model)
-        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
+        self.shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
+        self.groups = units_of(*self.origin, alike=True)
 
     def extents(self, task: Task) -> Extents:
         width = float(task.fields["width"])

@@ -49,8 +49,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
-        config, dataset = self.config, self.dataset
-        self.groups = channels_of(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
+        self.groups = channels_of(*self.origin)
         self.full = self.model  # self.model is the network that is at work
         self.shapes = {name: t.shape for name, t in vision.state_tensors(self.full, include_buffers=True).items()}
         linear = [name for name, layer in self.full.named_modules() if isinstance(layer, nn.Linear)]

@@ -94,12 +94,12 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     root = type(model).__name__
     counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
     layers: dict[str, int] = {}
-    for name, module in model.named_modules():
-        path = f"{root}.{name}" if name else root
-        child_flops = sum(counts.get(f"{path}.{child}", 0) for child, _ in module.named_children())
-        if own_flops := counts.get(path, 0) - child_flops:
-            layers[name] = own_flops
-    return layers
+    totals: dict[str, int] = {}  # those of a module that nobody calls (a list) are those of its submodules
+    for name, module in reversed(list(model.named_modules())):
+        below = sum(totals.get(f"{name}.{child}" if name else child, 0) for child, _ in module.named_children())
+        totals[name] = counts.get(f"{root}.{name}" if name else root, below)
+        layers[name] = totals[name] - below
+    return {name: layers[name] for name, _ in model.named_modules() if layers[name]}
 
 
 def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) -> float:

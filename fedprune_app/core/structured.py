@@ -185,6 +185,15 @@ def _resize(path: str, layer: nn.Module, shape: torch.Size) -> None:
         raise ValueError(f"layer '{path}' is a {type(layer).__name__}, allowed: Conv2d, BatchNorm2d or Linear")
 
 
+def of_leading_units(model: nn.Module, reach: Extents, norm_groups: Mapping[str, int]) -> Callable[[Tensor], Tensor]:
+    """Return the network of the leading units of ``model``, whose GroupNorms it changes."""
+    for name, count in norm_groups.items():
+        model.get_submodule(name).num_groups = count  # type: ignore[assignment]
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    blocks = {name: leading_block(state[name], dims) for name, dims in reach.items() if name in state}
+    return lambda images: torch.func.functional_call(model, blocks, (images,))
+
+
 def check_cut(
     model: nn.Module,
     image_shape: Sequence[int],
@@ -196,30 +205,28 @@ def check_cut(
     The two are compared on random images, with random weights and running statistics, in eval mode. ``model`` stays as
     it is.
     """
-    draw, problem = torch.Generator().manual_seed(0), ""
+    draw = torch.Generator().manual_seed(0)
     try:
-        for _ in range(2):  # in one of them all channels may be dead
-            full = generic_copy(model, draw).cpu().eval()
-            for name, buffer in full.named_buffers():
-                if name.endswith(("running_mean", "running_var")):
-                    buffer.uniform_(0, 0.5, generator=draw).add_(name.endswith("var"))
-            images = torch.rand(4, *image_shape, generator=draw).to(next(full.parameters()).dtype)
-            masked = copy.deepcopy(full)
-            state = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
-            with torch.no_grad():
-                for name, mask in masks().items():
-                    state[name].mul_(mask)
-                before, expected = full(images.clone()), masked(images.clone())
-                outputs = cut(full)(images.clone())
-            if not (outputs - expected).abs().max() <= 1e-3 * (before - expected).abs().max():  # NaN too
-                problem = "computes something else"
+        full = generic_copy(model, draw).cpu().eval()
+        for name, buffer in full.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                buffer.uniform_(0, 0.5, generator=draw).add_(name.endswith("var"))
+        images = torch.rand(4, *image_shape, generator=draw).to(next(full.parameters()).dtype)
+        masked = copy.deepcopy(full)
+        state = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+        with torch.no_grad():
+            for name, mask in masks().items():
+                state[name].mul_(mask)
+            expected, outputs = masked(images.clone()), cut(full)(images.clone())
+        if outputs.shape == expected.shape and torch.allclose(outputs, expected, 0.0, 1e-3 * float(expected.std())):
+            return
+        problem = "computes something else"
     except Exception as failure:  # a user's network raises what it likes
         problem = f"fails: {type(failure).__name__}: {failure}"
-    if problem:
-        raise ValueError(
-            "the model cannot be made smaller, allowed: one that with fewer channels computes what it does with these "
-            f"channels at 0; with fewer channels it {' '.join(problem.split())}"
-        )
+    raise ValueError(
+        "the model cannot be made smaller, allowed: one that with fewer units computes what it does with these units "
+        f"at 0; with fewer units it {' '.join(problem.split())}"
+    )
 
 
 # --- leading units ----------------------------------------------------------------------------------------------------
@@ -231,17 +238,11 @@ def hidden_groups(
     """Return the units between consecutive layers of a chain, each group by the name of the layer that puts them out.
 
     ``layers`` maps each layer, in order, to the names of its tensors (:func:`fedprune_app.core.layers.layers_of`); its
-    ``weight`` is (out, in, ...). ``ValueError`` for a network that is no such chain.
+    ``weight`` is (out, in, ...). Whether a network is such a chain, :func:`check_cut` finds out.
     """
     groups = []
-    for (name, tensors), (follower, follower_tensors) in pairwise(layers.items()):
-        size = shapes[f"{name}.weight"][0]
-        inputs = shapes[f"{follower}.weight"][1]
-        other_matrices = [t for t in follower_tensors if len(shapes[t]) > 1 and t != f"{follower}.weight"]
-        if inputs % size or other_matrices:
-            raise ValueError(
-                f"the model's layer '{follower}' does not follow '{name}' alone, allowed: a chain of layers"
-            )
+    for (name, tensors), (follower, _) in pairwise(layers.items()):
+        size, inputs = shapes[f"{name}.weight"][0], shapes[f"{follower}.weight"][1]
         slices = [Slice(tensor, 0) for tensor in tensors if shapes[tensor]]
         groups.append(ChannelGroup(name, size, (), (*slices, Slice(f"{follower}.weight", 1, inputs // size))))
     return tuple(groups)
@@ -268,6 +269,24 @@ def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[s
             for piece in group.slices:
                 result.setdefault(piece.tensor, {})[piece.dim] = counts[group.name] * piece.repeat
     return result
+
+
+def leading_part(
+    model: nn.Module, groups: Sequence[ChannelGroup], shares: Mapping[str, float]
+) -> tuple[dict[str, dict[int, int]], dict[str, int]]:
+    """Return the extents of these shares of the units, by group, and how many groups each GroupNorm then has left.
+
+    GroupNorm keeps whole groups, so that the small network computes what the masked one would.
+    """
+    counts: dict[str, int] = {}
+    norm_groups: dict[str, int] = {}
+    for group in groups:
+        layers = {piece.tensor.rpartition(".")[0] for piece in group.slices if piece.dim == 0}
+        norms = {name: norm for name in layers if isinstance(norm := model.get_submodule(name), nn.GroupNorm)}
+        multiple = max([1, *(norm.num_channels // norm.num_groups for norm in norms.values())])
+        counts[group.name] = leading_count(group.size, shares[group.name], multiple)
+        norm_groups |= {name: counts[group.name] * norm.num_groups // group.size for name, norm in norms.items()}
+    return extents(groups, counts), norm_groups
 
 
 def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:

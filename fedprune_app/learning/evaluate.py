@@ -83,11 +83,13 @@ def dense_gradient(
     check_examples(images, labels)
     device = move_to_device(model, device)
     network = deepcopy(model).eval().requires_grad_(True)
+    network.zero_grad()
     with fast_layout(network, images.shape[1:]), global_draws_of(0):
         loss = F.cross_entropy(network(images.to(device, copy=True)), labels.to(device))
-        parameters = dict(network.named_parameters())
-        gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-    return {name: gradient.cpu().contiguous() for name, gradient in zip(parameters, gradients, strict=True)}
+        loss.backward()  # type: ignore[no-untyped-call]  # as in training: some networks know no torch.autograd.grad
+    parameters = dict(network.named_parameters())
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+    return {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
 
 
 def check_examples(images: Tensor, labels: Tensor) -> None:

@@ -10,8 +10,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedprune_app.core.flops import forward_flops, module_mode
+from fedprune_app.core.layers import layers_of
 from fedprune_app.core.rng import generator
-from fedprune_app.core.structured import ChannelGroup, Slice, check_cut, coordinate_masks, shrink
+from fedprune_app.core.structured import (
+    ChannelGroup,
+    Slice,
+    check_cut,
+    coordinate_masks,
+    hidden_groups,
+    leading_masks,
+    leading_part,
+    of_leading_units,
+    shrink,
+)
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import (
     architecture,
@@ -20,6 +31,7 @@ from fedprune_app.models.vision import (
     builder_seed,
     named_tensors,
     parameter_names,
+    prunable_names,
 )
 
 ImageShape = tuple[int, int, int]
@@ -160,9 +172,35 @@ def channels_of(
     return channel_groups(copy.deepcopy(model), image_shape)
 
 
+@lru_cache(maxsize=4)
+def units_of(
+    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, alike: bool
+) -> tuple[ChannelGroup, ...]:
+    """Return the hidden units of that network, in groups of which the leading ones are a network by themselves.
+
+    With ``alike`` all groups have one share. ``ValueError`` where such a network computes something else than the whole
+    one with the other units at 0.
+    """
+    model = copy.deepcopy(_initial_model(name, dataset, image_shape, num_classes, "default", 0))
+    shapes = {name: tensor.shape for name, tensor in named_tensors(model).items()}
+    groups = hidden_groups(layers_of(list(shapes), prunable_names(model)), shapes)
+    draw = generator(0, "units")
+    for _ in range(3):
+        shares = torch.rand(1 if alike else len(groups), generator=draw).expand(len(groups)).tolist()
+        by_group = {group.name: share for group, share in zip(groups, shares, strict=True)}
+        reach, norms = leading_part(model, groups, by_group)
+        check_cut(
+            model,
+            image_shape,
+            partial(leading_masks, reach, shapes),
+            partial(of_leading_units, reach=reach, norm_groups=norms),
+        )
+    return groups
+
+
 def forget() -> None:
     """Drop all networks that are kept, since a plug-in makes others under their names."""
-    for cached_function in (_initial_model, layer_flops, channels_of, trains_on_one):
+    for cached_function in (_initial_model, layer_flops, channels_of, units_of, trains_on_one):
         cached_function.cache_clear()
 
 

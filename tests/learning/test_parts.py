@@ -246,11 +246,3 @@ def test_leading_counts_round_up_guard_float_noise_and_keep_groups_whole():
     assert leading_count(10, 1e-6) == 1
     assert leading_count(16, 0.3, multiple=4) == 8
     assert leading_count(6, 0.9, multiple=4) == 6
-
-
-def test_a_network_that_is_no_chain_is_refused():
-    model = build_model("resnet18-gn", (3, 8, 8), 10, rng=torch.Generator())
-    tensors = vision.named_tensors(model)
-    layers = layers_of(list(tensors), prunable_names(model))
-    with pytest.raises(ValueError, match="allowed: a chain of layers"):
-        hidden_groups(layers, {n: t.shape for n, t in tensors.items()})

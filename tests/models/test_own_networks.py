@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import fedprune_app
 from fedprune_app.config import ConfigError
 from fedprune_app.models.vision import architecture
 from fedprune_app.preflight.can_start import doubts
@@ -62,6 +63,7 @@ def test_a_network_is_made_once_as_its_function_makes_it():
 FILE = """
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def plain(classes):
@@ -129,6 +131,50 @@ class Attention(nn.Module):
 
 def attention(shape, classes):
     return Attention(classes)
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 16, 3, padding=1), nn.Linear(1024, classes)
+
+    def forward(self, x):
+        return self.fc(torch.relu(self.conv(x)).permute(0, 2, 3, 1).flatten(1))
+
+
+def channels_last(shape, classes):
+    return ChannelsLast(classes)
+
+
+class Skips(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(64, 32), nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+        self.last = nn.Linear(32, classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.last(x)
+
+
+def skips(shape, classes):
+    return Skips(classes)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.last(checkpoint(lambda x: torch.relu(self.second(x)), x, use_reentrant=True))
+
+
+def checkpointed(shape, classes):
+    return Checkpointed(classes)
 """
 
 
@@ -144,6 +190,7 @@ def check(tmp_path, no_plugins):
 
 
 PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
+ORDERED = {"system": "fedp3", "fedp3.local": "ordered-dropout"}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +200,10 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
         ("in_training", PRIVATE, "got tuple"),
         ("scripted", {}, "allowed: torch.nn.Module, no TorchScript"),
         ("script_inside", {}, "^model '.*:script_inside' cannot be made .*ScriptFunction cannot be pickled"),
+        ("channels_last", {"system": "fjord"}, "with fewer units it computes something else"),
+        ("channels_last", ORDERED, "with fewer units it computes something else"),
+        ("skips", ORDERED, "the model cannot be made smaller"),
+        ("attention", {"system": "fjord"}, "the model cannot be made smaller"),
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
     ],
 )
@@ -167,3 +218,12 @@ def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings
 )
 def test_a_network_that_can_be_trained_may_start(check, name, settings):
     assert check(name, **settings) == []
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("name", "system"), [("skips", "fjord"), ("checkpointed", "dispfl")])
+def test_a_run_of_a_network_that_is_no_chain_completes(tmp_path, no_plugins, name, system):
+    (tmp_path / "mine.py").write_text(FILE)
+    settings = {"system": system, "model": f"{tmp_path / 'mine.py'}:{name}", "num-server-rounds": 2, "partition": "iid"}
+    run = fedprune_app.run(settings, clients=3, engine="inprocess", out=tmp_path / "run")
+    assert run.info["status"] == "completed"
