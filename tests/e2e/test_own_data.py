@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -193,7 +194,7 @@ def test_a_number_that_the_server_makes_up_begins_no_fresh_ledger(own, folders):
 
 
 @pytest.mark.full
-def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_have_another(own, folders, tmp_path):
+def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_have_another(own, folders, tmp_path, caplog):
     ledgers = tmp_path / "ledgers"
     private = PRIVATE | {"dp.ledger-dir": str(ledgers)}
     own(places(folders[:1]), name="first", **private)
@@ -213,12 +214,13 @@ def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_ha
     shutil.copytree(folders[1] / "train" / "1", both / "train" / "1", dirs_exist_ok=True)
     for number, image in enumerate(sorted((folders[1] / "train" / "2").iterdir())):
         shutil.copy(image, both / "train" / "2" / f"other-{number}.png")
-    with pytest.raises(TooFewReplies, match=r"data are in the ledgers '.*', '.*', allowed: all of them in one"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         own(places([both]), name="fourth", **private)
+    assert re.search(r"data are in the ledgers '.*', '.*', allowed: all of them in one", caplog.text)
 
 
 @pytest.mark.full
-def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folders, monkeypatch):
+def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folders, monkeypatch, caplog):
     """No node knows how many clients there are: it takes the server's word, as far as there are coordinates."""
     private = PRIVATE | {"system": "ldp-fedp3", "evaluate_every": 0}
     (row,) = own(places(folders), **private).rounds
@@ -229,8 +231,9 @@ def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folde
         return (replace(each, fields={"clients": 5317, "place": 0}) for each in honest(self, round))
 
     monkeypatch.setattr(LDPFedP3, "send", too_many)
-    with pytest.raises(TooFewReplies, match="clients is 5317 and place 0, allowed: 1 to 5316"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         own(places(folders), name="too-many", **private)
+    assert "clients is 5317 and place 0, allowed: 1 to 5316" in caplog.text
 
 
 def test_a_fedfomo_client_without_a_validation_image_says_so(own, folders):

@@ -202,8 +202,8 @@ def without_fsync():
     real = files.replacing
 
     @contextmanager
-    def replacing(path, mode=0o666, *, durable=True):
-        with real(path, mode, durable=False) as file:
+    def replacing(path, mode=0o666, **how):
+        with real(path, mode, **{**how, "durable": False}) as file:
             yield file
 
     return files, "replacing", replacing
@@ -222,7 +222,7 @@ def appended_without_fsync():
 
 
 def written_in_place():
-    def replace_file(path, content, mode=0o666, *, durable=True):
+    def replace_file(path, content, mode=0o666, **how):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
             file.write(content[: len(content) // 2])
