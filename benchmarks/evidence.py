@@ -383,7 +383,7 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
     if found := _costs(TUNED):
         yield TUNED, drawn.costs(found)
-    for name in (name for name in MATRICES if name != TUNED):  # too many systems for one figure of courses
+    for name in (name for name in MATRICES if name != TUNED and not name.startswith("fresh-")):
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
             yield name, drawn.course(found)
