@@ -93,7 +93,8 @@ FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
 TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
 AGAIN = {
-    "1f": "dispfl", "3c": "fedp3-layers", "3g": "fedp3-fashion", "3i": "fedp3-fashion", "5b": "fedspallm", "6c": "tuned",
+    "1f": "dispfl", "3c": "fedp3-layers", "3g": "fedp3-fashion", "3i": "fedp3-fashion", "5b": "fedspallm",
+    "6c": "tuned",
 }  # fmt: skip
 """Open claims that are tested once more on seeds 11 to 15, which no run had: by claim, the name of their matrix."""
 MATRICES = {
