@@ -38,10 +38,15 @@ def noise_remark(rows: Sequence[Row], column: str) -> str:
     return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 
 
+def noise_in(rows: Sequence[Row], column: str) -> float:
+    """Return the standard deviation of the noise in the mean of the rows' accuracies; 0 where they have none."""
+    deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
+    return noise_of_mean([deviation or 0 for deviation in deviations]) or 0.0
+
+
 def accuracy_remark(rows: Sequence[Row], column: str) -> str:
     """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
-    deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
-    noise = noise_of_mean([0 if deviation is None else deviation for deviation in deviations])
+    noise = noise_in(rows, column)
     return f"noise ± {100 * noise:.1f}" if noise else ""
 
 
@@ -164,13 +169,14 @@ MEASURES = Measures(
                     remark=both(accuracy_remark, fewer_remark),
                     is_noised_mean=True,
                 ),
-                Column("accuracy_personal_std", spread, remark=noised_remark),
+                Column("accuracy_personal_std", spread, needs_open=True),
                 Column(
                     "accuracy_personal_worst_decile",
                     measures.worst_decile,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
-                    remark=both(noised_remark, fewer_remark),
+                    remark=fewer_remark,
+                    needs_open=True,
                 ),
             ),
         ),

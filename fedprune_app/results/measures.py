@@ -182,6 +182,7 @@ class Column:
     its view of the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that
     title in the report's table of them. The ``remark`` on rows stands in parentheses wherever people read their number.
     A column that ``is_noised_mean`` is a mean over clients of accuracies whose noise they tell: of those on test data.
+    One that ``needs_open`` numbers is not taken of noised ones: noise alone would spread them.
     """
 
     name: str
@@ -196,6 +197,7 @@ class Column:
     lost: Title | None = None
     remark: Remark | None = None
     is_noised_mean: bool = False
+    needs_open: bool = False
 
     def remarked(self, *rows: Row) -> str:
         """Return the remark on those of the rows that have a number, ready to stand behind the number, or empty."""

@@ -97,9 +97,11 @@ def round_columns(
     for measure in (declared or MEASURES).told_in(reply):
         if measure.is_evaluated and not reply.is_evaluation:
             continue
-        values = [row[measure.name] for row in _rows_telling(measure, rows, others)]
+        telling_rows = _rows_telling(measure, rows, others)
+        values = [row[measure.name] for row in telling_rows]
+        is_open = all(row.get("accuracy_noise") is None for row in telling_rows)
         for column in measure.columns:
-            if column.take is not None:
+            if column.take is not None and (is_open or not column.needs_open):
                 columns[column.name] = _by_name(values, column.take) if measure.by else column.take(values)
     return columns | (_columns_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, epsilon_remark
 from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.differences import OWN
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
@@ -55,9 +56,6 @@ def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) ->
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows
-
-
-OWN = "accuracy_personal_mean"
 
 
 def compared_by(groups: Sequence[Group]) -> dict[str, str]:
