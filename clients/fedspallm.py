@@ -41,12 +41,12 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, Schedule, input_matrices, prune_layer, recovered, same_inputs
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
+from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
 

@@ -37,7 +37,7 @@ FILES = {  # the same of the files in a room
         {"brought", "tables", "text"},
         {"folders", "partitions"},
         {"dataset"},
-        {"names"},
+        {"augmentation", "names"},
     ],
     "privacy": [{"dpsgd"}, {"clipped_sums"}, {"ledger"}, {"accounting", "audit", "noise"}],
 }

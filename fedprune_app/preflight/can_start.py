@@ -58,7 +58,7 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
         if model == "auto":
             embedded_model(console)
             continue
-        from fedprune_app.models.checkpoints import resolve_checkpoint
+        from fedprune_app.models.sources import resolve_checkpoint
 
         with console.status(Text(f"fetching {model}" if download else f"looking for {model}")):
             resolve_checkpoint(model, download)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clients.images import CropFlip
+from fedprune_app.data.augmentation import (CropFlip)
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.rng import generator
 from fedprune_app.learning import grouped
