@@ -16,9 +16,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from clients import fedspallm
 from clients.base import ImageClient
-from clients.fedspallm import FedSpaLLMClient, evaluation_windows
+from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
@@ -31,7 +30,9 @@ from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.participation import check_min_replies
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
+from fedprune_app.learning import text_cache
 from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.language_models import evaluation_windows
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.embedded import embedded_folder, write_untrained
@@ -43,7 +44,7 @@ from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
-from fedprune_app.server import BUILDS
+from fedprune_app.strategy_builders import BUILDS
 from strategies.fedspallm import check_pattern
 
 
@@ -159,7 +160,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         raise ConfigError(plugins.told(error)) from error
     finally:
         if placement.engine != "inprocess":  # other processes do the work, and need the memory
-            fedspallm.forget_documents()
+            text_cache.forget_documents()
             open_model.cache_clear()
 
 
