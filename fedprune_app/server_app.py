@@ -24,7 +24,7 @@ from fedprune_app.learning.device import prepare_torch
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
@@ -72,7 +72,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     else:
         values = config.to_dict()
         code: dict[str, Any] = {"plugins": plugins.described(values)}
-        if measures := declarations.described(config.system):
+        if measures := own_measures.described(config.system):
             code["measures"] = measures
         facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
         recorder.start(values, config.seed, facts | code)
@@ -169,7 +169,7 @@ def _go_on(
     """Open the run folder again: from this call on the run differs from the run that stopped."""
     values = config.to_dict()
     changes: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
-    if measures := declarations.described(config.system):
+    if measures := own_measures.described(config.system):
         changes["measures"] = measures
     changed_plugins = plugins.changed(values, earlier_info.get("plugins", {}))
     notes = [*choice.notes, *changed_plugins.values()]

@@ -31,6 +31,7 @@ FILES = {  # the same of the files in a room
     "exports": [{"formats", "predict"}, {"find"}, {"file"}],
     "launching": [{"local"}, {"simulation", "credentials"}, {"processes"}],
     "sweeps": [{"sweep"}, {"matrix"}],
+    "testing": [{"laws", "audit"}, {"misbehaving", "runs"}],
     "data": [
         {"splits"},
         {"datasets"},
