@@ -28,8 +28,8 @@ from fedprune_app.federation import exchanges, loop
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.participation import Budgets, Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results import declarations
-from fedprune_app.results.declarations import noise_of_mean
+from fedprune_app.results import own_measures
+from fedprune_app.results.statistics import noise_of_mean
 
 
 class StreamedStrategy(Strategy):
@@ -93,7 +93,7 @@ class FederatedStrategy(StreamedStrategy):
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
         check_min_replies(self.config, self.participation.most, len(self.participation.members))
-        self.measures = declarations.all_of(self.config.system)
+        self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
@@ -135,8 +135,8 @@ class FederatedStrategy(StreamedStrategy):
             return []
         return [
             f"accuracies are told with noise: about ± {100 * max(deviations):.0f} points for the client with the "
-            f"fewest test examples, and ± {100 * of_mean:.0f} for the mean over {len(deviations)} clients. Differences within "
-            "twice that say nothing. On public data, dp.accuracies=open tells accuracies as they are"
+            f"fewest test examples, and ± {100 * of_mean:.0f} for the mean over {len(deviations)} clients. "
+            "Differences within twice that say nothing. On public data, dp.accuracies=open tells accuracies as they are"
         ]
 
     def prepare(self) -> None:
@@ -188,7 +188,7 @@ class FederatedStrategy(StreamedStrategy):
 
         Raises ``ValueError`` for another name, and for a value out of the declared bounds.
         """
-        measures = {m.name: m for m in declarations.of_system(self.config.system) if m.told == "server"}
+        measures = {m.name: m for m in own_measures.of_system(self.config.system) if m.told == "server"}
         if name not in measures:
             allowed = ", ".join(measures) or "none here"
             raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")

@@ -25,10 +25,11 @@ from typing import Any, Literal
 
 from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file, sha256_of
-from fedprune_app.results.declarations import MEASURES, noise_of_mean
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
+from fedprune_app.results.statistics import noise_of_mean
 from fedprune_app.results.tracking import TRACKERS, Tracker, check_tracker, scalars
 
 # Accuracies by class are recorded of so many classes at most.

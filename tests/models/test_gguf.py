@@ -10,9 +10,10 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from fedprune_app.config import DEFAULTS, OPTIONS  # noqa: E402
-from fedprune_app.models.cached import _converted_folder  # noqa: E402
-from fedprune_app.models.checkpoints import resolve_checkpoint  # noqa: E402
-from fedprune_app.models.llm import LanguageModel, import_transformers  # noqa: E402
+from fedprune_app.models.gguf import _converted_folder  # noqa: E402
+from fedprune_app.models.llm import LanguageModel  # noqa: E402
+from fedprune_app.models.sources import resolve_checkpoint  # noqa: E402
+from fedprune_app.models.transformers import import_transformers  # noqa: E402
 from tests.models.tiny_gguf import gguf_model, write_gguf  # noqa: E402
 from tests.models.tiny_llm import text_folder  # noqa: E402
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.results.declarations import MEASURES, largest, mean, noise_of_mean
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.measures import (
@@ -32,6 +32,7 @@ from fedprune_app.results.measures import (
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import from_training, number_in, recorded_of_client, round_columns, row_of
 from fedprune_app.results.report import write_report
+from fedprune_app.results.statistics import largest, mean, noise_of_mean
 from fedprune_app.results.tables import comma_separated, final_rows
 from fedprune_app.results.texts import progress_line, summary_line
 from fedprune_app.running import RunProgress
