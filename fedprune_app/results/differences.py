@@ -56,6 +56,11 @@ class Difference:
         return "" if len({mean > 0 for mean in self.by_seed}) < 2 else "seeds disagree"
 
 
+def half_interval(std: float, count: int) -> float:
+    """Return half of Student's 95 % interval of a mean of ``count`` values with this sample standard deviation."""
+    return float(stdtrit(count - 1, (1 + _LEVEL) / 2)) * std / math.sqrt(count)
+
+
 def is_noise(difference: float, noise: float) -> bool:
     """Whether a difference is within twice the standard deviation of its noise, so that it says nothing."""
     return abs(difference) < 2 * noise
@@ -87,7 +92,7 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
     if of_other_seeds and len(by_seed) > 1:
         mean = float(np.mean(by_seed))
         # a bootstrap over two or three seeds holds the truth far less often than it says
-        half = float(stdtrit(len(by_seed) - 1, (1 + _LEVEL) / 2) * np.std(by_seed, ddof=1) / np.sqrt(len(by_seed)))
+        half = half_interval(float(np.std(by_seed, ddof=1)), len(by_seed))
         return Difference(mean, mean - half, mean + half, ahead, pairs, by_seed)
     low, high = np.quantile(_resampled_means(differences), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return Difference(float(differences.mean()), float(low), float(high), ahead, pairs, by_seed)
