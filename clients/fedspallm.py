@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from clients.node import Node, Place, ReplyFields
 from clients.privacy import ClientPrivacy, Spending, noise_multiplier, open_privacy, planned_rounds
 from clients.task import Task
-from fedprune_app.config import Config
+from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
@@ -41,7 +41,7 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.models.checkpoints import resolve_checkpoint
+from fedprune_app.models.checkpoints import checkpoint_digest, resolve_checkpoint
 from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, Schedule, input_matrices, prune_layer, recovered, same_inputs
@@ -105,8 +105,12 @@ def _own_documents(data_dir: str, test_fraction: float, seed: int, files: Files)
     return own_documents(data_dir, test_fraction, seed)
 
 
-def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
-    """Open the dense model that a run begins with. Raises ``ValueError`` where it is not on this machine."""
+def language_model(config: Config, device: torch.device | str = "cpu", policy: Policy = NO_POLICY) -> LanguageModel:
+    """Open the dense model that a run begins with.
+
+    Raises ``ValueError`` where it is not on this machine, and :class:`~fedprune_app.config.PolicyError` where the
+    ``policy`` does not allow it.
+    """
     if config.model == "auto":
         folder = embedded_folder([document.text for document in stdlib_training_text()])
         if not folder.is_dir():
@@ -115,6 +119,8 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
             )
     else:
         folder = resolve_checkpoint(config.model, config.download)
+    if policy.allowed_models:
+        policy.check_model(config.model, checkpoint_digest(config.model, folder))
     return open_model(folder, config.fedspallm.dtype, str(device))
 
 
@@ -231,7 +237,7 @@ class FedSpaLLMClient(Node):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         self.options = config.fedspallm
-        self.model = language_model(config, self.device)
+        self.model = language_model(config, self.device, place.policy)
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )

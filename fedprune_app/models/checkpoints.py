@@ -5,6 +5,7 @@ Which files count, what their tensors are called in the model, and how they are 
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedprune_app.files import locked, replacing_folder
+from fedprune_app.files import locked, replacing_folder, sha256_of
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -126,6 +127,21 @@ def weight_files(folder: Path) -> list[Path]:
         return [inside(folder, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {error}") from None
+
+
+def checkpoint_digest(name: str, folder: Path) -> str:
+    """Return the SHA-256, in hexadecimal digits, of all that a model ``name`` in ``folder`` is read from.
+
+    Of a GGUF file it is the file's own. Of a folder, tokenizer included, it is that of the lines which
+    ``sha256sum * | sha256sum`` hashes there.
+    """
+    if (file := Path(name).expanduser()).is_file():
+        return sha256_of(file)
+    plain_files = {path for path in folder.glob("[!.]*") if path.is_file()}
+    lines = [
+        f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in sorted(plain_files | {*weight_files(folder)})
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class TensorFiles:
