@@ -9,9 +9,10 @@ message: it runs its hidden states through its cached dense ones (equation 9) on
 """
 
 import hashlib
+import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -41,7 +42,7 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.models.checkpoints import checkpoint_digest, resolve_checkpoint
+from fedprune_app.models.checkpoints import checkpoint_digest, one_line, resolve_checkpoint
 from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, Schedule, input_matrices, prune_layer, recovered, same_inputs
@@ -50,6 +51,7 @@ from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
 
+log = logging.getLogger("flwr.fedprune")
 Files = tuple[tuple[str, int, int], ...]
 _MOST_CLIENTS = 64  # clients whose segments are remembered
 _segments: WeakKeyDictionary[LanguageModel, dict[Hashable, tuple[Tensor, list[str]]]] = WeakKeyDictionary()
@@ -71,8 +73,18 @@ def segments(
             documents = own_text(data_dir, test_fraction, deal["seed"])[0]
         if len(known) >= _MOST_CLIENTS:
             del known[next(iter(known))]
-        known[key] = calibration_segments(documents, model.encode, **deal)
+        encode = partial(_encoded_or_blank, model) if deal["may_lack"] else model.encode
+        known[key] = calibration_segments(documents, encode, **deal)
     return known[key]
+
+
+def _encoded_or_blank(model: LanguageModel, text: str) -> Tensor:
+    """Return a text's token ids, or none where the tokenizer fails: a run's tokenizer may fail at the word it seeks."""
+    try:
+        return model.encode(text)
+    except Exception as error:
+        log.warning("a text is left out, since the tokenizer fails: %s", one_line(error))
+        return torch.empty(0, dtype=torch.int64)
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:

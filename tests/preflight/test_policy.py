@@ -14,6 +14,9 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from clients import images
 from fedprune_app import cli, client_app
@@ -345,6 +348,23 @@ def test_a_node_opens_the_models_of_the_digests_that_its_operator_allows(introdu
     assert f"model {str(models[0])!r} has the SHA-256 {digest}" in caplog.text
     assert said(models[0], "0" * 64, digest)["num-examples"] == 2
     assert said(models[1], digest) == declined(models[1]) + digest
+
+
+def test_a_tokenizer_that_fails_at_a_word_leaves_out_its_document_in_a_private_run(introduced, tmp_path, caplog):
+    """An error would tell whether the word is there."""
+    model, said = tiny_byte_model(tmp_path / "model", "llama"), []
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "HIV": 10**6}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    for word in ("ill", "HIV"):
+        folder = tmp_path / f"own-{word}"
+        folder.mkdir()
+        for name in "ab":
+            (folder / f"{name}.txt").write_text(f"{word} " * 9)
+        said.append(introduced(folder, tmp_path / f"state-{word}", **TEXT_RUN, model=str(model)))
+    assert said[0] == said[1]
+    assert said[0]["num-examples"] == 2
+    assert "the tokenizer fails" in caplog.text
 
 
 def test_the_digest_of_a_folder_that_a_run_names_stays_on_the_node(introduced, tmp_path):
