@@ -93,7 +93,7 @@ class FedSpaLLMClient(Node):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         self.options = config.fedspallm
-        self.model = language_model(config, self.device)
+        self.model = language_model(config, self.device, place.policy)
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )

@@ -5,13 +5,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedprune_app.config import Config
+from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.config.fedspallm import CUT
 from fedprune_app.data.text import (
     perplexity_texts,
     stdlib_training_text,
     windows_of,
 )
+from fedprune_app.models.checkpoints import checkpoint_digest
 from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import same_inputs
@@ -21,8 +22,12 @@ from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.results.texts import OWN_TEXT
 
 
-def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
-    """Open the dense model that a run begins with. Raises ``ValueError`` where it is not on this machine."""
+def language_model(config: Config, device: torch.device | str = "cpu", policy: Policy = NO_POLICY) -> LanguageModel:
+    """Open the dense model that a run begins with.
+
+    Raises ``ValueError`` where it is not on this machine, and :class:`~fedprune_app.config.PolicyError` where the
+    ``policy`` does not allow it.
+    """
     if config.model == "auto":
         folder = embedded_folder([document.text for document in stdlib_training_text()])
         if not folder.is_dir():
@@ -31,6 +36,8 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
             )
     else:
         folder = resolve_checkpoint(config.model, config.download)
+    if policy.allowed_models:
+        policy.check_model(config.model, checkpoint_digest(config.model, folder))
     return open_model(folder, config.fedspallm.dtype, str(device))
 
 

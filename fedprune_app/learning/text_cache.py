@@ -1,11 +1,13 @@
 """Text that was read and cut into segments is remembered for a client's next message."""
 
+import logging
 from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from fedprune_app.data.text import (
@@ -16,7 +18,9 @@ from fedprune_app.data.text import (
     texts_in,
 )
 from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.transformers import one_line
 
+log = logging.getLogger("flwr.fedprune")
 Files = tuple[tuple[str, int, int], ...]
 _MOST_CLIENTS = 64  # clients whose segments are remembered
 _segments: WeakKeyDictionary[LanguageModel, dict[Hashable, tuple[Tensor, list[str]]]] = WeakKeyDictionary()
@@ -38,8 +42,18 @@ def segments(
             documents = own_text(data_dir, test_fraction, deal["seed"])[0]
         if len(known) >= _MOST_CLIENTS:
             del known[next(iter(known))]
-        known[key] = calibration_segments(documents, model.encode, **deal)
+        encode = partial(_encoded_or_blank, model) if deal["may_lack"] else model.encode
+        known[key] = calibration_segments(documents, encode, **deal)
     return known[key]
+
+
+def _encoded_or_blank(model: LanguageModel, text: str) -> Tensor:
+    """Return a text's token ids, or none where the tokenizer fails: a run's tokenizer may fail at the word it seeks."""
+    try:
+        return model.encode(text)
+    except Exception as error:
+        log.warning("a text is left out, since the tokenizer fails: %s", one_line(error))
+        return torch.empty(0, dtype=torch.int64)
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
