@@ -22,7 +22,7 @@ def prepare_torchvision() -> None:
     for folder in (spec and spec.submodule_search_locations) or []:
         for library in Path(folder).glob("_C.*"):
             with suppress(OSError):
-                torch.ops.load_library(library)
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     declare_operators()
 
 
