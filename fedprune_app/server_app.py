@@ -14,6 +14,7 @@ from fedprune_app import plugins, resuming
 from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.core import masked_tensors
 from fedprune_app.engine.flower_private import add_exit_handler
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
@@ -38,6 +39,7 @@ _at_work: WeakSet[Recorder] = WeakSet()  # a process may run many federations
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run one federation from start, or from the checkpoint in ``resume-from``, to its last round."""
+    keep_logs_printable()
     watch_launcher()
     folder = None
     try:

@@ -21,7 +21,6 @@ from fedprune_app.config import Config
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.robust import BoundedMean
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import exchanges, loop
@@ -78,7 +77,6 @@ class FederatedStrategy(StreamedStrategy):
     has_global_model = True
     exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
     fine_tunes = False  # whether clients train once more for every test
-    averages = False  # whether the system averages models, so that ``robust-norm`` means something
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
     def __init__(
@@ -267,26 +265,17 @@ def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
 class AveragingStrategy(FederatedStrategy):
     """The new model is the average of the replies, by default a masked mean in which all clients count alike."""
 
-    averages = True
     by_examples = False  # whether a client counts by its number of examples
 
-    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean:
-        """Return an average of at most ``count`` models with the server's coordinates, within ``robust-norm``."""
-        mean, bound = MaskedMean(count, max_weight), self.config.robust_norm
-        return BoundedMean(mean, self.model, bound) if bound else mean
-
     def weight_of(self, client: int) -> int:
-        """Return how much a client counts.
-
-        A number of examples is what the client says, so under ``robust-norm`` all clients count alike.
-        """
-        return self.clients[client].num_examples if self.by_examples and not self.config.robust_norm else 1
+        """Return how much a client counts."""
+        return self.clients[client].num_examples if self.by_examples else 1
 
     # --- the mean, which systems override ---------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
         largest = max(map(self.weight_of, round.participants))
-        self.mean = self.averaging(len(round.participants), max_weight=largest)
+        self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         self.mean.add(update, weight=self.weight_of(client))

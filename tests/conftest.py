@@ -21,6 +21,7 @@ from hypothesis import settings
 from fedprune_app import cli, client_app, registry, server_app
 from fedprune_app.config import config as configuration
 from fedprune_app.config import parse_config, plugged
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data import names as data_names
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.learning import training
@@ -37,6 +38,7 @@ __all__ = ["Finished", "pytest_unconfigure"]
 # How long an example takes depends on what else the machine does.
 settings.register_profile(PROFILE, settings(), deadline=None, max_examples=examples(100))
 settings.load_profile(PROFILE)
+prepare_torchvision()  # for what tests import themselves
 torch.set_num_threads(1)  # as in a run; two threads of one operation wait for each other where other work goes on
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from fedprune_app.core.torchvision_shim import prepare_torchvision
+
 
 def import_transformers() -> Any:
     """Import the package transformers, which then works beside a CPU-only torch.
 
     ``ValueError`` where it is not installed.
     """
+    prepare_torchvision()
     try:
         import transformers
     except ImportError:

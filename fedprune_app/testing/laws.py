@@ -10,6 +10,7 @@ message or sent twice leave everything as if their clients had not been asked. A
 and on the embedded digits unless ``settings`` say otherwise.
 """
 
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from flwr.app import MessageType
+from torch import Tensor
 
 from clients.base import Update
 from clients.node import Kind as ReplyKind
@@ -53,7 +55,15 @@ _KINDS: Mapping[str, ReplyKind] = {
 }
 
 
-_OF_SERVER: Mapping[str, type] = {"state": State, "doubts": list, "expect": wire.Schema, "send": Iterable}
+_LEAVES_MODEL = type(None)  # what a hook returns that leaves its result in self.model
+_OF_SERVER: Mapping[str, type] = {
+    "state": State,
+    "doubts": list,
+    "expect": wire.Schema,
+    "send": Iterable,
+    "prepare": _LEAVES_MODEL,
+    "end": _LEAVES_MODEL,
+}
 _OF_CLIENT: Mapping[str, type] = {
     "begin": dict,
     "train": TrainingResult,
@@ -204,7 +214,9 @@ def _check_returns(system: System) -> Iterator[None]:
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             value = hook(*arguments, **keywords)
-            if not isinstance(value, kind):
+            if kind is _LEAVES_MODEL:
+                _check_model(arguments[0].model, f"{owner.__name__}.{name}()")
+            elif not isinstance(value, kind):
                 result = "nothing" if value is None else f"a value of type {type(value).__name__}"
                 raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
             return value
@@ -217,6 +229,12 @@ def _check_returns(system: System) -> Iterator[None]:
                 if hasattr(owner, name):
                     stack.enter_context(mock.patch.object(owner, name, checked_hook(owner, name, kind)))
         yield
+
+
+def _check_model(model: object, method: str) -> None:
+    if not (isinstance(model, dict) and all(isinstance(tensor, Tensor) for tensor in model.values())):
+        text = reprlib.repr(model)
+        raise TypeError(f"{method} leaves self.model as {text}, allowed: a dict of tensors by name")
 
 
 def _must(holds: bool, law: str, finding: str) -> None:

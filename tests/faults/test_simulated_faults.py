@@ -594,7 +594,7 @@ def test_seeds_draw_settings_of_what_a_system_has_and_keep_what_is_given():
         check_settings([system], given)
         return [drawn_settings(system, group * SAME_MESSAGES, given) for group in range(3)]
 
-    assert drawn("fedavg") == [{}, {"holdout-clients": 1}, {"robust-norm": 1.0}]
+    assert drawn("fedavg") == [{}, {"holdout-clients": 1}, testing.PRIVATE]
     assert {"dispfl.gossip": "client"} in drawn("dispfl")
     assert [found.get("fedspallm.merge") for found in drawn("fedspallm")] == [None, "masks", "hessians"]
     assert all(found["seed"] == 3 for found in drawn("fedavg", seed=3))
