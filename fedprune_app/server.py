@@ -23,7 +23,7 @@ from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, check_resumable
 from fedprune_app.config.fedspallm import CUT
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, exchange, message_to
+from fedprune_app.engine.exchange import Answer, message_to, send_and_receive
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster, TextClientInfo
 from fedprune_app.federation.round import RunContext
@@ -131,7 +131,7 @@ def ask_for_states(
 
     return {
         answer.client: _lost_versions(answer, versions_by_client[answer.client])
-        for answer in exchange(grid, questions(), deadline_seconds)
+        for answer in send_and_receive(grid, questions(), deadline_seconds)
     }
 
 

@@ -13,7 +13,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import POLL_SECONDS, TooFewReplies, exchange, message_to
+from fedprune_app.engine.exchange import POLL_SECONDS, TooFewReplies, message_to, send_and_receive
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
@@ -108,7 +108,7 @@ def _introductions(
             yield node, message_to(node, request, MessageType.QUERY, 0, seconds)
 
     answers: dict[int, ClientInfo | str] = {}
-    for answer in exchange(grid, messages(), seconds):
+    for answer in send_and_receive(grid, messages(), seconds):
         node = answer.client
         try:
             if answer.content is None:
