@@ -31,7 +31,6 @@ from fedprune_app.federation.participation import Participation, check_min_repli
 from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.results import declarations
 
-
 log = logging.getLogger("flwr.fedprune")
 
 

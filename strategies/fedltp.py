@@ -26,7 +26,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn

@@ -60,7 +60,7 @@ class Server(FedAvg):
     def train(self, round):
         earlier = []
         for reply in exchange(round, self.send(round), self.expect):
-            assert reply.update.tensors and reply.encoded is not None and reply.num_examples == reply.row["num_examples"]
+            assert reply.update.tensors and reply.encoded and reply.num_examples == reply.row["num_examples"]
             assert not any(one.update.tensors or one.encoded for one in earlier), "one reply is in memory at a time"
             earlier.append(reply)
             with round.log.refusing(reply):
