@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
 from fedprune_app.core import layers, rng
-from fedprune_app.core.aggregate import attention_mean
+from fedprune_app.core.fedp3 import attention_mean
 from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State

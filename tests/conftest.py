@@ -27,7 +27,7 @@ from fedprune_app.learning import training
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.models import names as model_names
 from fedprune_app.plugins import loading, registering
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
 from tests.examples import PROFILE, examples
@@ -124,7 +124,7 @@ REGISTRIES: tuple[dict[Any, Any], ...] = (
     *(registry.SYSTEMS, data_names.DATASETS, data_names.LOADERS, data_names.PARTITIONS, data_names.DEALERS),
     *(model_names.MODELS, model_names.BUILDERS, model_names.AUTO),
     *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, loading._files, registering.origins),
-    declarations._of_systems,
+    own_measures._of_systems,
 )
 
 

@@ -24,7 +24,7 @@ from devtools.faults.schedule import SAME_MESSAGES, Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
 from devtools.faults.story import BETWEEN, STOPS, Kind, Story
 from devtools.faults.tour import write_tour
-from fedprune_app import files, server, testing
+from fedprune_app import files, resuming, testing
 from fedprune_app.cli import main
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
@@ -275,7 +275,7 @@ def digests_unchecked():
 
 
 def records_unchecked():
-    return server, "check_records", lambda folder, marks: []
+    return resuming, "check_records", lambda folder, marks: []
 
 
 def later_rows_kept():
