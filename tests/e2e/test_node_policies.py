@@ -132,7 +132,7 @@ def main(grid, context):
     os.replace(path + ".new", path)
 """
 BOUND = {"require-dp": True, "epsilon-budget": 0.01}
-FIXED_LINE = "ValueError: the node cannot do this with data of its own; the node's log says why"
+FIXED_LINE = "the node cannot do this with data of its own; the node's log says why"
 
 
 def with_one_word(folder, known):
@@ -205,4 +205,6 @@ def test_a_server_that_only_asks_cannot_tell_of_which_world_a_private_node_is(as
         transcript(f"  a tokenizer that {'counts' if known else 'fails at'} a word: 1,000,000 segments, both")
 
     # what fails, fails in one line
-    assert ask(**table, **{"owner-column": "ward"}) == [FIXED_LINE] * 2
+    one, other = ask(**table, **{"owner-column": "ward"})
+    assert one == other
+    assert FIXED_LINE in one
