@@ -1,4 +1,4 @@
-"""Networks as strangers write them, for images of 8x8 pixels: some have no smaller form, some fail at one step alone."""
+"""Networks as strangers write them, for images of 8x8: some have no smaller form, some fail at one step alone."""
 
 from __future__ import annotations
 
