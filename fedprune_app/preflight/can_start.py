@@ -1,7 +1,7 @@
 """A run is checked before Flower starts: whatever its server or its first client would refuse is refused here.
 
-Both are made as the run makes them, in a temporary folder, and asked nothing but who they are. The language models
-that runs need are brought to this machine first.
+Both are made as the run makes them, in a temporary folder. Where code of a user is in the run, or privacy, they go
+through a round of two clients with a few examples. The language models that runs need are brought here first.
 """
 
 import copy
@@ -189,7 +189,7 @@ def _of_one_round(config: Config, num_clients: int) -> Config:
         holdout_clients=0,
         min_replies=num_clients,
         local_epochs=min(config.local_epochs, 2),
-        steps_per_epoch=1,
+        steps_per_epoch=2,
         batch_size=_FEW,
         learning_rate=1e-3,
         validation_fraction=0.5,  # as many to decide by as to train on

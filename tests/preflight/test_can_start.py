@@ -77,7 +77,7 @@ def test_what_passes_the_check_completes_its_rounds_and_nothing_else_does(networ
 @pytest.mark.parametrize(
     ("network", "system", "said"),
     [
-        ("Reentrant", "fjord", "fails when a client of fjord is asked to train: RuntimeError: mat1 and mat2 shapes"),
+        ("TupleInTraining", "ssfl", "fails when a client of ssfl is asked to train: TypeError"),
         ("without_scale", "subfedavg-hy", "fails when a client of subfedavg-hy is asked to train: KeyError"),
         (
             "PairsAtMost",
