@@ -735,12 +735,34 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
             "pass",
             "bad replies leave everything|a reply that comes twice counts once",
         ),
+        # the message of a phase after the last round goes to some alone
+        (
+            "def send(self, round):\n        some = list(super().send(round))\n"
+            "        return some if round.number < 4 else some[:1]",
+            "pass",
+            "every client can train once more after the last round: 1 of 4 clients have accuracy_last_phase",
+        ),
     ],
 )
 def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, said):
     path = write(tmp_path / "broken.py", BROKEN.format(strategy=strategy, client=client))
     with pytest.raises(BrokenLawError, match=said):
         check_system("broken", plugins=path)
+
+
+@pytest.mark.parametrize("hook", ["before", "send"])
+def test_a_system_that_asks_those_that_are_held_out_ends_the_laws(tmp_path, hook):
+    ask = {
+        "before": "def before(self, round, exchanges):\n"
+        "        messages = Outgoing.to_each(self.clients, Payload({}))\n"
+        "        exchanges.ask_for('a number', round, messages, Schema.like({}), lambda client, update: None)",
+        "send": "def send(self, round):\n        return Outgoing.to_each(self.clients, Payload(self.model))",
+    }
+    client = "def answer(self, task, state):\n        return Payload({})"
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy=ask[hook], client=client))
+    with pytest.raises(Exception, match=re.escape(f".{hook}() yields a message to client")) as error:
+        check_system("broken", plugins=path)
+    assert "allowed: one Payload to each client in self.members" in str(error.value)
 
 
 def test_a_reply_with_an_undeclared_field_ends_the_laws_with_its_name(tmp_path):

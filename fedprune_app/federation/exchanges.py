@@ -91,7 +91,8 @@ class Exchanges:
             strategy.state_rounds[client] = round.number
             return row
 
-        answers = self._answers(round, self._checked_messages(outgoing, "send"), MessageType.TRAIN, reply_bytes)
+        stream = self._checked_messages(outgoing, "send", strategy.members)
+        answers = self._answers(round, stream, MessageType.TRAIN, reply_bytes)
         collect(name, answers, round.log, self._charging_reader(round, read))
 
     def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
@@ -108,7 +109,7 @@ class Exchanges:
         schema: wire.Schema,
         take: Callable[[int, Payload], None],
     ) -> None:
-        """Ask clients for a payload of this schema within a round; ``take`` gets each client's answer.
+        """Ask members for a payload of this schema within a round; ``take`` gets each client's answer.
 
         Clients answer with ``answer(task, state)``, and keep no new state. ``ValueError`` of ``take`` refuses an
         answer. Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
@@ -122,7 +123,8 @@ class Exchanges:
             answered_clients.append(client)
             return {}
 
-        requests = (replace(message, fields={**message.fields, "asks": name}) for message in outgoing)
+        stream = self._checked_messages(outgoing, "before", self.strategy.members)
+        requests = (replace(message, fields={**message.fields, "asks": name}) for message in stream)
         collect(
             name,
             self._answers(round, requests, MessageType.TRAIN, schema.max_bytes),
@@ -159,7 +161,7 @@ class Exchanges:
             "evaluation_bytes_down": log.bytes_down,
             **budgets.columns(),
             "evaluated": len(rows),
-            "clients": len(strategy.participation.members),
+            "clients": len(strategy.members),
             "evaluation_failures": len(log.failures),
             **self.evaluation_metrics(round, rows),
         }
@@ -186,10 +188,10 @@ class Exchanges:
         strategy, log, name = self.strategy, RoundLog(notes=round.log.notes), "accuracy_last_phase"
         rows, flops = round.log.clients, None
         if not strategy.fine_tunes:
-            phase = strategy.participation.following(round, strategy.participation.members, log)
+            phase = strategy.participation.following(round, strategy.members, log)
             flops = self._local_phase("the last phase", name, phase, Payload({}))
         told, key = (rows, "accuracy_personal") if strategy.fine_tunes else (log.clients, name)
-        for client in strategy.participation.members:
+        for client in strategy.members:
             rows.setdefault(client, {})[name] = told.get(client, {}).get(key)
         costs = {"bytes_up": log.bytes_up, "bytes_down": log.bytes_down, "flops": flops}
         return {**_mean_of(name, round.log), **{f"last_phase_{key}": cost for key, cost in costs.items()}}
@@ -262,16 +264,22 @@ class Exchanges:
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _checked_messages(self, outgoing: Iterable[Outgoing], method: str) -> Iterator[Outgoing]:
-        """Yield messages of a strategy's method, which a plug-in may have got wrong. Raises ``TypeError``."""
-        method_name, clients = f"{type(self.strategy).__name__}.{method}()", self.strategy.context.clients
+    def _checked_messages(
+        self, outgoing: Iterable[Outgoing], method: str, members: Iterable[int] = ()
+    ) -> Iterator[Outgoing]:
+        """Yield messages of a strategy's method, which a plug-in may have got wrong. Raises ``TypeError``.
+
+        Where ``members`` are given, a message to a client that is held out is wrong, too.
+        """
+        method_name = f"{type(self.strategy).__name__}.{method}()"
+        clients, attribute = (members, "self.members") if members else (self.strategy.context.clients, "self.clients")
         sent_to: set[int] = set()
         for message in outgoing:
             is_extra = message.client not in clients or message.client in sent_to
             if is_extra or not isinstance(message.payload, Payload):
                 raise TypeError(
                     f"{method_name} yields a message to client {message.client!r} with a payload of type "
-                    f"{type(message.payload).__name__}, allowed: one Payload to each client in self.clients"
+                    f"{type(message.payload).__name__}, allowed: one Payload to each client in {attribute}"
                 )
             sent_to.add(message.client)
             yield message
