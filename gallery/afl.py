@@ -1,6 +1,6 @@
 """AFL: the last layer is solved for in closed form, once, from sums over all clients' features, which stay frozen.
 
-He, Tong, Fang, Sun, Li, Chen, Zeng, Zhuang, "AFL: A Single-Round Analytic Approach for Federated Learning with
+He, Tong, Fang, Sun, Zeng, Li, Chen, Zhuang, "AFL: A Single-Round Analytic Approach for Federated Learning with
 Pre-trained Models", CVPR 2025, arXiv 2405.16240. X are a client's features (what the last layer sees), Y its labels as
 one-hot rows. A client has ``C = XᵀX + γI`` and its own solution ``W = C⁻¹XᵀY``. By the absolute aggregation law the
 solution of all clients is ``(Σ C)⁻¹ Σ C W``, and their K regularisers are taken away: ``(Σ C − KγI)⁻¹ Σ C W``. That is

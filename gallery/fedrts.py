@@ -55,7 +55,8 @@ def num_adjusted(config: fp.Config, number: int, mask: Tensor) -> int:
 
 def largest(scores: Tensor, among: Tensor, count: int) -> Tensor:
     """Return the mask of so many of the largest scores among those that may be."""
-    return fp.masks.magnitude_masks({"": torch.where(among, scores, 0)}, count / among.numel())[""] & among
+    allowed = torch.where(among, scores.abs() + 1e-30, 0)  # a score of 0 is before what may not be
+    return fp.masks.magnitude_masks({"": allowed}, count / among.numel())[""]
 
 
 class FedRTS(fp.FedAvg):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
 
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.store import grouped
 from fedprune_app.testing import check_system
 from tests.gallery import federations as small
 from tests.gallery.test_feddst import erk_counts, masked, positions
@@ -91,21 +92,20 @@ def test_votes_cost_where_they_are_and_their_gradient_and_no_values(tmp_path):
     assert 0 < bits < 2 * 6048  # less than two bits for each weight
 
 
-def test_votes_for_kept_weights_or_too_many_are_refused(tmp_path):
-    config, method = small.config_of("fedrts", **SETTINGS), small.loaded("fedrts")
-    received = []
+def test_votes_for_kept_weights_or_too_many_are_refused(tmp_path, monkeypatch):
+    client = small.loaded("fedrts").FedRTSClient
+    honest = client.local_update
 
-    class Cheating(method.FedRTSClient):
-        def local_update(self, task, state):
-            update = super().local_update(task, state)
-            votes = {n.removeprefix("votes/"): ~m for n, m in update.payload.masks.items()}
-            received.append(len(votes))
-            tensors = {n: t for n, t in update.payload.tensors.items() if n not in update.payload.masks}
-            cheat = Payload({**tensors, **grouped(votes=votes)}, grouped(votes=votes))
-            return type(update)(cheat, update.state, update.training, update.flops)
+    def votes_for_all(self, task, state):
+        update = honest(self, task, state)
+        votes = {name: torch.ones_like(mask) for name, mask in update.payload.masks.items()}
+        payload = Payload({**update.payload.tensors, **votes}, votes)
+        return replace(update, payload=payload) if self.client_id == 0 else update
 
-    assert config.num_server_rounds == 5
-    assert Cheating
+    monkeypatch.setattr(client, "local_update", votes_for_all)
+    rounds = small.run(tmp_path, "fedrts", **SETTINGS).rounds
+    assert [row["failures"] for row in rounds] == [0, 1, 1, 1, 0]
+    assert "votes for 'conv1.weight'" in rounds[1]["failure_reasons"][0]
 
 
 def test_it_keeps_the_laws():
