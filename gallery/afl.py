@@ -41,7 +41,6 @@ def solution(moments: Tensor, products: Tensor) -> Tensor:
 class AFL(fp.FedAvg):
     """The server sums moments and solves for the last layer. A client counts once."""
 
-    averages = False  # moments are no models
     paper_formula = "64 bits per entry of C and W, up, once; 32 bits per weight of the last layer, down"
 
     def __init__(self, context: fp.RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
