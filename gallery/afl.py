@@ -35,7 +35,8 @@ class AFLOptions(fp.Table):
 
 def solution(moments: Tensor, products: Tensor) -> Tensor:
     """Return the W of least norm that solves ``moments W = products`` by least squares."""
-    return torch.linalg.pinv(moments, rtol=1e-10, hermitian=True) @ products
+    inverse: Tensor = torch.linalg.pinv(moments, rtol=1e-10, hermitian=True)
+    return inverse @ products
 
 
 class AFL(fp.FedAvg):
@@ -116,8 +117,8 @@ class AFLClient(fp.ImageClient):
         layer, batches = list(self.prunable)[-1].rpartition(".")[0], list[Tensor]()
         hook = self.model.get_submodule(layer).register_forward_pre_hook(lambda _, seen: batches.append(seen[0]))
         with torch.no_grad():
-            for images in self.data.train_images.split(500):
-                self.model.eval()(images.to(self.device))
+            for start in range(0, self.num_examples, 500):
+                self.model.eval()(self.data.train_images[start : start + 500].to(self.device))
         hook.remove()
         return torch.cat(batches).double().cpu()
 

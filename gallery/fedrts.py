@@ -47,8 +47,7 @@ def moves(config: fp.Config, number: int) -> bool:
 
 def num_adjusted(config: fp.Config, number: int, mask: Tensor) -> int:
     """Return K − κ of a layer in a round: at most as many weights as it has pruned."""
-    end = last_move(config)
-    adjusted = config.table(FedRTSOptions).adjusted
+    end, adjusted = last_move(config), config.table(FedRTSOptions).adjusted
     share = fp.schedules.cosine_fraction(adjusted, number - 1, end) if number <= end else 0.0
     return min(int(share * int(mask.sum())), int((~mask).sum()))
 
