@@ -62,6 +62,10 @@ class Costs:
         """Return the FLOPs of training for so many epochs, by default a round's, under these masks."""
         return training_flops(self.by_layer, self.examples(epochs), masks)
 
+    def gradient(self, num_examples: int) -> float:
+        """Return the FLOPs of one dense gradient of so many examples."""
+        return training_flops(self.by_layer, num_examples)
+
     def examples(self, epochs: int | None = None) -> int:
         """Return how many examples so many epochs take, by default a round's, counting one as often as it is taken.
 

@@ -726,11 +726,32 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
             "pass",
             "bad replies leave everything|a reply that comes twice counts once",
         ),
+        # the message of a phase after the last round goes to some alone
+        (
+            "def send(self, round):\n        some = list(super().send(round))\n"
+            "        return some if round.number < 4 else some[:1]",
+            "pass",
+            "every client can train once more after the last round: 2 of 5 clients did",
+        ),
     ],
 )
 def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, said):
     path = write(tmp_path / "broken.py", BROKEN.format(strategy=strategy, client=client))
     with pytest.raises(BrokenLawError, match=said):
+        check_system("broken", plugins=path)
+
+
+@pytest.mark.parametrize("hook", ["train", "send"])
+def test_a_system_that_asks_those_that_are_held_out_ends_the_laws(tmp_path, hook):
+    ask = {
+        "train": "def train(self, round):\n"
+        "        messages = Outgoing.to_each(self.clients, Payload({}))\n"
+        "        list(ask_for(round, 'a number', messages, Schema.like({})))",
+        "send": "def send(self, round):\n        return Outgoing.to_each(self.clients, Payload(self.model))",
+    }
+    client = "def answer(self, task, state):\n        return Payload({})"
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy=ask[hook], client=client))
+    with pytest.raises(Exception, match=r"a message goes to client .*, allowed: one of self.members"):
         check_system("broken", plugins=path)
 
 
