@@ -24,7 +24,7 @@ from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
 from fedprune_app.core.rng import generator
-from fedprune_app.data.splits import check_repeatable, label_counts, unread
+from fedprune_app.data.splits import check_repeatable, part_sizes, unread
 from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.engine.store import VersionedStore, new_run_key
 from fedprune_app.federation.clients import ImageClientInfo, Roster
@@ -215,7 +215,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # the promise depends on how many examples each client has
-        sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
+        sizes = [part_sizes(client.images.data_config, k, num_clients)["train"] for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
     first_client = ImageClientInfo.read(0, client.get_properties({}))

@@ -33,9 +33,14 @@ def noise_of_mean(deviations: Sequence[float]) -> float | None:
 
 
 def noise_remark(rows: Sequence[Row], column: str) -> str:
-    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
+    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it.
+
+    Say also what they protect, where that is no single example.
+    """
     words = {None: "noise unknown", 0: "", 1: "simulated"}
-    return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
+    noise = [words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows]
+    units = {row.get("protected_unit", "example") for row in rows} - {"example"}
+    return _each_once([*(f"per {unit}" for unit in units), *noise])
 
 
 def accuracy_remark(rows: Sequence[Row], column: str) -> str:
