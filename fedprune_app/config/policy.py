@@ -81,8 +81,10 @@ class Policy:
     def why_private(self) -> str:
         """The first key that asks for ``dp.enabled``; empty if none does."""
         asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
-        keys = [name.replace("_", "-") for name in asking if getattr(self, name)]
-        return next(iter([*keys, *(["dp-unit"] if self.dp_unit == "group" else [])]), "")
+        for name in asking:
+            if getattr(self, name):
+                return name.replace("_", "-")
+        return "dp-unit" if self.dp_unit == "group" else ""
 
     def check(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""

@@ -21,7 +21,7 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
-from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale
+from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale, text_of
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, LOADERS, OWNERS
 from fedprune_app.data.partitions import Indices
@@ -106,7 +106,8 @@ class Pool:
         self.num_train = len(dataset.train_labels)
         self.groups: list[str] = []  # by index; none where the dataset has no groups
         if dataset.groups is not None:
-            self.groups = [*dataset.groups, *(dataset.test_groups or [""] * len(dataset.test_labels))]
+            test_groups = [""] * len(dataset.test_labels) if dataset.test_groups is None else dataset.test_groups
+            self.groups = [text_of(name) for name in (*dataset.groups, *test_groups)]
         self._numbered: list[bytes] | None = None
 
     def images(self, indices: Indices, device: torch.device = CPU, scale: Scale | None = None) -> Tensor:
@@ -153,32 +154,43 @@ class Pool:
             records = stored() if stored else self.digests(np.arange(len(self.labels)))
             counts: Counter[bytes] = Counter()
             self._numbered = []
-            groups = self.groups or [""] * len(self.labels)
+            groups = self._names(np.arange(len(self.labels)))
             for record, label, group in zip(records, self.labels.tolist(), groups, strict=True):
                 content = record if stored else record + f" {label}".encode()
-                content += f" of {group}".encode() if group else b""
+                if group:
+                    content += f" of {group}".encode()
                 self._numbered.append(hashlib.sha256(content + f" {counts[content]}".encode()).digest())
                 counts[content] += 1
         return [self._numbered[i] for i in indices.tolist()]
 
     def drawn_by(self, indices: Indices, digests: Sequence[bytes]) -> list[bytes]:
         """Return what draws the part of each example: the name of its group, or else its own digest."""
-        names = [self.groups[i] if self.groups else "" for i in indices.tolist()]
-        return [
-            hashlib.sha256(f"group {name}".encode()).digest() if name else digest
-            for name, digest in zip(names, digests, strict=True)
-        ]
+        drawn = list(digests)
+        for place, name in enumerate(self._names(indices)):
+            if name:
+                drawn[place] = hashlib.sha256(f"group {name}".encode()).digest()
+        return drawn
 
     def group_numbers(self, indices: Indices) -> NDArray[np.int64]:
         """Return the group of each example as a number, from 0 on in the order of the groups' first examples."""
         numbers: dict[str | int, int] = {}
-        keys = [(self.groups[i] if self.groups else "") or i for i in indices.tolist()]
-        return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+        found = np.empty(len(indices), dtype=np.int64)
+        for place, name in enumerate(self._names(indices)):
+            key = name or int(indices[place])
+            found[place] = numbers.setdefault(key, len(numbers))
+        return found
 
     def without_groups_of(self, indices: Indices, others: Indices) -> Indices:
         """Return those ``indices`` whose group has no example among ``others``."""
-        names = {self.groups[i] for i in others.tolist()} - {""} if self.groups else set()
-        return indices[[self.groups[i] not in names for i in indices.tolist()]] if names else indices
+        if not self.groups:
+            return indices
+        names = {*self._names(others)} - {""}
+        is_other = [name not in names for name in self._names(indices)]
+        return indices[np.array(is_other, dtype=bool)]
+
+    def _names(self, indices: Indices) -> list[str]:
+        """Return the name of each example's group, which is empty where it has none."""
+        return [self.groups[i] for i in indices.tolist()] if self.groups else [""] * len(indices)
 
 
 @dataclass(frozen=True, eq=False)

@@ -325,13 +325,17 @@ class _Step:
         for images, labels in chunks:
             F.cross_entropy(self.network(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
             count += len(labels)
+        norms = []
         for name, gradient in self.gradients.items():
-            gradient.mul_(self.kept[name]).div_(count)
-        squares = over_tensors(torch.linalg.vector_norm(gradient).square() for gradient in self.gradients.values())
-        factor = clip_factors(squares, self.settings.clip_norm)
+            gradient.mul_(self.kept[name])
+            gradient.div_(count)
+            norms.append(torch.linalg.vector_norm(gradient))
+        squares = torch.stack(norms).square().sum()
+        factor = float(clip_factors(squares, self.settings.clip_norm))
         for name, gradient in self.gradients.items():
-            clipped = gradient * factor if bool(factor.isfinite()) else 0
-            gradient.copy_(totals[name] + clipped)
+            if math.isfinite(factor):
+                totals[name].add_(gradient, alpha=factor)
+            gradient.copy_(totals[name])
 
     def finish(self, expected_batch: float) -> None:
         """Add noise after all examples of the batch, and divide the sum by ``expected_batch``."""
