@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.files import locked
 
 
@@ -86,11 +87,11 @@ class Dataset:
     ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it is nobody's; None where
     a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
     examples, and is -1 for who has no training example. ``groups`` (N,) says by a name or a number to which group each
-    training example belongs, such as a patient's, and ``test_groups`` says that of the test examples. An example with an
-    empty name is a group of its own. ``features`` are the names of the C numbers of an example, in order, where numbers
-    have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples, and no published
-    constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training and then the test
-    examples as they are stored, whatever settings make of them.
+    training example belongs, such as a patient's, and ``test_groups`` says that of the test examples. An example with
+    an empty name is a group of its own. ``features`` are the names of the C numbers of an example, in order, where
+    numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples, and no
+    published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training and
+    then the test examples as they are stored, whatever settings make of them.
     """
 
     name: str
@@ -197,6 +198,7 @@ def require(
 
 
 def fetch_archive(url: str, folder: Path, md5: str) -> None:
+    prepare_torchvision()
     from torchvision.datasets.utils import download_and_extract_archive
 
     download_and_extract_archive(url, str(folder), md5=md5)

@@ -141,9 +141,9 @@ def image_folder(
     """Read ``folder/train/<class>/*`` and ``folder/test/<class>/*``; by owner ``folder/<owner>/<class>/*``.
 
     A folder inside that of a class has the images of one group, unless ``folder/groups.csv`` says which groups there
-    are: its columns are ``file``, a path below ``folder``, and ``group``. Images are normalised by ``norm``, a mean and a
-    deviation by channel, or else as :func:`scale` says. By owner all images are training images, and none is for tests.
-    Raises a one-line ``ValueError``.
+    are: its columns are ``file``, a path below ``folder``, and ``group``. Images are normalised by ``norm``, a mean and
+    a deviation by channel, or else as :func:`scale` says. By owner all images are training images, and none is for
+    tests. Raises a one-line ``ValueError``.
     """
     places_by_part: dict[str, list[Path]] = {}
     if form.by_owner:

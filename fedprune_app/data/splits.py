@@ -186,7 +186,8 @@ class Pool:
             return indices
         names = {*self._names(others)} - {""}
         is_other = [name not in names for name in self._names(indices)]
-        return indices[np.array(is_other, dtype=bool)]
+        kept: Indices = indices[np.array(is_other, dtype=bool)]
+        return kept
 
     def _names(self, indices: Indices) -> list[str]:
         """Return the name of each example's group, which is empty where it has none."""
