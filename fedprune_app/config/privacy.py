@@ -21,7 +21,7 @@ class DPOptions(Table):
     )
     unit: str = option(
         "example",
-        "What is protected as one: ε is for the data with it and without it.",
+        "The unit that is protected: ε compares the data with this unit and without.",
         choices={
             "example": "one example",
             "group": "all examples of one group together, such as a patient's; batch-size then counts groups",
