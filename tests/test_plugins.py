@@ -858,6 +858,9 @@ def flat(folder):
 def labelled(folder):
     return made(classes=4)
 
+def grouped(folder):
+    return made(groups=[0] * 19)
+
 def even(folder):
     return made(std=0.0)
 
@@ -904,6 +907,7 @@ def unseeded(labels, num_clients, rng):
         ("model=odd.py:lazy", "has the lazy parameter '1.weight', allowed: layers that know their sizes"),
         ("dataset=odd.py:flat", "has examples of shape (20, 8, 8) and labels of shape (20,)"),
         ("dataset=odd.py:labelled", "allowed: (N, C, H, W), and N labels from 0 to 1"),
+        ("dataset=odd.py:grouped", "has 19 groups for 20 examples, allowed: one for each"),
         ("dataset=odd.py:even", "the deviation (0.0,), allowed: 1 numbers each, deviations above 0"),
         (
             "dataset=odd.py:tracked",
