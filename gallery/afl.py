@@ -72,10 +72,10 @@ class AFL(fp.FedAvg):
         super().begin(round)
         self.new: list[int] = []
 
-    def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
-        if client not in self.counted:
-            super().receive(round, client, update)
-            self.new.append(client)
+    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
+        if reply.client not in self.counted:
+            super().receive(round, reply)
+            self.new.append(reply.client)
 
     def end(self, round: fp.Round) -> None:
         num_examples, means = sum(map(self.weight_of, self.new)), self.mean.mean(self.sums)

@@ -56,21 +56,14 @@ class DADPFL(fp.DisPFL):
             rounds.append(rounds[-1] + gap)
         return rounds
 
-    def begin(self, round: fp.Round) -> None:
-        super().begin(round)
-        self.wave = round.participants  # a phase after the last round has no waves
-
-    def before(self, round: fp.Round, exchanges: fp.Exchanges) -> None:
-        """Train all waves but the last, one after the other."""
-        *first_waves, last_wave = self.waves(round)
-        for self.wave in first_waves:
-            exchanges.train(f"round {round.number}", round, self.send(round), self.reply_bytes(round))
+    def train(self, round: fp.Round) -> None:
+        """Train the waves one after the other; each is sent what those before it have published."""
+        for wave in self.waves(round):
             self.release_updates()
-        self.wave = last_wave
+            super().train(replace(round, participants=wave))
 
     def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        """Yield the messages to a wave, with what was published before it."""
-        for message in super().send(replace(round, participants=self.wave)):
+        for message in super().send(round):
             yield replace(message, fields={"prunes": round.number in self.pruning_rounds()})
 
     def end(self, round: fp.Round) -> None:

@@ -99,15 +99,16 @@ class FedRTS(fp.FedAvg):
         counts = {name: int(mask.sum()) - self.sizes[name] for name, mask in self.masks.items()}
         return {name: largest(model[name], mask, counts[name]) for name, mask in self.masks.items()}
 
-    def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
-        parts = fp.State(update.tensors)
+    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
+        parts = fp.State(reply.update.tensors)
         grown = parts.group("votes")
         for name, votes in grown.items():
             if bool((votes & self.masks[name]).any()) or int(votes.sum()) > self.sizes[name]:
                 raise ValueError(f"votes for {name!r} are {int(votes.sum())}, allowed: {self.sizes[name]} pruned ones")
         model = fp.masks.unpacked(parts.group("model"), self.masks, self.model)
-        super().receive(round, client, fp.Payload(model))
-        weight = self.weight_of(client)
+        reply.update = fp.Payload(model)
+        super().receive(round, reply)
+        weight = self.weight_of(reply.client)
         for name, core in self.core(model).items():
             self.votes[name] += weight * (core | grown[name] if name in grown else core)
         self.num_voters += weight
