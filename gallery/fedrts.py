@@ -105,11 +105,10 @@ class FedRTS(fp.FedAvg):
         for name, votes in grown.items():
             if bool((votes & self.masks[name]).any()) or int(votes.sum()) > self.sizes[name]:
                 raise ValueError(f"votes for {name!r} are {int(votes.sum())}, allowed: {self.sizes[name]} pruned ones")
-        model = fp.masks.unpacked(parts.group("model"), self.masks, self.model)
-        reply.update = fp.Payload(model)
+        reply.update = fp.Payload(fp.masks.unpacked(parts.group("model"), self.masks, self.model))
         super().receive(round, reply)
         weight = self.weight_of(reply.client)
-        for name, core in self.core(model).items():
+        for name, core in self.core(reply.update.tensors).items():
             self.votes[name] += weight * (core | grown[name] if name in grown else core)
         self.num_voters += weight
 
