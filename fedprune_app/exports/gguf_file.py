@@ -36,15 +36,16 @@ _ENDS = ("embed_tokens", "lm_head")  # are never in blocks of fewer than 8 bits
 _PADDED = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # by matrix, the dimension of the feed-forward units
 
 
-def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | None = None) -> None:
+def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | None = None) -> str:
     """Write ``path``, whose matrices are of type ``kind``, one of :data:`TYPES`; "" keeps the model's own dtype.
 
-    Matrices of ``codes`` are packed as they are; "" then stands for Q8_0. Raises a one-line ``ValueError`` for a model
+    Matrices of ``codes`` are packed as they are; "" then stands for Q8_0. Return the type of most matrices. Raises a one-line ``ValueError`` for a model
     that such a file does not hold, and where the file written differs from the model.
     """
     layout = _Layout(model, kind, codes or {})
     layout.write(path)
     layout.compare(path)
+    return layout.most
 
 
 class _Layout:
@@ -58,6 +59,7 @@ class _Layout:
         self.kind = kind or ("Q8_0" if codes else own)
         if self.kind not in TYPES:
             raise ConfigError("--type", kind, ", ".join(TYPES))
+        self.most = next(iter(codes.values()))[0] if codes else self.kind
         has_blocks = bool(codes) or self.kind not in _DTYPES
         units = self.config.intermediate_size
         self.units = -(-units // _BLOCK) * _BLOCK if has_blocks else units
@@ -74,7 +76,8 @@ class _Layout:
             raise self.model.checkpoint.refused(f"allowed in a GGUF file: model_type {', '.join(ARCHITECTURES)}")
         rope = config.rope_parameters
         ropes = ("default", "linear", "llama3") if ARCHITECTURES[name] == "llama" else ("default",)
-        for key, value, allowed in (("hidden_act", config.hidden_act, ("silu",)), ("rope_type", rope["rope_type"], ropes)):
+        settings = {"hidden_act": (config.hidden_act, ("silu",)), "rope_type": (rope["rope_type"], ropes)}
+        for key, (value, allowed) in settings.items():
             if value not in allowed:
                 raise self.model.checkpoint.refused(f"{key} is {value!r}, allowed in a GGUF file: {', '.join(allowed)}")
         return ARCHITECTURES[name]
@@ -173,8 +176,7 @@ class _Layout:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_vocab_size(config.vocab_size)
         file_types = self.gguf.LlamaFileType
-        kind = next(iter(self.codes.values()))[0] if self.codes else self.kind
-        writer.add_file_type(file_types.ALL_F32 if kind == "F32" else file_types[f"MOSTLY_{kind}"])
+        writer.add_file_type(file_types.ALL_F32 if self.most == "F32" else file_types[f"MOSTLY_{self.most}"])
         writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
 
     def _rope_factors(self) -> Array | None:

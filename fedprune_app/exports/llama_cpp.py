@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
+
 _CONTEXT = 1024  # tokens
 _TURNS = 5
 _TIMED = 32  # tokens in a turn
@@ -41,23 +43,34 @@ class LlamaCpp:
         if threads:
             parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
         try:
-            self._server: Any = xllamacpp.Server(parameters)
+            self._server = xllamacpp.Server(parameters)
         except RuntimeError as error:
             raise ValueError(f"llama.cpp cannot load {str(path)!r}: {str(error).splitlines()[0]}") from None
+        self._http = httpx.Client(base_url=self._server.listening_address, timeout=None, trust_env=False)
 
-    def complete(self, prompt: str | Sequence[int], most: int) -> Continuation:
-        """Return at most ``most`` tokens after a text, or after token ids; the likeliest token follows each time."""
-        request = {"prompt": prompt, "max_tokens": most, "temperature": 0.0, "logprobs": 1, "cache_prompt": False}
-        reply = self._server.handle_completions(request)
-        if "choices" not in reply:
-            raise ValueError(f"llama.cpp refuses the prompt: {reply}")
-        (choice,) = reply["choices"]
-        tokens = [token["id"] for token in choice["logprobs"]["content"]]
-        return Continuation(choice["text"], tokens, reply["timings"]["predicted_per_token_ms"])
+    def complete(self, prompt: str | Sequence[int], most: int, *, ends: bool = True) -> Continuation:
+        """Return at most ``most`` tokens after a text, or after token ids; the likeliest token follows each time.
+
+        Where it ``ends``, a token that says so is the last one.
+        """
+        options = {"n_predict": most, "temperature": 0.0, "ignore_eos": not ends, "cache_prompt": False}
+        reply = self._post("completion", {"prompt": prompt, "return_tokens": True, **options})
+        return Continuation(reply["content"], reply["tokens"], reply["timings"]["predicted_per_token_ms"])
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text's tokens, with those that come around a text."""
+        tokens: list[int] = self._post("tokenize", {"content": text, "add_special": True})["tokens"]
+        return tokens
+
+    def _post(self, name: str, request: dict[str, Any]) -> Any:
+        reply = self._http.post(f"/{name}", json=request)
+        if reply.is_error:
+            raise ValueError(f"llama.cpp refuses: {' '.join(reply.text.split())[:200]}")
+        return reply.json()
 
 
 def token_milliseconds(paths: Sequence[Path]) -> list[float]:
     """Return the median milliseconds of one thread for a token of each file, which take turns."""
     models = [LlamaCpp(path, threads=1) for path in paths]
-    turns = [[model.complete([1], _TIMED).milliseconds for model in models] for _ in range(_TURNS + 1)]
+    turns = [[model.complete([1], _TIMED, ends=False).milliseconds for model in models] for _ in range(_TURNS + 1)]
     return [statistics.median(times) for times in zip(*turns[1:], strict=True)]
