@@ -158,24 +158,20 @@ def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
     from fedprune_app.exports.language import export_gguf
 
     with console.status(Text(f"writing {output}")):
-        models = export_gguf(folder, output, type, force=force)
-    text = models[-1].text and f", perplexity on {models[-1].text}, before rounding"
-    table = Table(title=output.name, caption=f"ms of one thread in llama.cpp, in turns, on {machine()}{text}", box=None)
+        costs = export_gguf(folder, output, type, force=force)
+    caption = f"ms of one thread in llama.cpp, in turns, on {machine()}; perplexity before weights are rounded"
+    table = Table(title=output.name, caption=caption, box=None)
     for column in ("", "MB", "ms per token", "perplexity"):
         table.add_column(column, justify="right" if column else "left")
-    for model in models:
-        numbers = (f"{model.bytes / 1e6:,.2f}", _number(model.milliseconds), _number(model.perplexity))
-        table.add_row(model.name, *numbers)
+    for model, num_bytes, *numbers in costs:
+        cells = ["-" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(model, f"{num_bytes / 1e6:,.2f}", *cells)
     Terminal().print(table)
     loaded = f'AutoModelForCausalLM.from_pretrained("{output.parent}", gguf_file="{output.name}")'
     ollama = f"echo FROM {output.resolve()} > Modelfile && ollama create {output.stem} -f Modelfile"
-    commands = (("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded))
-    print_rows((*commands, ("here", f'fedprune predict {output} "Once upon a time"')))
+    here = f'fedprune predict {output} "Once upon a time"'
+    print_rows((("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded), ("here", here)))
     say(f": {output.resolve()}", "exported", "green")
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:

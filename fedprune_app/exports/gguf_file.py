@@ -9,6 +9,7 @@ file is compared with the model, tensor by tensor, before it is left. What diffe
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,47 @@ from fedprune_app.models.llm import LanguageModel
 Codes = Mapping[str, tuple[str, Tensor]]
 Array = NDArray[Any]
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# By type, how far a weight may move, as a share of the largest one of its row: half a step, and what 16 bits of scales
+# round.
+TYPES = {
+    "F32": 0,
+    "F16": 2**-10,
+    "BF16": 2**-8,
+    "Q8_0": 1 / 250,
+    "Q5_1": 1 / 30,
+    "Q5_0": 1 / 15,
+    "Q4_1": 1 / 14,
+    "Q4_0": 1 / 7,
+}
+_FLOATS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _BLOCK = 32
-# By type, how far rounding may move a weight, as a share of the largest one in its block. 0: as torch rounds it.
-TYPES = {"F32": 0, "F16": 0, "BF16": 0, "Q8_0": 1 / 254, "Q5_1": 1 / 31, "Q5_0": 1 / 16, "Q4_1": 1 / 15, "Q4_0": 1 / 8}
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SCALE = 2**-10  # the same for scales, which have 16 bits
-_ENDS = ("embed_tokens", "lm_head")  # are never in blocks of fewer than 8 bits
-_PADDED = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # by matrix, the dimension of the feed-forward units
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_UNITS = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # by matrix, the dimension of the feed-forward units
 
 
 def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | None = None) -> str:
     """Write ``path``, whose matrices are of type ``kind``, one of :data:`TYPES`; "" keeps the model's own dtype.
 
-    Matrices of ``codes`` are packed as they are; "" then stands for Q8_0. Return the type of most matrices. Raises a one-line ``ValueError`` for a model
-    that such a file does not hold, and where the file written differs from the model.
+    Matrices of ``codes`` are packed as they are; "" then stands for Q8_0. Return the type of most matrices. Raises a
+    one-line ``ValueError`` for a model that such a file does not hold, and where the file differs from the model.
     """
+    if kind not in ("", *TYPES):
+        raise ConfigError("--type", kind, ", ".join(TYPES))
     layout = _Layout(model, kind, codes or {})
-    layout.write(path)
-    layout.compare(path)
+    writer = layout.gguf.GGUFWriter(path, layout.architecture, use_temp_file=True)
+    for key, value in layout.config().items():
+        getattr(writer, f"add_{key}")(value)
+    add_keys(writer, model.folder, model.config.vocab_size)
+    for name, tensor in layout.tensors():
+        writer.add_tensor(layout.name(name), layout.packed(name, tensor), raw_dtype=layout.kind(name, tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = {tensor.name: tensor.data for tensor in layout.gguf.GGUFReader(path).tensors}
+    for name, tensor in layout.tensors():
+        if not layout.holds(name, tensor, found[layout.name(name)]):
+            raise ValueError(f"tensor '{name}' is another one in the GGUF file than in the model: nothing is left")
     return layout.most
 
 
@@ -52,167 +75,110 @@ class _Layout:
     """The layout says where in a file, and how, each tensor of a model goes."""
 
     def __init__(self, model: LanguageModel, kind: str, codes: Codes) -> None:
-        self.gguf, self.model, self.codes = import_gguf(), model, codes
-        self.config = model.config
-        self.architecture = self._architecture()
-        own = next(name for name, dtype in _DTYPES.items() if dtype == model.dtype)
-        self.kind = kind or ("Q8_0" if codes else own)
-        if self.kind not in TYPES:
-            raise ConfigError("--type", kind, ", ".join(TYPES))
-        self.most = next(iter(codes.values()))[0] if codes else self.kind
-        has_blocks = bool(codes) or self.kind not in _DTYPES
-        units = self.config.intermediate_size
-        self.units = -(-units // _BLOCK) * _BLOCK if has_blocks else units
-        self.head_dim = getattr(self.config, "head_dim", None) or (
-            self.config.hidden_size // self.config.num_attention_heads
-        )
-        groups = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        self.heads = {"q_proj": self.config.num_attention_heads, "k_proj": groups}
-        self.names = self.gguf.get_tensor_name_map(self.gguf.MODEL_ARCH[self.architecture.upper()], model.num_layers)
-
-    def _architecture(self) -> str:
-        config, name = self.config, self.config.model_type
-        if name not in ARCHITECTURES:
-            raise self.model.checkpoint.refused(f"allowed in a GGUF file: model_type {', '.join(ARCHITECTURES)}")
-        rope = config.rope_parameters
-        ropes = ("default", "linear", "llama3") if ARCHITECTURES[name] == "llama" else ("default",)
-        settings = {"hidden_act": (config.hidden_act, ("silu",)), "rope_type": (rope["rope_type"], ropes)}
-        for key, (value, allowed) in settings.items():
+        self.gguf, self.model, self.codes, config = import_gguf(), model, codes, model.config
+        self.rope, architecture = getattr(config, "rope_parameters", {}), _ARCHITECTURES.get(config.model_type)
+        ropes = ("default", "linear", "llama3") if architecture == "llama" else ("default",)
+        for key, value, allowed in (
+            ("model_type", config.model_type, _ARCHITECTURES),
+            ("hidden_act", getattr(config, "hidden_act", None), ("silu",)),
+            ("rope_type", self.rope.get("rope_type"), ropes),
+        ):
             if value not in allowed:
-                raise self.model.checkpoint.refused(f"{key} is {value!r}, allowed in a GGUF file: {', '.join(allowed)}")
-        return ARCHITECTURES[name]
+                raise self._refused(f"with {key} {value!r}, allowed: {', '.join(allowed)}")
+        self.architecture = str(architecture)
+        self.matrices = kind or ("Q8_0" if codes else _FLOATS[model.dtype])
+        self.most = next(iter(codes.values()))[0] if codes else self.matrices
+        block = 1 if self.most in _FLOATS.values() else _BLOCK
+        self.units = -(-config.intermediate_size // block) * block
+        heads = config.num_attention_heads
+        self.heads = {"q_proj": heads, "k_proj": getattr(config, "num_key_value_heads", None) or heads}
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
-    # --- tensors ------------------------------------------------------------------------------------------------
+    def _refused(self, reason: str) -> ValueError:
+        return self.model.checkpoint.refused(f"of which no GGUF file can be made, {reason}")
+
+    def config(self) -> dict[str, Any]:
+        """Return what the file says of the model, by the names of gguf's functions."""
+        config, types = self.model.config, self.gguf.LlamaFileType
+        length = config.max_position_embeddings
+        return {
+            "block_count": self.model.num_layers,
+            # llama.cpp looks back without a window: up to there it computes the same
+            "context_length": min(length, getattr(config, "sliding_window", None) or length),
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": self.units,
+            "head_count": self.heads["q_proj"],
+            "head_count_kv": self.heads["k_proj"],
+            "key_length": self.head_dim,
+            "value_length": self.head_dim,
+            "rope_dimension_count": self.head_dim,
+            "rope_freq_base": float(self.rope["rope_theta"]),
+            "layer_norm_rms_eps": config.rms_norm_eps,
+            "vocab_size": config.vocab_size,
+            "file_type": types.ALL_F32 if self.most == "F32" else types[f"MOSTLY_{self.most}"],
+            "quantization_version": self.gguf.GGML_QUANT_VERSION,
+        }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's tensors by transformers' names, a decoder layer at a time, always in the same order."""
+        """Yield the model's tensors by transformers' names, a decoder layer at a time."""
         yield from self.model.shell_tensors().items()
+        if self.rope["rope_type"] != "default":  # how much longer each wave is than the base says
+            exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
+            frequencies = self.model.checkpoint.skeleton.model.rotary_emb.inv_freq
+            yield "rope_freqs.weight", (self.rope["rope_theta"] ** -exponents / frequencies).float()
         for layer in range(self.model.num_layers):
             yield from self.model.named(layer, self.model.layer_tensors(layer)).items()
 
-    def kind_of(self, name: str, tensor: Tensor) -> str:
-        if name in self.codes:
-            return self.codes[name][0]
-        if tensor.dim() == 1:
-            return "F32"
-        return "Q8_0" if self.kind not in _DTYPES and _part(name) in _ENDS else self.kind
+    @cached_property
+    def _names(self) -> Any:
+        architecture = self.gguf.MODEL_ARCH[self.architecture.upper()]
+        return self.gguf.get_tensor_name_map(architecture, self.model.num_layers)
 
-    def shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
-        """Return a tensor's shape in the file."""
-        padded = _PADDED.get(_part(name))
-        shape = tuple(self.units if dim == padded else size for dim, size in enumerate(tensor.shape))
-        if self.kind_of(name, tensor) not in _DTYPES and shape[-1] % _BLOCK:
-            raise self.model.checkpoint.refused(
-                f"and '{name}' has rows of {shape[-1]} weights, allowed: multiples of {_BLOCK}, or --type "
-                f"{', '.join(_DTYPES)}"
-            )
-        return shape
+    def name(self, name: str) -> str:
+        """Return a tensor's name in the file."""
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise self._refused(f"with a tensor '{name}'")
+        return str(found)
+
+    def kind(self, name: str, tensor: Tensor) -> Any:
+        """Return the type of a tensor: embeddings and the head have at least 8 bits, vectors 32."""
+        kind = self.matrices if tensor.dim() > 1 else "F32"
+        if _part(name) in ("embed_tokens", "lm_head") and kind not in _FLOATS.values():
+            kind = "Q8_0"
+        return self.gguf.GGMLQuantizationType[self.codes[name][0] if name in self.codes else kind]
 
     def packed(self, name: str, tensor: Tensor) -> Array:
         """Return a tensor as it is in the file."""
-        shape = self.shape(name, tensor)
+        unit_dim = _UNITS.get(_part(name))
+        shape = [self.units if dim == unit_dim else size for dim, size in enumerate(tensor.shape)]
         if name in self.codes:
             data = self.codes[name][1].numpy()
         else:
-            values = _padded(tensor.float().numpy(), shape)
-            data = self.gguf.quants.quantize(values, self.gguf.GGMLQuantizationType[self.kind_of(name, tensor)])
-        data = _padded(data, (shape[0], *data.shape[1:]))  # bytes of 0 are weights of 0
-        if heads := self._turned(name):
-            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-        return np.ascontiguousarray(data)
+            values, kind = _padded(tensor.float().numpy(), shape), self.kind(name, tensor)
+            if shape[-1] % self.gguf.GGML_QUANT_SIZES[kind][0]:
+                raise self._refused(f"of type {kind.name}: '{name}' has rows of {shape[-1]} weights, allowed: n x 32")
+            data = self.gguf.quants.quantize(values, kind)
+        data = _padded(data, [shape[0], *data.shape[1:]])  # bytes of 0 are weights of 0
+        return np.ascontiguousarray(self._turned(name, data, (2, -1)))
 
-    def unpacked(self, name: str, tensor: Tensor, data: Array) -> Tensor:
-        """Return the weights of a tensor in a file, of the shape of ``tensor``, the model's own."""
-        values = self.gguf.quants.dequantize(data, self.gguf.GGMLQuantizationType[self.kind_of(name, tensor)])
-        if heads := self._turned(name):
-            values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        return torch.from_numpy(values[tuple(map(slice, tensor.shape))].copy())
+    def holds(self, name: str, tensor: Tensor, data: Array) -> bool:
+        """Return whether ``data``, of a file, are the weights of a tensor, but for their rounding."""
+        kind = self.kind(name, tensor)
+        values = self._turned(name, self.gguf.quants.dequantize(data, kind), (-1, 2))
+        errors = torch.from_numpy(np.array(values[tuple(map(slice, tensor.shape))])) - tensor.float()
+        share = TYPES[_FLOATS[tensor.dtype] if name in self.codes else kind.name]
+        return bool((errors.abs() <= share * tensor.float().abs().amax(-1, keepdim=True)).all())
 
-    def _turned(self, name: str) -> int:
-        return self.heads.get(_part(name), 0) if self.architecture == "llama" else 0
-
-    # --- the file -----------------------------------------------------------------------------------------------
-
-    def write(self, path: Path) -> None:
-        writer = self.gguf.GGUFWriter(path, self.architecture)
-        self._add_config(writer)
-        add_keys(writer, self.model.folder, self.config.vocab_size)
-        factors = self._rope_factors()
-        if factors is not None:
-            writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-        for name, tensor in self.tensors():
-            kind = self.gguf.GGMLQuantizationType[self.kind_of(name, tensor)]
-            shape, (block, size) = self.shape(name, tensor), self.gguf.GGML_QUANT_SIZES[kind]
-            num_bytes = int(np.prod(shape)) // block * size
-            writer.add_tensor_info(self._name(name), shape, np.dtype(np.float32), num_bytes, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        if factors is not None:
-            writer.write_tensor_data(factors)
-        for name, tensor in self.tensors():
-            writer.write_tensor_data(self.packed(name, tensor))
-        writer.close()
-
-    def _name(self, name: str) -> str:
-        found = self.names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise self.model.checkpoint.refused(f"and GGUF files of {self.architecture!r} have no tensor '{name}'")
-        return str(found)
-
-    def _add_config(self, writer: Any) -> None:
-        config, window = self.config, getattr(self.config, "sliding_window", None)
-        writer.add_block_count(self.model.num_layers)
-        # llama.cpp looks back without a window: it computes the same up to there
-        writer.add_context_length(min(config.max_position_embeddings, window or config.max_position_embeddings))
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_feed_forward_length(self.units)
-        writer.add_head_count(self.heads["q_proj"])
-        writer.add_head_count_kv(self.heads["k_proj"])
-        writer.add_key_length(self.head_dim)
-        writer.add_value_length(self.head_dim)
-        writer.add_rope_dimension_count(self.head_dim)
-        writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_vocab_size(config.vocab_size)
-        file_types = self.gguf.LlamaFileType
-        writer.add_file_type(file_types.ALL_F32 if self.most == "F32" else file_types[f"MOSTLY_{self.most}"])
-        writer.add_quantization_version(self.gguf.GGML_QUANT_VERSION)
-
-    def _rope_factors(self) -> Array | None:
-        """Return by how much longer each wave is than the base says, where it is (LLaMA 3)."""
-        rope = self.config.rope_parameters
-        if rope["rope_type"] == "default":
-            return None
-        plain = rope["rope_theta"] ** (-torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
-        inverse: Tensor = self.model.checkpoint.skeleton.model.rotary_emb.inv_freq
-        return np.asarray((plain / inverse.double()).float().numpy())
-
-    def compare(self, path: Path) -> None:
-        """Raise ``ValueError`` where the weights in a file are not the model's, but for their rounding."""
-        found = {tensor.name: tensor.data for tensor in self.gguf.GGUFReader(path).tensors}
-        for name, tensor in self.tensors():
-            weights = self.unpacked(name, tensor, found[self._name(name)])
-            if not self._are_equal(name, weights, tensor):
-                raise ValueError(f"tensor '{name}' is not in {str(path)!r} as it is in the model: it is not kept")
-
-    def _are_equal(self, name: str, weights: Tensor, tensor: Tensor) -> bool:
-        kind, expected = self.kind_of(name, tensor), tensor.float()
-        if name in self.codes:
-            return torch.equal(weights.to(tensor.dtype), tensor)
-        if kind in _DTYPES:
-            return torch.equal(weights, expected.to(_DTYPES[kind]).float()) and bool(weights.isfinite().all())
-        width = -tensor.shape[-1] % _BLOCK
-        errors, sizes = (
-            torch.nn.functional.pad(values.abs(), (0, width)).view(len(tensor), -1, _BLOCK)
-            for values in (weights - expected, expected)
-        )
-        return bool((errors <= (TYPES[kind] + _SCALE) * sizes.amax(2, keepdim=True)).all())
+    def _turned(self, name: str, data: Array, sides: tuple[int, int]) -> Array:
+        """Return the rows of a head in llama.cpp's order, for (2, -1), or back in transformers'."""
+        heads = self.heads.get(_part(name)) if self.architecture == "llama" else None
+        return data.reshape(heads, *sides, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape) if heads else data
 
 
 def _part(name: str) -> str:
     return name.split(".")[-2]
 
 
-def _padded(values: Array, shape: tuple[int, ...]) -> Array:
+def _padded(values: Array, shape: list[int]) -> Array:
     return np.pad(values, [(0, size - own) for own, size in zip(values.shape, shape, strict=True)])

@@ -2,9 +2,8 @@
 
 import statistics
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 
@@ -21,17 +20,13 @@ class Continuation(NamedTuple):
     milliseconds: float
 
 
-def is_installed() -> bool:
-    return find_spec("xllamacpp") is not None
-
-
 class LlamaCpp:
-    """A GGUF file in llama.cpp, on the CPU, with ``threads`` threads; 0 leaves their number to llama.cpp.
+    """A GGUF file in llama.cpp, on the CPU, with ``threads`` threads; -1 leaves their number to llama.cpp.
 
     Raises ``ValueError`` where xllamacpp is not installed, or llama.cpp refuses the file.
     """
 
-    def __init__(self, path: Path, threads: int = 0) -> None:
+    def __init__(self, path: Path, threads: int = -1) -> None:
         try:
             import xllamacpp
         except ImportError:
@@ -40,8 +35,7 @@ class LlamaCpp:
         parameters.model.path = str(path)
         parameters.n_ctx, parameters.n_parallel, parameters.n_gpu_layers = _CONTEXT, 1, 0
         parameters.verbosity = -1
-        if threads:
-            parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
         try:
             self._server = xllamacpp.Server(parameters)
         except RuntimeError as error:
@@ -53,20 +47,12 @@ class LlamaCpp:
 
         Where it ``ends``, a token that says so is the last one.
         """
-        options = {"n_predict": most, "temperature": 0.0, "ignore_eos": not ends, "cache_prompt": False}
-        reply = self._post("completion", {"prompt": prompt, "return_tokens": True, **options})
-        return Continuation(reply["content"], reply["tokens"], reply["timings"]["predicted_per_token_ms"])
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of a text's tokens, with those that come around a text."""
-        tokens: list[int] = self._post("tokenize", {"content": text, "add_special": True})["tokens"]
-        return tokens
-
-    def _post(self, name: str, request: dict[str, Any]) -> Any:
-        reply = self._http.post(f"/{name}", json=request)
+        request = {"prompt": prompt, "n_predict": most, "temperature": 0.0, "ignore_eos": not ends}
+        reply = self._http.post("/completion", json={**request, "return_tokens": True, "cache_prompt": False})
         if reply.is_error:
-            raise ValueError(f"llama.cpp refuses: {' '.join(reply.text.split())[:200]}")
-        return reply.json()
+            raise ValueError(f"llama.cpp refuses the text: {' '.join(reply.text.split())[:200]}")
+        answer = reply.json()
+        return Continuation(answer["content"], answer["tokens"], answer["timings"]["predicted_per_token_ms"])
 
 
 def token_milliseconds(paths: Sequence[Path]) -> list[float]:
