@@ -40,7 +40,6 @@ class LlamaCpp:
             self._server = xllamacpp.Server(parameters)
         except RuntimeError as error:
             raise ValueError(f"llama.cpp cannot load {str(path)!r}: {str(error).splitlines()[0]}") from None
-        self._http = httpx.Client(base_url=self._server.listening_address, timeout=None, trust_env=False)
 
     def complete(self, prompt: str | Sequence[int], most: int, *, ends: bool = True) -> Continuation:
         """Return at most ``most`` tokens after a text, or after token ids; the likeliest token follows each time.
@@ -48,7 +47,9 @@ class LlamaCpp:
         Where it ``ends``, a token that says so is the last one.
         """
         request = {"prompt": prompt, "n_predict": most, "temperature": 0.0, "ignore_eos": not ends}
-        reply = self._http.post("/completion", json={**request, "return_tokens": True, "cache_prompt": False})
+        request |= {"return_tokens": True, "cache_prompt": False}
+        address = f"{self._server.listening_address}/completion"
+        reply = httpx.post(address, json=request, timeout=None, trust_env=False)
         if reply.is_error:
             raise ValueError(f"llama.cpp refuses the text: {' '.join(reply.text.split())[:200]}")
         answer = reply.json()
