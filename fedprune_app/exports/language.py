@@ -1,8 +1,10 @@
 """``fedprune export RUN -o model.gguf`` writes a run's language model as one file, and says what the file costs."""
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +40,8 @@ def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = Fal
     """
     if output.is_dir() or (output.exists() and not force):
         raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
-    model, perplexities = LanguageModel(finished_checkpoint(folder)), {}
-    models = {"global": model}
+    models = {"global": LanguageModel(finished_checkpoint(folder))}
+    perplexities: Mapping[str, float] = {}
     with suppress(ValueError):
         models = {"dense": language_model(prepare(of_run(read_info(folder), ())).config), **models}
         perplexities = next(iter(load_run(folder).last_table("perplexity_by_text").values()), {})
@@ -48,10 +50,10 @@ def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = Fal
         paths = {name: scratch / name for name in models}
         kinds = {name: write_gguf(models[name], paths[name], kind if name == "global" else "") for name in models}
         sizes = {name: path.stat().st_size for name, path in paths.items()}
-        times = [*token_milliseconds([*paths.values()])] if find_spec("xllamacpp") else [None] * len(models)
+        times = token_milliseconds([*paths.values()]) if find_spec("xllamacpp") else repeat(None)
         os.replace(paths["global"], output)
     make_durable([output])
     return [
         Costs(f"{name}, {kinds[name]}", sizes[name], milliseconds, perplexities.get(name))
-        for name, milliseconds in zip(models, times, strict=True)
+        for name, milliseconds in zip(models, times, strict=False)
     ]

@@ -30,7 +30,9 @@ class LlamaCpp:
         try:
             import xllamacpp
         except ImportError:
-            raise ValueError("GGUF files run with the package xllamacpp, which is not installed") from None
+            raise ValueError(
+                "GGUF files run with the package xllamacpp: install the extra fedprune[llamacpp]"
+            ) from None
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(path)
         parameters.n_ctx, parameters.n_parallel, parameters.n_gpu_layers = _CONTEXT, 1, 0
