@@ -196,10 +196,10 @@ def predict(
         str, typer.Option("--build", help="FILE.py:FUNCTION that builds the network, for one of your own.")
     ] = "",
 ) -> None:
-    """Classify images, or rows of tables, with an exported model, or continue texts.
+    """Classify images, or rows of tables, with an exported model.
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
-    It may also be a .gguf file; each FILE is then a text, which llama.cpp continues.
+    If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
     Otherwise each FILE is an image, which is brought to the size of the model's images.
     For a model that was trained on a table, a FILE is a CSV or Parquet table.
     Its columns are found by their names.

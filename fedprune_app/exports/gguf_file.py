@@ -9,7 +9,6 @@ file is compared with the model, tensor by tensor, before it is left. What diffe
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +85,8 @@ class _Layout:
             if value not in allowed:
                 raise self._refused(f"with {key} {value!r}, allowed: {', '.join(allowed)}")
         self.architecture = str(architecture)
+        number = self.gguf.MODEL_ARCH[self.architecture.upper()]
+        self.names = self.gguf.get_tensor_name_map(number, model.num_layers)
         self.matrices = kind or ("Q8_0" if codes else _FLOATS[model.dtype])
         self.most = next(iter(codes.values()))[0] if codes else self.matrices
         block = 1 if self.most in _FLOATS.values() else _BLOCK
@@ -129,17 +130,9 @@ class _Layout:
         for layer in range(self.model.num_layers):
             yield from self.model.named(layer, self.model.layer_tensors(layer)).items()
 
-    @cached_property
-    def _names(self) -> Any:
-        architecture = self.gguf.MODEL_ARCH[self.architecture.upper()]
-        return self.gguf.get_tensor_name_map(architecture, self.model.num_layers)
-
     def name(self, name: str) -> str:
         """Return a tensor's name in the file."""
-        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
-            raise self._refused(f"with a tensor '{name}'")
-        return str(found)
+        return str(self.names.get_name(name, try_suffixes=(".weight", ".bias")))
 
     def kind(self, name: str, tensor: Tensor) -> Any:
         """Return the type of a tensor: embeddings and the head have at least 8 bits, vectors 32."""
