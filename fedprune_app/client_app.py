@@ -1,9 +1,8 @@
 """The ClientApp unpacks a message, calls the system's client, and packs the reply."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
@@ -12,6 +11,7 @@ from clients.node import Kind, Node, Place, check_reply
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.config import PolicyError
+from fedprune_app.core.named import Values
 from fedprune_app.engine import wire
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.engine.store import client_state_folder
@@ -48,9 +48,7 @@ def _task(message: Message, client: Node) -> Task:
     return Task.from_message(message.content, client.message_schema(), client.peer_schema())
 
 
-def _reply(
-    message: Message, client: Node, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
-) -> Message:
+def _reply(message: Message, client: Node, kind: Kind, fields: Values, arrays: ArrayRecord | None = None) -> Message:
     """Pack a reply.
 
     Raises ``ValueError`` for a field that the client's class does not declare.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.named import ImageShape
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.files import locked
 
@@ -135,7 +136,7 @@ class Dataset:
         return total.hexdigest()
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
+    def image_shape(self) -> ImageShape:
         """Return (C, H, W)."""
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width

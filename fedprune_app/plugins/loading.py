@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from fedprune_app.config import DEFAULTS, ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import BUILDERS, MODELS
@@ -222,7 +223,7 @@ def _from_file(code: Code) -> ModuleType:
 
 def _register_function(code: Code) -> None:
     function, name = _function_in(code), str(code)
-    tables: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    tables: dict[str, tuple[ValueDict, dict[str, str]]] = {
         "model": (BUILDERS, MODELS),
         "dataset": (LOADERS, DATASETS),
         "partition": (DEALERS, PARTITIONS),

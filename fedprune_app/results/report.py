@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
 from fedprune_app.results.declarations import MEASURES
@@ -188,7 +189,7 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
+def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> ValueDict:
     """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown_columns)
     common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
@@ -202,7 +203,7 @@ def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first
     }
 
 
-def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
+def _perplexity_table(groups: Sequence[Group]) -> ValueDict:
     header, rows = perplexity_rows(groups)
     return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
 
@@ -226,7 +227,7 @@ def _facts(runs: Sequence[Run]) -> list[str]:
     return [number_of(len(runs), "run"), *facts]
 
 
-def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def _cards(groups: Sequence[Group]) -> list[ValueDict]:
     by_label = compared_by(groups)
     return [
         _language_card(group)
@@ -236,7 +237,7 @@ def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
     ]
 
 
-def _language_card(group: Group) -> dict[str, Any]:
+def _language_card(group: Group) -> ValueDict:
     tables = [run.last_table("perplexity_by_text") for run in group.runs]
     text = next((text for text, entry in tables[0].items() if entry.get("global") is not None), "")
     statistics = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
@@ -266,7 +267,7 @@ def _traffic(group: Group) -> dict[str, str]:
     return {"Traffic, peer to peer" if is_of_peers else "Traffic": text}
 
 
-def _card(group: Group, accuracy: str) -> dict[str, Any]:
+def _card(group: Group, accuracy: str) -> ValueDict:
     numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
     titles = {
         "personal_accuracy": "Own models",
@@ -283,13 +284,13 @@ def _card(group: Group, accuracy: str) -> dict[str, Any]:
     return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
 
 
-def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _losses(runs: Sequence[Run]) -> list[ValueDict]:
     counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
     run_counts = zip(runs, counts, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]
 
 
-def _details(run: Run) -> dict[str, Any]:
+def _details(run: Run) -> ValueDict:
     info = run.info
     facts = {
         "Status": run.status,

@@ -45,6 +45,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fedprune_app.config import Config, ConfigError, Scalar, has_effect, paths_from_here, to_toml
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
@@ -169,7 +170,7 @@ def _identity(search: Search, params: Mapping[str, Scalar]) -> str:
     return json.dumps(effective(search, params), sort_keys=True)
 
 
-def _next_trial(search: Search, study: Study, distributions: Mapping[str, Any]) -> FrozenTrial | None:
+def _next_trial(search: Search, study: Study, distributions: Values) -> FrozenTrial | None:
     """Return a trial that is not over: one that was interrupted, else a new one."""
     for trial in study.trials:
         if not trial.state.is_finished():
@@ -206,7 +207,7 @@ def _write_table(path: Path, study: Study, search: Search) -> None:
     replace_file(path, text.getvalue().encode())
 
 
-def best_matrix(best: Sequence[Mapping[str, Scalar]], seeds: Sequence[int], num_clients: int) -> dict[str, Any]:
+def best_matrix(best: Sequence[Mapping[str, Scalar]], seeds: Sequence[int], num_clients: int) -> ValueDict:
     """Return the document of a matrix that compares the ``best`` settings of searches with these ``seeds``.
 
     It has as many seeds, and none of theirs: settings that were chosen with a seed are luckier there. What two searches

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from fedprune_app.core.named import ValueDict
 from fedprune_app.results import measures
 from fedprune_app.results.columns import epsilon_remark, own_measures_of
 from fedprune_app.results.declarations import MEASURES
@@ -18,7 +18,7 @@ from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
-_BY_ROUND: dict[str, Any] = {"xaxis": {"title": {"text": "Round"}}}
+_BY_ROUND: ValueDict = {"xaxis": {"title": {"text": "Round"}}}
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
@@ -93,7 +93,7 @@ def lines(
     curve: Callable[[Run, str], Curve],
     name: str,
     title: str,
-    layout: dict[str, Any],
+    layout: ValueDict,
 ) -> list[Variant]:
     """Return a view of a column of rounds.jsonl with a curve per group; there is none where no group has the number."""
     traces = [trace for index, group in enumerate(groups) for trace in _traces(index, group, curve, name)]

@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.columns import accuracy, epsilon_remark, traffic_of
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, point, text_of
 from fedprune_app.results.groups import Group, Statistic, compared_settings
@@ -51,7 +52,7 @@ def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
 
 
 def _lines(
-    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, number: Callable[[Run], float | None]
+    groups: Sequence[Group], settings: Sequence[Values], key: str, number: Callable[[Run], float | None]
 ) -> list[list[_Point]]:
     """Return the points of groups of a system that differ in ``key`` alone, in the order of its values.
 
@@ -81,12 +82,12 @@ def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]]
     return joined + [point(groups[p.series], p.series, p.value, p.outcome, template) for p in points]
 
 
-def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> dict[str, Any]:
+def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> ValueDict:
     values = [p.value for line in lines for p in line]
-    x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
+    x_axis: ValueDict = {"title": {"text": text_of(key)}}
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"
-    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if is_share else {"title": {"text": "Perplexity"}}
+    y_axis: ValueDict = {"tickformat": SHARE_TICKS} if is_share else {"title": {"text": "Perplexity"}}
     return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
 
 
