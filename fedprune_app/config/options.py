@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fedprune_app.config.errors import ConfigError, not_allowed
 
 Scalar = bool | int | float | str
+Settings = Mapping[str, Scalar]  # by key
 S = TypeVar("S", bool, int, float, str)
 
 

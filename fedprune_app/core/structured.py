@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.core.modules import generic_copy
+from fedprune_app.core.modules import generic_copy, tensors_of
 from fedprune_app.core.named import Shapes, TensorDict, Tensors
 
 # Channel masks are, for each group by its name, bool (size,), True = kept.
@@ -158,7 +158,7 @@ def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.M
     network, faster. Raises ``ValueError`` for a layer of another kind.
     """
     names = {piece.tensor for group in groups for piece in group.slices}
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = tensors_of(model)
     small = gather({name: state[name].detach() for name in names if name in state}, groups, kept)
     for name, tensor in small.items():
         path, _, attribute = name.rpartition(".")
@@ -188,7 +188,7 @@ def of_leading_units(model: nn.Module, reach: Extents, norm_groups: Mapping[str,
     """Return the network of the leading units of ``model``, whose GroupNorms it changes."""
     for name, count in norm_groups.items():
         model.get_submodule(name).num_groups = count  # type: ignore[assignment]
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = tensors_of(model)
     blocks = {name: leading_block(state[name], dims) for name, dims in reach.items() if name in state}
     return lambda images: torch.func.functional_call(model, blocks, (images,))
 
@@ -212,7 +212,7 @@ def check_cut(
                 buffer.uniform_(0, 0.5, generator=draw).add_(name.endswith("var"))
         images = torch.rand(4, *image_shape, generator=draw).to(next(full.parameters()).dtype)
         masked = copy.deepcopy(full)
-        state = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+        state = tensors_of(masked)
         with torch.no_grad():
             for name, mask in masks().items():
                 state[name].mul_(mask)

@@ -26,7 +26,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from fedprune_app.config import Scalar, to_toml
+from fedprune_app.config import Settings, to_toml
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending, replace_file
@@ -307,7 +307,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
     return answer
 
 
-def submit(link: Link, app: Path, config: Mapping[str, Scalar]) -> str:
+def submit(link: Link, app: Path, config: Settings) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-") as file:
         file.write(to_toml(config))
         file.flush()

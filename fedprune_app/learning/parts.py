@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.modules import tensors_of
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.structured import Extents, leading_block
 
@@ -104,7 +105,7 @@ def leading_network(
     for leaf in leaves.values():
         leaf.grad = torch.zeros_like(leaf)
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = tensors_of(model)
 
     other_extents = {name: dims for name, dims in part.extents.items() if name in tensors and name not in leaves}
     other_blocks = {name: leading_block(tensors[name].detach(), dims) for name, dims in other_extents.items()}

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.modules import tensors_of
 from fedprune_app.core.named import ImageShape, TensorDict, Tensors, ValueDict
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.models.names import BUILDERS, MODELS
@@ -364,7 +365,7 @@ def buffer_names(model: nn.Module) -> list[str]:
 
 def named_tensors(model: nn.Module) -> TensorDict:
     """Return all parameters by name, in order, then the running statistics: the model's own, not copies."""
-    tensors: TensorDict = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = tensors_of(model)
     return {name: tensors[name] for name in parameter_names(model) + buffer_names(model)}
 
 
@@ -384,7 +385,7 @@ def load_state_tensors(model: nn.Module, tensors: Tensors) -> None:
 
     Raises ``ValueError`` for a name that the model lacks, or another shape; the model is then unchanged.
     """
-    own_tensors: TensorDict = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own_tensors = tensors_of(model)
     for name, tensor in tensors.items():
         if name not in own_tensors:
             raise ValueError(f"tensor '{name}' is not in the model, allowed: {', '.join(own_tensors)}")

@@ -52,6 +52,9 @@ class Group:
     runs: tuple[Run, ...]
 
 
+Groups = Sequence[Group]
+
+
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ in the seed only, in the order of their first run.
 

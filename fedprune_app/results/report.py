@@ -21,7 +21,7 @@ from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import OWN, difference_tables, is_noise, noise_between, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
-from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
+from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run, read_info
@@ -173,7 +173,7 @@ def _packed_plotly() -> str:
     return base64.b85encode(zlib.compress(get_plotlyjs().encode(), 9)).decode().replace("<", ",")
 
 
-def appearance(groups: Sequence[Group]) -> list[Series]:
+def appearance(groups: Groups) -> list[Series]:
     """Return a series for each group: colours tell systems apart, and dashes tell settings apart.
 
     With a single system, colours tell the settings apart.
@@ -189,7 +189,7 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> ValueDict:
+def _table(groups: Groups, shown_columns: Sequence[Column], *, is_first: bool = False) -> ValueDict:
     """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown_columns)
     common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
@@ -203,7 +203,7 @@ def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first
     }
 
 
-def _perplexity_table(groups: Sequence[Group]) -> ValueDict:
+def _perplexity_table(groups: Groups) -> ValueDict:
     header, rows = perplexity_rows(groups)
     return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
 
@@ -227,7 +227,7 @@ def _facts(runs: Sequence[Run]) -> list[str]:
     return [number_of(len(runs), "run"), *facts]
 
 
-def _cards(groups: Sequence[Group]) -> list[ValueDict]:
+def _cards(groups: Groups) -> list[ValueDict]:
     by_label = compared_by(groups)
     return [
         _language_card(group)
@@ -313,7 +313,7 @@ def _details(run: Run) -> ValueDict:
 REFERENCE = "fedavg"
 
 
-def comparison(groups: Sequence[Group]) -> list[str]:
+def comparison(groups: Groups) -> list[str]:
     """Return sentences on the clients' own models of each group, beside those of FedAvg or of the most accurate group.
 
     Groups whose clients have the same data are compared, and runs that did not complete are left out.
@@ -330,7 +330,7 @@ def traffic(group: Group) -> Statistic | None:
     return Statistic.of(map(traffic_of, group.runs))
 
 
-def _sentences(groups: Sequence[Group]) -> Iterator[str]:
+def _sentences(groups: Groups) -> Iterator[str]:
     accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
     columns_by_key = {column.key: column for column in columns(groups)}
     standalone_groups = [group for group in groups if group.system == "standalone"]

@@ -15,7 +15,7 @@ from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, epsilon_remark
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import OWN, from_best, half_interval, of_the_same_data
-from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, value_text
+from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
@@ -41,7 +41,7 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
-def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
+def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
     shown_columns = shown_columns or columns(groups)
     numbers = [statistics_of(group, shown_columns) for group in groups]
     measured_columns = [column for column in shown_columns if any(row[column.key] for row in numbers)]
@@ -60,7 +60,7 @@ def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) ->
     return header, rows
 
 
-def compared_by(groups: Sequence[Group]) -> dict[str, str]:
+def compared_by(groups: Groups) -> dict[str, str]:
     """Return by label the number that groups are compared by: what each is judged by, if that is the same for all.
 
     Otherwise it is the accuracy of the clients' own models, if all groups have it.
@@ -95,7 +95,7 @@ def model_name(key: str, group: Group) -> str:
     return own_models(max(rounds, default=1))
 
 
-def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
+def perplexity_tables(groups: Groups) -> dict[str, dict[str, list[Mapping[str, float]]]]:
     """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
     tables: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
@@ -106,7 +106,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
     return tables
 
 
-def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+def perplexity_rows(groups: Groups) -> tuple[list[str], list[list[str]]]:
     columns: list[tuple[str, dict[str, str]]] = []
     groups_by_label = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -131,7 +131,7 @@ def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
 
 
-def markdown(groups: Sequence[Group]) -> str:
+def markdown(groups: Groups) -> str:
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -146,7 +146,7 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_te
     return "".join(f"| {' | '.join(line)} |\n" for line in [header, alignment, *rows])
 
 
-def latex(groups: Sequence[Group]) -> str:
+def latex(groups: Groups) -> str:
     header, rows = final_rows(groups)
     return _latex(map(_latex_cell, header), [list(map(_latex_cell, row)) for row in rows], num_texts=3)
 
@@ -158,7 +158,7 @@ def _latex(header: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int)
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
-def comma_separated(groups: Sequence[Group]) -> str:
+def comma_separated(groups: Groups) -> str:
     """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured.
 
     ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
@@ -202,7 +202,7 @@ PAPER_COLUMNS = ("personal_accuracy", "megabytes_up", "gigaflops", "density")
 
 
 def paper_rows(
-    groups: Sequence[Group], keys: Sequence[str], intervals: bool, best_bold: bool
+    groups: Groups, keys: Sequence[str], intervals: bool, best_bold: bool
 ) -> tuple[list[str], list[list[str]], set[str]]:
     """Return the titles and rows of a table of few columns, and the labels of the rows in bold.
 
@@ -226,7 +226,7 @@ def paper_rows(
     return ["System", *(column.title for column in shown_columns)], rows, _best_labels(groups) if best_bold else set()
 
 
-def _best_labels(groups: Sequence[Group]) -> set[str]:
+def _best_labels(groups: Groups) -> set[str]:
     labels = set()
     for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
         best, distances = from_best(family)

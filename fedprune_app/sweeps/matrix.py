@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import OPTIONS, ConfigError, Scalar, flatten, told_of
+from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, told_of
 from fedprune_app.config.options import Option
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.preflight.given import Given, Placement
@@ -29,7 +29,7 @@ class Search:
     """
 
     name: str
-    settings: Mapping[str, Scalar]
+    settings: Settings
     space: Mapping[str, Range]
     seeds: tuple[int, ...]
     where: str
@@ -124,7 +124,7 @@ class Matrix:
     are none to be run: they have each choice and each end of what is drawn.
     """
 
-    settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
+    settings: tuple[tuple[str, Settings], ...]
     num_clients: int | None
     common: frozenset[str] = frozenset()  # keys that are the same in all cells
     where: str = "matrix"

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from fedprune_app import client_app, server_app
-from fedprune_app.config import Scalar, with_carrier
+from fedprune_app.config import Settings, with_carrier
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
@@ -24,7 +24,7 @@ from fedprune_app.results.recorder import write_info
 CLIENTS, ROUNDS = 5, 3
 
 
-QUICK: Mapping[str, Scalar] = {
+QUICK: Settings = {
     "num-server-rounds": ROUNDS,
     "local-epochs": 1,
     "fraction-train": 1.0,
@@ -36,10 +36,10 @@ QUICK: Mapping[str, Scalar] = {
 """These settings make quick runs in which every client takes part in every round, and is evaluated after it."""
 
 
-PRIVATE: Mapping[str, Scalar] = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+PRIVATE: Settings = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
 
 
-NEEDED: Mapping[str, Mapping[str, Scalar]] = {
+NEEDED: Mapping[str, Settings] = {
     "subfedavg": {"local-epochs": 2},
     "subfedavg-hy": {"model": "cnn-small-bn", "local-epochs": 2},
     "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},

@@ -1,7 +1,6 @@
 """These figures show how each client fares, which classes it has, and what is sent."""
 
 import statistics
-from collections.abc import Sequence
 
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import (
@@ -9,6 +8,7 @@ from fedprune_app.results.figures.common import (
     SHARE_TICKS,
     Trace,
     Variant,
+    Variants,
     class_name,
     heatmap,
     line,
@@ -18,7 +18,7 @@ from fedprune_app.results.figures.common import (
     run_name,
     text_of,
 )
-from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.results.groups import Groups, Statistic
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import last_of_clients
 from fedprune_app.results.statistics import worst_decile
@@ -26,7 +26,7 @@ from fedprune_app.results.statistics import worst_decile
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
 
 
-def by_class(groups: Sequence[Group]) -> list[Variant]:
+def by_class(groups: Groups) -> Variants:
     views = []
     for group in groups:
         run = group.runs[0]
@@ -58,7 +58,7 @@ def _rounded(share: float | None) -> float | None:
     return None if share is None else round(share, 3)
 
 
-def accuracies(groups: Sequence[Group]) -> list[Variant]:
+def accuracies(groups: Groups) -> Variants:
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
     titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]
@@ -93,7 +93,7 @@ def accuracies(groups: Sequence[Group]) -> list[Variant]:
     return variants
 
 
-def by_density(groups: Sequence[Group]) -> list[Variant]:
+def by_density(groups: Groups) -> Variants:
     """Return a view of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
     traces: list[Trace] = []
     for index, group in enumerate(groups):
@@ -116,7 +116,7 @@ def by_density(groups: Sequence[Group]) -> list[Variant]:
     return [Variant("Personal", traces, layout)] if traces else []
 
 
-def partition(groups: Sequence[Group]) -> list[Variant]:
+def partition(groups: Groups) -> Variants:
     """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
     views: dict[str, Variant] = {}
     for label, run in ((group.label, run) for group in groups for run in group.runs):
@@ -154,11 +154,11 @@ _OF_PEERS = {  # what one peer sends is what another one receives
 }
 
 
-def on_peers(groups: Sequence[Group]) -> str:
+def on_peers(groups: Groups) -> str:
     return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
-def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
+def bytes_of_runs(groups: Groups) -> Variants:
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
@@ -186,7 +186,7 @@ def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
     return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": row_axis(groups)})] if traces else []
 
 
-def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
+def by_layer_set(groups: Groups) -> Variants:
     """Return FedP3's Figure 6 of runs whose clients send some layers alone, as a mean over seeds that have the set."""
     tables = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
     sets = list(dict.fromkeys(name for seeds in tables for table in seeds for name in sorted(table)))

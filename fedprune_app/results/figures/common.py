@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedprune_app.core.named import ValueDict, Values
-from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.results.groups import Group, Groups, Statistic
 from fedprune_app.results.reader import Run
 
 Trace = ValueDict
@@ -31,6 +31,9 @@ class Variant:
     panels: tuple[str, ...] = ()
 
 
+Variants = list[Variant]
+
+
 @dataclass(frozen=True)
 class Figure:
     """A figure is a titled plot with one or more views; ``rows`` > 0 asks for a height for so many rows."""
@@ -38,7 +41,7 @@ class Figure:
     key: str
     title: str
     caption: str
-    variants: list[Variant]
+    variants: Variants
     rows: int = 0
     wide: bool = False
 
@@ -47,9 +50,7 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def group_lines(
-    groups: Sequence[Group], title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values
-) -> list[Variant]:
+def group_lines(groups: Groups, title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values) -> Variants:
     """Return a view with a line through the points of each group; there is none where no group has any."""
     curves = [(index, group, curve) for index, group in enumerate(groups) if (curve := points(group))]
     traces = [line(index, group, list(curve), list(curve.values())) for index, group, curve in curves]
@@ -105,7 +106,7 @@ def class_name(run: Run, label: int) -> str:
     return str(names[label])[:_LONGEST_NAME] if label < len(names) else str(label)
 
 
-def row_axis(groups: Sequence[Group]) -> ValueDict:
+def row_axis(groups: Groups) -> ValueDict:
     return {
         "tickvals": list(range(len(groups))),
         "ticktext": ["<br>".join(text_of(part[:24]) for part in group.label.split(" · ")[:3]) for group in groups],

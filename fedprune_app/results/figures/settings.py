@@ -9,8 +9,8 @@ from typing import TypeGuard
 
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.columns import accuracy, epsilon_remark, traffic_of
-from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, point, text_of
-from fedprune_app.results.groups import Group, Statistic, compared_settings
+from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, Variants, joining, line, point, text_of
+from fedprune_app.results.groups import Groups, Statistic, compared_settings
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import accuracy_words, compared_by, model_name, perplexity_tables
@@ -37,7 +37,7 @@ _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
 }
 
 
-def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
+def by_setting(groups: Groups) -> Iterator[Variant]:
     settings = [compared_settings(group.runs[0]) for group in groups]
     for key in sorted({key for config in settings for key in config}):
         if len({repr(config.get(key)) for config in settings}) == 1:
@@ -52,7 +52,7 @@ def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
 
 
 def _lines(
-    groups: Sequence[Group], settings: Sequence[Values], key: str, number: Callable[[Run], float | None]
+    groups: Groups, settings: Sequence[Values], key: str, number: Callable[[Run], float | None]
 ) -> list[list[_Point]]:
     """Return the points of groups of a system that differ in ``key`` alone, in the order of its values.
 
@@ -71,7 +71,7 @@ def _lines(
     return [sorted(line, key=lambda p: (p.value, p.series)) for line in varied]
 
 
-def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
+def _traces(groups: Groups, key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
     joined = [
         joining(line[0].series, [p.value for p in line], [p.outcome.mean for p in line], thin=True)
         for line in lines
@@ -95,7 +95,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def by_cost(groups: Sequence[Group]) -> list[Variant]:
+def by_cost(groups: Groups) -> Variants:
     """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None], float]] = {
         "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max"), 1),
@@ -131,7 +131,7 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 
 
-def perplexity(groups: Sequence[Group]) -> list[Variant]:
+def perplexity(groups: Groups) -> Variants:
     """Return a view for each test text; runs that measured other windows of it have a view of their own."""
     layout = {
         "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": SHARE_TICKS},
@@ -142,7 +142,7 @@ def perplexity(groups: Sequence[Group]) -> list[Variant]:
     ]
 
 
-def _perplexity_traces(groups: Sequence[Group], rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
+def _perplexity_traces(groups: Groups, rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
     """Return a point for each group and model, and lines that join points which differ in density alone.
 
     A line begins at the dense model.
