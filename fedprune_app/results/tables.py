@@ -148,11 +148,10 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_te
 
 def latex(groups: Groups) -> str:
     header, rows = final_rows(groups)
-    return _latex(map(_latex_cell, header), [list(map(_latex_cell, row)) for row in rows], num_texts=3)
+    return _latex([*map(_latex_cell, header)], [[*map(_latex_cell, row)] for row in rows], num_texts=3)
 
 
-def _latex(header: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int) -> str:
-    titles = list(header)
+def _latex(titles: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
     lines = [f"\\begin{{tabular}}{{{'l' * num_texts}{'r' * (len(titles) - num_texts)}}}", "\\toprule"]
     lines += [" & ".join(titles) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
@@ -240,18 +239,10 @@ def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
         return text.getvalue()
-    if suffix == ".tex":
-        lines = [[_latex_cell(cell) for cell in row] for row in rows]
-        lines = [
-            [f"\\textbf{{{cell}}}" for cell in line] if row[0] in bold else line
-            for row, line in zip(rows, lines, strict=True)
-        ]
-        return _latex(map(_latex_cell, header), lines, num_texts=1)
-    lines = [[_markdown_cell(cell) for cell in row] for row in rows]
-    lines = [
-        [f"**{cell}**" for cell in line] if row[0] in bold else line for row, line in zip(rows, lines, strict=True)
-    ]
-    return _markdown_table([_markdown_cell(cell) for cell in header], lines, num_texts=1)
+    escaped, form = (_latex_cell, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
+    lines = [[(form if row[0] in bold else "{}").format(escaped(cell)) for cell in row] for row in rows]
+    write = _latex if suffix == ".tex" else _markdown_table
+    return write([escaped(cell) for cell in header], lines, 1)
 
 
 def _markdown_cell(text: str) -> str:

@@ -5,8 +5,6 @@ Every trace says which ``series``
 All text is escaped, since plotly reads a little HTML.
 """
 
-from collections.abc import Sequence
-
 from fedprune_app.results.columns import epsilon_remark
 from fedprune_app.results.figures import clients, curves, masks, settings
 from fedprune_app.results.figures.common import Figure

@@ -9,6 +9,7 @@ from fedprune_app.results.figures.common import (
     Trace,
     Variant,
     Variants,
+    axis,
     class_name,
     heatmap,
     line,
@@ -46,8 +47,8 @@ def by_class(groups: Groups) -> Variants:
             colorbar={"tickformat": ".0%"},
         )
         axes = {
-            "xaxis": {"type": "category", "title": {"text": "Client"}},
-            "yaxis": {"type": "category", "title": {"text": "Class"}},
+            "xaxis": axis("Client", type="category"),
+            "yaxis": axis("Class", type="category"),
         }
         note = f"Shown is one client in {step}." if step > 1 else ""
         views.append(Variant(run_name(group, run), [trace], axes, note))
@@ -112,7 +113,7 @@ def by_density(groups: Groups) -> Variants:
         template = "%{y:.1%}, mean of %{text}"
         traces.append(line(index, group, list(means), list(means.values()), text=counts, hovertemplate=template))
     share = {"tickformat": SHARE_TICKS, "hoverformat": ".0%"}
-    layout = {"xaxis": {"title": {"text": "Density of the client"}, **share}, "yaxis": {"tickformat": SHARE_TICKS}}
+    layout = {"xaxis": axis("Density of the client", **share), "yaxis": {"tickformat": SHARE_TICKS}}
     return [Variant("Personal", traces, layout)] if traces else []
 
 
@@ -134,8 +135,8 @@ def partition(groups: Groups) -> Variants:
         clients = [row["partition"] for row in rows]
         names = [text_of(class_name(run, label)) for label in range(classes)]
         trace = heatmap(clients, names, counts, "client %{x}, class %{y}: %{z} examples")
-        axis = {"title": {"text": "Class"}, "type": "category", "automargin": True}
-        views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
+        y_axis = axis("Class", type="category", automargin=True)
+        views[repr(rows)] = Variant(title, [trace], {"xaxis": axis("Client"), "yaxis": y_axis})
     return list(views.values())
 
 
@@ -182,7 +183,7 @@ def bytes_of_runs(groups: Groups) -> Variants:
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
-    x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
+    x_axis = axis("MB (10⁶ bytes)", range=[0, longest * 1.5 or 1])  # room for the bars' texts
     return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": row_axis(groups)})] if traces else []
 
 
@@ -191,7 +192,7 @@ def by_layer_set(groups: Groups) -> Variants:
     tables = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
     sets = list(dict.fromkeys(name for seeds in tables for table in seeds for name in sorted(table)))
     places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
-    axis = {
+    x_axis = {
         "tickvals": list(places.values()),
         "ticktext": [_layer_set_label(name) for name in places],
         "tickangle": -30,  # to the left, where there is room for the last one
@@ -218,7 +219,7 @@ def by_layer_set(groups: Groups) -> Variants:
                     "hovertemplate": "%{y:.4g} MB, %{hovertext}",
                 }
             )
-        layout = {"xaxis": axis, "yaxis": {"title": {"text": "MB (10⁶ bytes)"}, "rangemode": "tozero"}}
+        layout = {"xaxis": x_axis, "yaxis": axis("MB (10⁶ bytes)", rangemode="tozero")}
         note = f"The largest set is this many times the smallest. {'; '.join(ratios)}."
         variants += [Variant(title, traces, layout, note)] if traces else []
     return variants

@@ -50,6 +50,10 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=False)
 
 
+def axis(title: str, **more: Any) -> ValueDict:
+    return {"title": {"text": title}, **more}
+
+
 def group_lines(groups: Groups, title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values) -> Variants:
     """Return a view with a line through the points of each group; there is none where no group has any."""
     curves = [(index, group, curve) for index, group in enumerate(groups) if (curve := points(group))]

@@ -9,7 +9,17 @@ from fedprune_app.core.named import ValueDict
 from fedprune_app.results import measures
 from fedprune_app.results.columns import epsilon_remark, own_measures_of
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, Variants, joining, line, text_of
+from fedprune_app.results.figures.common import (
+    SHARE_TICKS,
+    Figure,
+    Trace,
+    Variant,
+    Variants,
+    axis,
+    joining,
+    line,
+    text_of,
+)
 from fedprune_app.results.groups import Group, Groups
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
@@ -18,7 +28,7 @@ from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
-_BY_ROUND: ValueDict = {"xaxis": {"title": {"text": "Round"}}}
+_BY_ROUND: ValueDict = {"xaxis": axis("Round")}
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
@@ -81,7 +91,7 @@ def by_epsilon(run: Run, name: str) -> Curve:
 
 
 def accuracies(groups: Groups, curve: Callable[[Run, str], Curve], x_title: str) -> Variants:
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
+    layout = {"xaxis": axis(x_title), "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
     main = set(compared_by(groups).values())
     in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the main number's view is first
@@ -118,7 +128,7 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
 
 
 def epsilon(groups: Groups) -> Variants:
-    layout = _BY_ROUND | {"yaxis": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
+    layout = _BY_ROUND | {"yaxis": axis(f"ε{epsilon_remark(groups)}", rangemode="tozero")}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", layout)
     traces: list[Trace] = []

@@ -13,6 +13,7 @@ from fedprune_app.results.figures.common import (
     Trace,
     Variant,
     Variants,
+    axis,
     group_lines,
     heatmap,
     number_of,
@@ -105,7 +106,7 @@ def _densities(group: Group) -> dict[str, float]:
 
 def decoder_layers(groups: Groups) -> Variants:
     layout = {
-        "xaxis": {"title": {"text": "Decoder layer"}, "dtick": 1},
+        "xaxis": axis("Decoder layer", dtick=1),
         "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"},
     }
     views = {

@@ -9,7 +9,17 @@ from typing import TypeGuard
 
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.columns import accuracy, epsilon_remark, traffic_of
-from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, Variants, joining, line, point, text_of
+from fedprune_app.results.figures.common import (
+    SHARE_TICKS,
+    Trace,
+    Variant,
+    Variants,
+    axis,
+    joining,
+    line,
+    point,
+    text_of,
+)
 from fedprune_app.results.groups import Groups, Statistic, compared_settings
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
@@ -84,10 +94,10 @@ def _traces(groups: Groups, key: str, lines: Sequence[Sequence[_Point]], is_shar
 
 def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> ValueDict:
     values = [p.value for line in lines for p in line]
-    x_axis: ValueDict = {"title": {"text": text_of(key)}}
+    x_axis = axis(text_of(key))
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"
-    y_axis: ValueDict = {"tickformat": SHARE_TICKS} if is_share else {"title": {"text": "Perplexity"}}
+    y_axis = {"tickformat": SHARE_TICKS} if is_share else axis("Perplexity")
     return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
 
 
@@ -103,7 +113,7 @@ def by_cost(groups: Groups) -> Variants:
     }
     by_label = compared_by(groups)
     variants = []
-    for title, (axis, cost, unit) in costs.items():
+    for title, (cost_title, cost, unit) in costs.items():
         markers_by_system: dict[str, list[Trace]] = {}
         for index, group in enumerate(groups):
             expense = Statistic.of(cost(run) for run in group.runs)
@@ -120,7 +130,7 @@ def by_cost(groups: Groups) -> Variants:
             if len(markers) > 1:
                 x, y = zip(*sorted((marker["x"][0], marker["y"][0]) for marker in markers), strict=True)
                 traces.insert(0, joining(markers[0]["series"], x, y, thin=True))
-        layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": SHARE_TICKS}}
+        layout = {"xaxis": axis(cost_title, rangemode="tozero"), "yaxis": {"tickformat": SHARE_TICKS}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants
 
@@ -134,8 +144,8 @@ _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "soli
 def perplexity(groups: Groups) -> Variants:
     """Return a view for each test text; runs that measured other windows of it have a view of their own."""
     layout = {
-        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": SHARE_TICKS},
-        "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
+        "xaxis": axis("Sparsity of the global model's matrices", tickformat=SHARE_TICKS),
+        "yaxis": axis("Perplexity", type="log"),
     }
     return [
         Variant(title, _perplexity_traces(groups, table), layout) for title, table in perplexity_tables(groups).items()
