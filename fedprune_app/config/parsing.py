@@ -94,7 +94,6 @@ _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
     # of a client that trains all layers nothing is chosen or pruned
     ("density", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
-    ("fedp3.densities", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
     ("fedp3.assignment", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
 }
 
