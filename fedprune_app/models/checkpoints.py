@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fedprune_app.core.named import TensorDict, Tensors
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import sha256_of
-from fedprune_app.models.transformers import import_transformers, one_line
+from fedprune_app.models.transformers import import_transformers
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("auto", "float32", "float16", "bfloat16")

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from fedprune_app.core.named import ValueDict
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import scratch_folder, sha256_of
 from fedprune_app.models.cached import cache_folder, cached_model
-from fedprune_app.models.transformers import import_transformers, one_line
+from fedprune_app.models.transformers import import_transformers
 
 
 def folder_of_gguf(path: Path) -> Path:

@@ -21,9 +21,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.texts import one_line
 from fedprune_app.models.checkpoints import Checkpoint, fill
 from fedprune_app.models.transformers import import_transformers as import_transformers
-from fedprune_app.models.transformers import one_line
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedprune_app.core.modules import tensors_of
 from fedprune_app.core.named import ImageShape, TensorDict, Tensors, ValueDict
 from fedprune_app.core.rng import global_draws_of
+from fedprune_app.core.texts import error_text
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
@@ -245,7 +246,7 @@ def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(
             f"model '{name}' cannot be made for images of {_sizes(image_shape)} and {num_classes} classes: "
-            f"{type(error).__name__}: {error}"
+            f"{error_text(error)}"
         ) from error
     if not isinstance(model, nn.Module) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module, no TorchScript")
@@ -275,9 +276,7 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
     try:
         logits = outputs(model, torch.zeros(2, *image_shape))
     except Exception as error:  # a user's network raises what it likes
-        raise ValueError(
-            f"model '{name}' fails on images of {_sizes(image_shape)}: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"model '{name}' fails on images of {_sizes(image_shape)}: {error_text(error)}") from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
         raise ValueError(
             f"model '{name}' returns {_sizes(getattr(logits, 'shape', ())) or type(logits).__name__} for two images, "

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from fedprune_app.core import seals
 from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.texts import error_text
 from fedprune_app.files import append_lines, replace_file, sha256_of
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
@@ -380,7 +381,7 @@ class Recorder:
             self._stop_tracking(error)
 
     def _stop_tracking(self, error: Exception) -> None:
-        line = f"tracking stops: {type(error).__name__}: {' '.join(str(error).split())}"
+        line = f"tracking stops: {error_text(error)}"
         if self.is_open:
             self.note([line])
         else:

@@ -15,6 +15,7 @@ from jinja2 import Environment, StrictUndefined
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
 from fedprune_app.results.declarations import MEASURES
@@ -110,7 +111,7 @@ def write_report(
         try:
             runs.append(load_run(folder))
         except (ValueError, OSError) as error:
-            left_out.append(" ".join(str(error).split()))
+            left_out.append(one_line(error))
     if not runs:
         raise ValueError(f"no run folder can be read: {left_out[0]}")
     if on_left_out is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, epsilon_remark
 from fedprune_app.results.declarations import MEASURES
@@ -248,7 +249,7 @@ def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]
 def _markdown_cell(text: str) -> str:
     for character in "\\`*_[]<>|":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return one_line(text)
 
 
 _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {

@@ -14,6 +14,7 @@ import yaml
 from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, told_of
 from fedprune_app.config.options import Option
 from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.texts import one_line
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
@@ -174,7 +175,7 @@ def read_matrix(path: Path) -> Matrix:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("matrix", path, which="cannot be read", hint=" ".join(str(error).split())) from None
+        raise ConfigError("matrix", path, which="cannot be read", hint=one_line(error)) from None
     return matrix_of(document, path)
 
 

@@ -46,6 +46,7 @@ from rich.text import Text
 
 from fedprune_app.config import Config, ConfigError, Scalar, Settings, has_effect, paths_from_here, to_toml
 from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.texts import one_line
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
@@ -136,7 +137,7 @@ def find(
         try:
             study.tell(trial.number, twin.value if twin else _value_of(search, trial.number, params, make))
         except (LaunchError, ConfigError) as error:
-            say("failed", f" {label}trial {trial.number + 1}: {' '.join(str(error).split())}")
+            say("failed", f" {label}trial {trial.number + 1}: {one_line(error)}")
             study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
         _write_table(out / search.file("search.csv"), study, search)
     _write_table(out / search.file("search.csv"), study, search)  # of a search that was killed before it did
@@ -311,7 +312,7 @@ def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say:
         try:
             runs.append(make(cell))
         except (LaunchError, ConfigError) as error:
-            failed[name] = " ".join(str(error).split())
+            failed[name] = one_line(error)
             say("failed", f" {name}: {failed[name]}")
     return Swept(tuple(runs), (), failed, len(cells))
 

@@ -31,6 +31,7 @@ from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core import rng
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.texts import one_line
 from fedprune_app.data.splits import ClientData, client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import quiet, run_in_process
@@ -194,7 +195,7 @@ def audit(prepared: Prepared, question: Question) -> Finding:
         except Exception as error:
             watch.failure = watch.failure or error
     if watch.failure is not None:
-        raise LaunchError(" ".join(str(watch.failure).split())) from watch.failure
+        raise LaunchError(one_line(watch.failure)) from watch.failure
     client = watch.newest
     if client is None or client.privacy is None or not watch.uploads:
         raise LaunchError(f"client {question.client} sent no model in {config.num_server_rounds} rounds")
