@@ -111,7 +111,7 @@ class Policy:
     def check_model(self, name: str, digest: str) -> None:
         """Raise :class:`PolicyError` for a language model whose ``digest`` is not among ``allowed-models``.
 
-        The digest is that of :func:`~fedprune_app.models.checkpoints.checkpoint_digest`. The node's log alone says
+        The digest is that of :func:`~fedprune_app.models.sources.model_digest`. The node's log alone says
         what it is, since a run may name any folder of the node.
         """
         allowed = self.allowed_models.split()

@@ -7,13 +7,12 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 
 from fedprune_app.core.cohort import largest_cohort, share_of, work_in_cohort
 from fedprune_app.core.named import ValueDict, Values
@@ -26,6 +25,9 @@ from fedprune_app.engine.flower_private import (
     set_message_id,
 )
 
+# Flower's apps, or functions that do the same
+ClientApp = Callable[[Message, Context], Message]
+ServerApp = Callable[[Grid, Context], None]
 _beside_server: ContextVar[bool | None] = ContextVar("_beside_server", default=None)  # None: in no simulation of ours
 
 
