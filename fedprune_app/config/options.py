@@ -136,6 +136,11 @@ def option(
     return field(default=default, metadata={_OPTION: declaration})
 
 
+def execution_option(default: S, help: str, **more: Any) -> S:
+    """Declare an option that only says where or how a run is executed, and that a resumed run may change."""
+    return option(default, help, changes_results=False, resumable=True, **more)
+
+
 _OPTION = "option"
 
 
