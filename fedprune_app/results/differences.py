@@ -179,7 +179,7 @@ def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
     lost states, are left out.
     """
     tables = []
-    for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
+    for family in of_the_same_data([group for group in groups if not group.first.flaw]):
         best, distances = from_best(family)
         rows = []
         for group, distance in distances:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ class Group:
     system: str
     settings: Values
     runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    def over(self, number: Callable[[Run], float | None]) -> Statistic | None:
+        return Statistic.of(map(number, self.runs))
+
+    def last(self, field: str) -> Statistic | None:
+        return self.over(partial(Run.last, field=field))
 
 
 Groups = Sequence[Group]

@@ -232,7 +232,7 @@ def _cards(groups: Groups) -> list[ValueDict]:
     by_label = compared_by(groups)
     return [
         _language_card(group)
-        if group.runs[0].headline.startswith("perplexity")
+        if group.first.headline.startswith("perplexity")
         else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "global_accuracy")
         for group in groups
     ]
@@ -245,7 +245,7 @@ def _language_card(group: Group) -> ValueDict:
     facts = {
         "Dense model": statistics["dense"],
         "Clients' own, mean": statistics["personal_mean"],
-        "Density, pruned matrices": Statistic.of(run.last("density_global") for run in group.runs),
+        "Density, pruned matrices": group.last("density_global"),
     }
     fact_texts = {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()}
     main = "perplexity, global model" + (f"; {windows_of_text(text, tables[0][text])}" if text else "")
@@ -263,7 +263,7 @@ def _short(statistic: Statistic | None, column: Column, unit: str = "") -> str:
 
 
 def _traffic(group: Group) -> dict[str, str]:
-    total, is_of_peers = traffic(group), group.runs[0].total("peer_bytes") is not None
+    total, is_of_peers = traffic(group), group.first.total("peer_bytes") is not None
     text = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
     return {"Traffic, peer to peer" if is_of_peers else "Traffic": text}
 
@@ -319,16 +319,16 @@ def comparison(groups: Groups) -> list[str]:
 
     Groups whose clients have the same data are compared, and runs that did not complete are left out.
     """
-    complete_groups = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
+    complete_groups = [group for group in groups if not group.first.flaw and own_accuracy(group)]
     return [line for family in of_the_same_data(complete_groups) if len(family) > 1 for line in _sentences(family)]
 
 
 def own_accuracy(group: Group) -> Statistic | None:
-    return Statistic.of(run.last(OWN) for run in group.runs)
+    return group.last(OWN)
 
 
 def traffic(group: Group) -> Statistic | None:
-    return Statistic.of(map(traffic_of, group.runs))
+    return group.over(traffic_of)
 
 
 def _sentences(groups: Groups) -> Iterator[str]:

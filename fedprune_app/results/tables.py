@@ -26,10 +26,7 @@ def statistics_of(group: Group, shown_columns: Iterable[Column] = ()) -> dict[st
 
     A number that a run did not measure is None.
     """
-    return {
-        column.key: Statistic.of(column.value(run) for run in group.runs)
-        for column in shown_columns or columns([group])
-    }
+    return {column.key: group.over(column.value) for column in shown_columns or columns([group])}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
@@ -47,7 +44,7 @@ def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[li
     numbers = [statistics_of(group, shown_columns) for group in groups]
     measured_columns = [column for column in shown_columns if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured_columns)]
-    judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
+    judged_by = {group.label: accuracy_words(group.first.headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
@@ -66,7 +63,7 @@ def compared_by(groups: Groups) -> dict[str, str]:
 
     Otherwise it is the accuracy of the clients' own models, if all groups have it.
     """
-    judged_by = {group.label: group.runs[0].headline for group in groups}
+    judged_by = {group.label: group.first.headline for group in groups}
     have_own = all(run.last(OWN) is not None for group in groups for run in group.runs)
     return dict.fromkeys(judged_by, OWN) if have_own and len(set(judged_by.values())) > 1 else judged_by
 
@@ -78,7 +75,7 @@ def accuracy_words(name: str) -> str:
 
 
 def data_cells(group: Group) -> tuple[str, str]:
-    run = group.runs[0]
+    run = group.first
     text = next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
     dataset = value_text(run.config.get("dataset")) + (f", tested on {text}" if text else "")
     is_dealt = not run.headline.startswith("perplexity")  # texts have no labels, so no partition by them
@@ -170,7 +167,7 @@ def comma_separated(groups: Groups) -> str:
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
-        cells += [group.runs[0].status, len(group.runs)]
+        cells += [group.first.status, len(group.runs)]
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
@@ -228,7 +225,7 @@ def paper_rows(
 
 def _best_labels(groups: Groups) -> set[str]:
     labels = set()
-    for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
+    for family in of_the_same_data([group for group in groups if not group.first.flaw]):
         best, distances = from_best(family)
         labels |= {best, *(group.label for group, distance in distances if distance.doubt)}
     return labels

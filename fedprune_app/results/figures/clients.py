@@ -30,7 +30,7 @@ _POINTS_UP_TO = 400  # clients shown one by one beside their box
 def by_class(groups: Groups) -> Variants:
     views = []
     for group in groups:
-        run = group.runs[0]
+        run = group.first
         shares = {int(row["partition"]): row["accuracy_by_class"] for row in last_of_clients(run, "accuracy_by_class")}
         if not shares:
             continue
@@ -163,7 +163,7 @@ def bytes_of_runs(groups: Groups) -> Variants:
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
-        titles = _IN_A_STAR if group.runs[0].total("peer_bytes") is None else _OF_PEERS
+        titles = _IN_A_STAR if group.first.total("peer_bytes") is None else _OF_PEERS
         totals = {title: Statistic.of(run.total(name) for run in group.runs) for name, title in titles.items()}
         megabytes = {title: total.mean / MEGABYTE for title, total in totals.items() if total}
         if not megabytes:

@@ -154,7 +154,7 @@ def epsilon(groups: Groups) -> Variants:
 
 
 def _budget_line(series: int, group: Group) -> Trace | None:
-    config = group.runs[0].config
+    config = group.first.config
     limits = [config[key] for key in ("dp.epsilon-budget", "dp.target-epsilon") if config.get(key)]
     last = max((row["round"] for run in group.runs for row in run.rounds), default=0)
     if not (limits and last and config.get("dp.enabled")):

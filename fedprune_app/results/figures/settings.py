@@ -48,7 +48,7 @@ _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
 
 
 def by_setting(groups: Groups) -> Iterator[Variant]:
-    settings = [compared_settings(group.runs[0]) for group in groups]
+    settings = [compared_settings(group.first) for group in groups]
     for key in sorted({key for config in settings for key in config}):
         if len({repr(config.get(key)) for config in settings}) == 1:
             continue
@@ -71,7 +71,7 @@ def _lines(
     lines: dict[tuple[str, str], list[_Point]] = {}
     values: dict[str, set[float]] = {}
     for index, (group, config) in enumerate(zip(groups, settings, strict=True)):
-        value, outcome = config.get(key), Statistic.of(number(run) for run in group.runs)
+        value, outcome = config.get(key), group.over(number)
         if _is_number(value) and outcome:
             values.setdefault(group.system, set()).add(value)
             other_settings = sorted((name, repr(other)) for name, other in config.items() if name != key)
@@ -116,9 +116,9 @@ def by_cost(groups: Groups) -> Variants:
     for title, (cost_title, cost, unit) in costs.items():
         markers_by_system: dict[str, list[Trace]] = {}
         for index, group in enumerate(groups):
-            expense = Statistic.of(cost(run) for run in group.runs)
+            expense = group.over(cost)
             accuracy = by_label[group.label]
-            outcome = Statistic.of(run.last(accuracy) for run in group.runs) if accuracy_words(accuracy) else None
+            outcome = group.last(accuracy) if accuracy_words(accuracy) else None
             if expense is None or outcome is None:
                 continue
             marker = point(group, index, expense.mean / unit, outcome, "%{y:.2%} at %{x:.3~g}")
@@ -161,7 +161,7 @@ def _perplexity_traces(groups: Groups, rows_by_label: Mapping[str, list[Mapping[
     curves: dict[tuple[str, str], list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
     for index, group in enumerate(groups):
         rows = rows_by_label.get(group.label, [])
-        density = Statistic.of(run.last("density_global") for run in group.runs)
+        density = group.last("density_global")
         if not rows or density is None:
             continue
         sparsity = 1 - density.mean
