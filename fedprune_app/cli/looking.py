@@ -245,9 +245,8 @@ def predict(
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
-    Otherwise each FILE is an image, which is brought to the size of the model's images.
-    For a model that was trained on a table, a FILE is a CSV or Parquet table.
-    Its columns are found by their names.
+    Otherwise a FILE is an image, which is brought to the model's size.
+    For a model of tables, it is a CSV or Parquet table with the same columns.
     """
     from fedprune_app import plugins
     from fedprune_app.exports.formats import is_gguf

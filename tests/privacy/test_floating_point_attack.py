@@ -48,7 +48,7 @@ def product_rule(sigma: float, clip: float, rate: float) -> Rule:
     def rule(before: Tensor, total: Tensor, draws: Tensor) -> Tensor:
         gradient = total.clone()
         how = DPSGD(sigma, clip, 1.0, 1, Given(draws))
-        _Step(how, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
+        _Step(how, nn.Identity(), dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
         return update(before, gradient, rate)
 
     return rule
