@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from clients.fedspallm import segment_noise
 from fedprune_app import plugins
 from fedprune_app.config import ConfigError
 from fedprune_app.config.fedspallm import CUT
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
@@ -94,7 +95,7 @@ def _as_most_tell(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -
     return value
 
 
-def _facts_of_data(context: RunContext) -> dict[str, Any]:
+def _facts_of_data(context: RunContext) -> ValueDict:
     """Return what run.json tells of the data with the model, which are the facts that an export needs.
 
     These are how images are normalised, and a table's columns or a digest of them; what clients do not tell is left
@@ -126,10 +127,10 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     model, options = language_model(config, device_of(config)), config.fedspallm
     cut = Cut(model, config.density) if options.pattern == CUT else None
 
-    def measure(layers: PrunedLayers) -> Mapping[str, Any]:
+    def measure(layers: PrunedLayers) -> Values:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
 
-    def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
+    def write(folder: Path, layers: PrunedLayers) -> Values:
         # a layer that nobody could afford to observe is whole
         removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
         return {

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import Placement, given_in, trusted_code
 from fedprune_app.preflight.prepare import prepare
@@ -259,7 +260,7 @@ def predict(
     errors: list[ValueError] = []
     results = predictions(model, [Path(file) for file in dict.fromkeys(files)], top, function, errors.append)
     if as_json:
-        by_file: dict[str, Any] = {}
+        by_file: ValueDict = {}
         for file, row, classes in results:
             if row is None:
                 by_file[str(file)] = dict(classes)

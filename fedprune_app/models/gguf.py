@@ -4,14 +4,15 @@ from contextlib import redirect_stderr
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from fedprune_app.core.named import ValueDict
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import scratch_folder, sha256_of
 from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.gguf_keys import KEYS, import_gguf, write_keys
-from fedprune_app.models.transformers import import_transformers, one_line
+from fedprune_app.models.transformers import import_transformers
 
 
 def folder_of_gguf(path: Path) -> Path:
@@ -42,8 +43,8 @@ def _convert(path: Path, folder: Path) -> None:
 def _convert_in(alone: Path, path: Path, folder: Path) -> None:
     transformers = import_transformers()
     import_gguf()  # transformers says less plainly that it is missing
-    source: dict[str, Any] = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
-    options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    source: ValueDict = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
+    options: ValueDict = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         with redirect_stderr(StringIO()):  # a bar that logs would show line by line

@@ -24,7 +24,7 @@ from torch import Tensor
 from clients.base import Update
 from clients.node import Kind as ReplyKind
 from clients.node import fields_of, undeclared
-from fedprune_app.config import ConfigError, Scalar, has_effect, paths_from_here
+from fedprune_app.config import ConfigError, Scalar, Settings, has_effect, paths_from_here
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.engine.store import State
@@ -48,7 +48,7 @@ from fedprune_app.testing.runs import (
     run_with,
 )
 
-_ALL_REPLY: Mapping[str, Scalar] = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
+_ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
 _KINDS: Mapping[str, ReplyKind] = {
     MessageType.QUERY: "introduction",
     MessageType.TRAIN: "training",
@@ -86,7 +86,7 @@ def check_system(
     *,
     plugins: str | Iterable[str] = (),
     engines: Iterable[str] = (),
-    settings: Mapping[str, Scalar] | None = None,
+    settings: Settings | None = None,
 ) -> None:
     """Hold a system to all laws, in runs of five clients and three rounds.
 
@@ -109,16 +109,14 @@ def check_system(
 
 
 class _Laws:
-    def __init__(self, folder: Path, settings: Mapping[str, Scalar]) -> None:
+    def __init__(self, folder: Path, settings: Settings) -> None:
         self._folder = folder
         self._settings = settings
         self._count = 0
         with _check_returns(prepare(Given(settings)).system):
             self._whole = self._run(_ALL_REPLY)
 
-    def _run(
-        self, changes: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid
-    ) -> ObservedRun:
+    def _run(self, changes: Settings | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
         self._count += 1
         values = {**self._settings, **(changes or {})}
         folder = Path(str(values.get("resume-from") or self._folder / str(self._count)))
