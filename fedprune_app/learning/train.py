@@ -166,7 +166,9 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
             learner.take_place(flat, number, stack)
         steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
         # a network that draws is a plug-in's, and trained alone
-        stack.enter_context(global_draws_of(first.rng.initial_seed()))
+        # one example less gives the others in its batch other draws: so nobody may know these where data are private
+        seed = first.rng.initial_seed() if first.private is None else first.private.noise.seed()
+        stack.enter_context(global_draws_of(seed))
         is_plain = all(training.has_plain_steps for training in trainings)
         is_long = first.num_steps >= _WORTH_RECORDING
         repeated_steps = RepeatedSteps(first.recorder) if first.recorder and is_plain and is_long else None

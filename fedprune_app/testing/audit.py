@@ -138,6 +138,9 @@ class Silent:
     def laplace(self, scale: float) -> float:
         return 0.0
 
+    def seed(self) -> int:
+        return self._noise.seed()
+
 
 class WithoutNoise(ClientPrivacy):
     """A client without noise clips, samples and charges as if it added noise."""
