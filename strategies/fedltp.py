@@ -13,8 +13,7 @@ at the end of this file. No code was released; where the text is silent or contr
   the others had not moved it: ``fedltp.average=participants``. Lost replies count in neither.
 * Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas say the round's).
   A score is the share of correct predictions among the validation examples of those who answered: with equal answers
-  the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust-norm`` it is the
-  mean of the clients' own shares: how many examples a client has is what it says.
+  the order is that of the sum (18), and rounds with missing answers compare fairly.
 * The model that is evaluated after a round is the best so far, which would be the final one (equation 19). It is the
   newest one while no score of any round was accepted.
 * Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
@@ -51,7 +50,7 @@ from fedprune_app.learning.training import adam
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name
-from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply as Kind
 from strategies.dpfed import DPFed
 
 _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
@@ -141,20 +140,15 @@ class FedLTP(DPFed):
     def _validate(self, round: Round) -> None:
         """Ask for the new model's scores, and keep the model if they are the best so far."""
         up_before, down_before = round.log.bytes_up, round.log.bytes_down
-        shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
         name = f"validation after round {round.number}"
-        for reply in exchange(round, self._questions(round), name=name, kind=measures.Reply.EVALUATION):
+        for reply in exchange(round, self._questions(round), name=name, kind=Kind.EVALUATION):
             with round.log.refusing(reply):
-                correct, num_examples = self._score(reply)
-                scores.append((correct, num_examples))
-                shares.append(min(max(correct / num_examples, 0.0), 1.0))
+                scores.append(self._score(reply))
         score = None
         if scores:
-            client_mean = math.fsum(shares) / len(shares)  # in whatever order they came
-            pooled_score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
-            score = client_mean if self.config.robust_norm else pooled_score
+            score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
             if self.best[0] == 0 or score > self.best[1]:
                 self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:

@@ -11,7 +11,7 @@ from fedprune_app.engine import wire
 from fedprune_app.federation.exchanges import channel_of, exchange
 from fedprune_app.federation.round import Round, RoundLog
 from fedprune_app.results import measures
-from fedprune_app.results.declarations import mean
+from fedprune_app.results.statistics import mean
 
 if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy
