@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from clients.node import Node, Place, ReplyFields
-from clients.privacy import ClientPrivacy, Spending, noise_multiplier, open_privacy, planned_rounds
+from clients.privacy import ClientPrivacy, Spending, open_privacy
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
@@ -56,13 +56,6 @@ class LayerUpdate:
     payload: Payload
     state: State
     metrics: Mapping[str, Any]
-
-
-def segment_noise(config: Config, num_releases: int) -> float:
-    """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
-    if not config.dp.enabled:
-        return 0.0
-    return noise_multiplier(config, 1.0, planned_rounds(config) * num_releases)
 
 
 class SegmentPrivacy(ClientPrivacy):

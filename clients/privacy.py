@@ -12,11 +12,12 @@ from torch import Tensor
 
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.files import kept_secret
+from fedprune_app.learning.planned_noise import noise_multiplier, num_evaluations, planned_rounds
 from fedprune_app.privacy import noise as noises
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from clients.node import Node, Place
-    from fedprune_app.privacy.accounting import Release, Spent
+    from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.ledger import Data
 
@@ -39,31 +40,6 @@ class Spending:
     evaluation_counts: int = 0
     more_epochs: int = 0
     more_counts: int = 0
-
-
-def planned_rounds(config: Config) -> int:
-    return config.dp.planned_rounds or config.num_server_rounds
-
-
-def num_evaluations(config: Config) -> int:
-    """Return how often all clients are evaluated, in a run that has all its rounds."""
-    rounds, interval = config.num_server_rounds, config.evaluate_every
-    return -(-rounds // interval) if interval else 1
-
-
-def noise_multiplier(
-    config: Config, sample_rate: float, steps: int, extra_releases: tuple[tuple[Release, int], ...] = ()
-) -> float:
-    """Return the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
-
-    ``steps`` and ``extra_releases`` are all that a client plans to release.
-    """
-    options = config.dp
-    if not options.target_epsilon:
-        return options.noise_multiplier
-    from fedprune_app.privacy.accounting import noise_for
-
-    return noise_for(options.target_epsilon, options.delta, sample_rate, steps, options.accountant, extra_releases)
 
 
 class ClientPrivacy:
