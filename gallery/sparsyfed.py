@@ -97,7 +97,7 @@ class SparsyFedClient(fp.ImageClient):
         def on_parameters(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
             roots = power(values, self.prunable, 1 / exponent)
             slope = {name: exponent * roots[name].abs() ** (exponent - 1) * gradients[name] for name in self.prunable}
-            for name, weight in power({name: roots[name] - rate * slope[name] for name in slope}, slope, exponent).items():
+            for name, weight in power({n: roots[n] - rate * slope[n] for n in slope}, slope, exponent).items():
                 gradients[name].copy_((values[name] - weight) / rate)
 
         def objective(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:
