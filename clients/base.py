@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from clients.images import SAID_OF_IMAGES, Images
-from clients.node import Node, Place, ReplyFields
-from clients.privacy import Spending, open_privacy
+from clients.node import Node, ReplyFields
+from clients.place import Place
+from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import OPTIONS, Config, has_effect
 from fedprune_app.core import rng
@@ -160,7 +161,7 @@ class ImageClient(Node):
         self.prunable = vision.prunable_names(self.model)
         self.costs = Costs(config, self.dataset, self.num_examples)
         self.tested = Evaluation(0, 0, 0.0)  # the last test of a model, as it was counted
-        self.privacy = open_privacy(self, self.images.record_digests, config.partition)
+        self.privacy = self.open_privacy(self.images.record_digests, config.partition)
 
     def local_images(self) -> Images:
         """Return what the client learns from, decides by and is tested on."""

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from clients.node import Node, Place, ReplyFields
-from clients.privacy import ClientPrivacy, Spending, open_privacy
+from clients.node import Node, ReplyFields
+from clients.place import Place
+from clients.privacy import ClientPrivacy, Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
@@ -90,7 +91,7 @@ class FedSpaLLMClient(Node):
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )
-        self.privacy = open_privacy(self, self.record_digests, self.options.deal)
+        self.privacy = self.open_privacy(self.record_digests, self.options.deal)
 
     # --- privacy ------------------------------------------------------------------------------------------------
 

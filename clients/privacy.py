@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from clients.place import Place
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.files import kept_secret
 from fedprune_app.learning.planned_noise import noise_multiplier, num_evaluations, planned_rounds
 from fedprune_app.privacy import noise as noises
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
-    from clients.node import Node, Place
     from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.ledger import Data
@@ -230,22 +230,6 @@ class ClientPrivacy:
 # --- where the ledger is, and whose -----------------------------------------------------------------------------------
 
 
-def open_privacy(node: Node, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
-    """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
-
-    ``records`` gives a digest of each record of the client's data, all parts of them. ``dealing`` says for readers of
-    the ledger how data are dealt to clients. Raises ``ValueError`` where the ledger is damaged, and where the noise is
-    less than the node asks for.
-    """
-    config, place = node.config, node.place
-    if not config.dp.enabled:
-        return None
-    data = _data(config, place, records(), dealing)
-    path = _path(config, place, data, node.store.folder)
-    spending, count = node.spending(), node.num_examples
-    return node.privacy_kind(config, node.client_id, count, spending, path, data, place.policy)
-
-
 def split_secret(config: Config, place: Place) -> str:
     """Return the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
 
@@ -257,7 +241,7 @@ def split_secret(config: Config, place: Place) -> str:
     return kept_secret(Path(dp.ledger_dir or place.state_dir) / "split.secret")
 
 
-def _data(config: Config, place: Place, records: list[bytes], dealing: str) -> Data:
+def data_of(config: Config, place: Place, records: list[bytes], dealing: str) -> Data:
     """Say whose ledger the client's is: its data's, known by their content.
 
     Where the node's operator says where the ledger is, there is one for all data. Elsewhere a client's own data may
@@ -278,7 +262,7 @@ def _is_one_for_all(place: Place) -> bool:
     return bool(place.policy.ledger_dir or place.policy.epsilon_budget)
 
 
-def _path(config: Config, place: Place, data: Data, folder: Path) -> Path:
+def ledger_path(config: Config, place: Place, data: Data, folder: Path) -> Path:
     """Return the path of the client's ledger: in its ``folder``, or in ``dp.ledger-dir`` for all runs on the data.
 
     The name of a ledger of own data follows from the data. The client's number, which the server gives, plays no part

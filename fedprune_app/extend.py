@@ -8,7 +8,8 @@ from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
 from clients.fjord import FjORDClient
 from clients.gossip import GossipClient
-from clients.node import Place, ReplyFields
+from clients.node import ReplyFields
+from clients.place import Place
 from clients.privacy import Spending
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
