@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from clients.place import Place
-from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.config import NO_POLICY, OPTIONS, Config, Policy, Scalar, has_effect
 from fedprune_app.files import kept_secret
 from fedprune_app.learning.planned_noise import noise_multiplier, num_evaluations, planned_rounds
+from fedprune_app.learning.sgd import SGD
 from fedprune_app.privacy import noise as noises
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
@@ -40,6 +41,43 @@ class Spending:
     evaluation_counts: int = 0
     more_epochs: int = 0
     more_counts: int = 0
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """The seeded noise of a training depends on these, beside seed, role, client, round and the tensors it begins with.
+
+    Where one of them is other, the noise is other: two results under one noise would give their difference away. As
+    text they are a part of the noise's key, so that a change of the text changes all seeded private results.
+    """
+
+    sgd: SGD
+    task_digest: str  # of all payloads that the server sent
+    of_system: object  # what else the system says that its training depends on
+    own_settings: list[tuple[str, Scalar]]
+    noise_multiplier: float
+    clip_norm: float
+    sample_rate: float
+
+    def __str__(self) -> str:
+        own_text = f" {self.own_settings}" if self.own_settings else ""
+        noise_text = f"{self.noise_multiplier} {self.clip_norm} {self.sample_rate}"
+        return f"{self.sgd} {self.task_digest} {self.of_system}{own_text} {noise_text}"
+
+
+def own_settings(config: Config) -> list[tuple[str, Scalar]]:
+    """Return the settings of systems that are not at their default: seeded noise is other noise with others."""
+    settings = {
+        key: value
+        for key, value in config.to_dict().items()
+        if "." in key
+        and not key.startswith("dp.")
+        and value != (option := OPTIONS[key]).default
+        and option.changes_results
+        and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
+        and has_effect(key, config)
+    }
+    return sorted(settings.items())
 
 
 class ClientPrivacy:
@@ -132,7 +170,7 @@ class ClientPrivacy:
 
         self.ledger.require(self.steps(epochs))
         multiplier, clip_norm, rate = self.noise_multiplier, self.options.clip_norm, self.sample_rate
-        noise = self.noise(role, round, public, f"{settings} {multiplier} {clip_norm} {rate}")
+        noise = self.noise(role, round, public, settings)
         method, count = self.options.grad_sample, self.num_examples
         return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, method, num_examples=count)
 
