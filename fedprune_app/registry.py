@@ -27,7 +27,7 @@ class System(Declared):
     server_half: str | type[FederatedStrategy]
     client_half: str | type[Node]
     summary: str
-    data: str = "images"  # or "text"
+    reads_text: bool = False  # and prunes a language model, where others train networks on images
     is_private: bool = False  # in its paper, so that a run without dp.enabled is worth a word
 
     @property
@@ -78,7 +78,7 @@ SYSTEMS |= {
         "fedspallm:FedSpaLLM",
         "fedspallm:FedSpaLLMClient",
         "FedSpaLLM: clients prune a language model's layers with private text",
-        "text",
+        reads_text=True,
     ),
     "fedavg": System(
         "fedavg:FedAvg", "fedavg:FedAvgClient", "FedAvg: one dense global model, averaged by sample counts"

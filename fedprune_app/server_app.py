@@ -16,7 +16,7 @@ from fedprune_app.core import masked_tensors
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
-from fedprune_app.federation.clients import Roster
+from fedprune_app.federation.clients import ImageClientInfo, Roster, TextClientInfo
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import sha256_of
@@ -29,7 +29,7 @@ from fedprune_app.results import own_measures
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
-from fedprune_app.strategy_builders import BUILDS, CLIENT_INFOS, other_data
+from fedprune_app.strategy_builders import build_strategy, other_data
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -89,7 +89,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
             choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
-        strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))
+        strategy = build_strategy(RunContext(config, roster, recorder, checkpoints, run_key, point))
         if choice is not None:
             # nothing is written before this line: what refuses to go on leaves the run as it was
             _go_on(recorder, config, earlier_info, choice, state)
@@ -141,7 +141,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mappin
             grid,
             config.startup_seconds,
             str(recorder.info["run_key"]),
-            CLIENT_INFOS[system.data],
+            TextClientInfo if system.reads_text else ImageClientInfo,
             min_clients=len(ids) or config.min_clients,
             numbers=numbers or None,
             ids=ids or None,

@@ -46,7 +46,7 @@ from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
-from fedprune_app.strategy_builders import BUILDS
+from fedprune_app.strategy_builders import image_strategy
 from strategies.fedspallm import check_pattern
 
 
@@ -57,7 +57,9 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
     ``ValueError`` for a model that cannot be had.
     """
     # each of them once, in the order of the runs
-    for model, download in dict.fromkeys((run.model, run.download) for run in configs if run.system == "fedspallm"):
+    for model, download in dict.fromkeys(
+        (run.model, run.download) for run in configs if SYSTEMS[run.system].reads_text
+    ):
         if model == "auto":
             embedded_model(console)
             continue
@@ -139,7 +141,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         for key, place in (("state-dir", config.state_dir), ("dp.ledger-dir", config.dp.ledger_dir)):
             if place and not may_write(Path(place).expanduser()):
                 raise ConfigError(key, place, "a folder in which you may write")
-        if SYSTEMS[config.system].data == "text":
+        if SYSTEMS[config.system].reads_text:
             check_texts(config, num_clients)
             return []
         with scratch_folder() as folder:
@@ -221,6 +223,6 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
-    strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
+    strategy = image_strategy(RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
     return [*unread(client.images.data_config), *strategy.doubts()]
