@@ -1,5 +1,6 @@
 """The ServerApp reads the configuration, meets the clients, runs the system's strategy and closes the run folder."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -15,7 +16,16 @@ from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.core import masked_tensors
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.printable import keep_logs_printable
-from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
+from fedprune_app.engine.store import (
+    START,
+    State,
+    checkpoint_store,
+    exclusive,
+    new_run_key,
+    owner,
+    run_folder,
+    write_tensors,
+)
 from fedprune_app.federation.clients import ImageClientInfo, Roster, TextClientInfo
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
@@ -30,6 +40,7 @@ from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
 from fedprune_app.strategy_builders import build_strategy, other_data
+from strategies.base import FederatedStrategy
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -101,11 +112,11 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         with plugins.located():
             strategy.run(grid, rounds_completed=point.round)
         models = folder / "models"
-        strategy.write_model(models)
+        _write_model(strategy, models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
         digests = {str(path.relative_to(models)): sha256_of(path) for path in files}
         recorder.annotate(model_files=digests, state_rounds=strategy.state_rounds)
-        recorder.finish("completed", final_sha256=strategy.final_sha256())
+        recorder.finish("completed", final_sha256=_final_sha256(strategy))
     except (KeyboardInterrupt, SystemExit):
         _close(recorder, "interrupted", "interrupted")
         raise
@@ -113,6 +124,21 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         _close(recorder, "failed", lines[-1])
         raise
+
+
+def _final_sha256(strategy: FederatedStrategy) -> str:
+    """Return one hash over all final models: the server's, then the clients' in ascending order."""
+    digests = [strategy.model_digest()] if strategy.has_global_model else []
+    digests += [strategy.digests.get(client, "missing") for client in strategy.clients]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _write_model(strategy: FederatedStrategy, folder: Path) -> None:
+    """Write the server's final model into the run's folder of models."""
+    if strategy.has_global_model and strategy.model:
+        round = int(strategy.recorder.info["rounds_completed"])
+        owner_name = owner("global model", strategy.context.run_key)
+        write_tensors(folder / "global.safetensors", strategy.model, round=round, owner=owner_name, private=False)
 
 
 def _num_simulated(grid: Grid) -> int | None:
