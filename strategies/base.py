@@ -90,7 +90,8 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
-        check_min_replies(self.config, self.participation.most, len(self.participation.members))
+        self.members = self.participation.members  # the clients that rounds may ask; the others join after the last one
+        check_min_replies(self.config, self.participation.most, len(self.members))
         self.measures = own_measures.all_of(self.config.system)
         self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it

@@ -13,10 +13,10 @@ def privacy_doubts(config: Config, clients: Roster, headline: str) -> list[str]:
     dp = config.dp
     if not dp.enabled:
         return []
-    largest = max(clients.values(), key=lambda client: client.num_examples)
+    largest, unit = max(clients.values(), key=lambda client: client.num_examples), config.protected_unit
     lines = [
-        f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: with so large a δ "
-        "the promise even allows that an example is published; a meaningful δ is below "
+        f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} {unit}s: with so large a δ "
+        f"the promise even allows that one {unit} is published; a meaningful δ is below "
         f"{most_said(1 / largest.num_examples)}"
         for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
         if delta * largest.num_examples >= 1
