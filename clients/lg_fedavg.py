@@ -10,7 +10,7 @@ model, upper layers included, is FedAvg's after local training under another nam
 from collections.abc import Iterable
 
 from clients.base import ImageClient, Scores, Update
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.node import Node, Place
+from clients.node import Node
+from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import PolicyError
 from fedprune_app.engine import wire

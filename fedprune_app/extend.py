@@ -9,7 +9,8 @@ from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
 from clients.fjord import FjORDClient
 from clients.gossip import GossipClient
-from clients.node import Place, ReplyFields
+from clients.node import ReplyFields
+from clients.place import Place
 from clients.privacy import Spending
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient

@@ -3,32 +3,26 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from clients.fedspallm import segment_noise
 from fedprune_app import plugins
 from fedprune_app.config import ConfigError
-from fedprune_app.config.fedspallm import CUT
-from fedprune_app.core.named import ValueDict, Values
-from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
+from fedprune_app.core.named import ValueDict
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
-from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
-from fedprune_app.models.cutting import Cut
+from fedprune_app.learning.language_models import language_model, perplexities
 from fedprune_app.models.initial import initial_model, shared_names
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
 from strategies.base import FederatedStrategy
 from strategies.fedspallm import FedSpaLLM
 
-Build = Callable[[RunContext], FederatedStrategy]
 
-
-CLIENT_INFOS: dict[str, type[ClientInfo]] = {"images": ImageClientInfo, "text": TextClientInfo}
+def build_strategy(context: RunContext) -> FederatedStrategy:
+    build = text_strategy if SYSTEMS[context.config.system].reads_text else image_strategy
+    return build(context)
 
 
 def image_strategy(context: RunContext) -> FederatedStrategy:
@@ -124,20 +118,7 @@ def _digest_of_data(context: RunContext) -> str:
 def text_strategy(context: RunContext) -> FederatedStrategy:
     """Build the strategy over a dense language model on this machine."""
     config, recorder = context.config, context.recorder
-    model, options = language_model(config, device_of(config)), config.fedspallm
-    cut = Cut(model, config.density) if options.pattern == CUT else None
-
-    def measure(layers: PrunedLayers) -> Values:
-        return perplexities(config, model, lambda layer: layers(layer).tensors)
-
-    def write(folder: Path, layers: PrunedLayers) -> Values:
-        # a layer that nobody could afford to observe is whole
-        removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
-        return {
-            "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
-            "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
-        }
-
+    model = language_model(config, device_of(config))
     parameters, prunable = model.num_parameters()
     recorder.annotate(
         model={
@@ -162,16 +143,4 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                 for name, p in dense_perplexities.items()
             }
         )
-    return FedSpaLLM(
-        context,
-        model,
-        measure,
-        write,
-        list(recorder.info["dense_perplexity"]),
-        partial(observed_inputs, config, model),
-        partial(segment_noise, config),
-        cut,
-    )
-
-
-BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}
+    return FedSpaLLM(context, model)

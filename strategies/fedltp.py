@@ -50,7 +50,7 @@ from fedprune_app.learning.training import adam
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name
-from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply as Kind
 from strategies.dpfed import DPFed
 
 _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
@@ -143,7 +143,7 @@ class FedLTP(DPFed):
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
         name = f"validation after round {round.number}"
-        for reply in exchange(round, self._questions(round), name=name, kind=measures.Reply.EVALUATION):
+        for reply in exchange(round, self._questions(round), name=name, kind=Kind.EVALUATION):
             with round.log.refusing(reply):
                 scores.append(self._score(reply))
         score = None

@@ -16,7 +16,7 @@ own.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.config import Config
+from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.alps import alps
@@ -31,8 +32,9 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt_together
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster
+from fedprune_app.learning.language_models import observed_inputs
+from fedprune_app.learning.planned_noise import segment_noise
 from fedprune_app.models.cutting import Cut
-from fedprune_app.models.llm import LanguageModel
 from strategies.pruned_model import PrunedModel
 
 
@@ -41,7 +43,9 @@ class MeanMerge:
 
     clients_prune = True
 
-    def __init__(self, config: Config, model: PrunedModel) -> None:
+    cut: Cut | None = None
+
+    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
         self.config, self.model = config, model
         self._mean = L0Mean(1)
 
@@ -96,27 +100,20 @@ class MaskMerge(MeanMerge):
 class HessianMerge:
     """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians.
 
-    ``groups`` are the matrices of a layer that have the same inputs. The clients' sums have noise of
-    ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``. With ``cut`` heads and units go, not weights.
+    ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise,
+    whose standard deviation the server knows. With ``cut`` heads and units go, not weights.
     """
 
     clients_prune = False
 
-    def __init__(
-        self,
-        config: Config,
-        dense: LanguageModel,
-        clients: Roster,
-        groups: Sequence[Sequence[str]],
-        noise_multiplier: float,
-        cut: Cut | None,
-    ) -> None:
-        self.cut = cut
+    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
+        dense = model.dense
         self.config, self.options, self.dense, self.clients = config, config.fedspallm, dense, clients
-        self.groups = groups
+        self.cut = Cut(dense, config.density) if config.fedspallm.pattern == CUT else None
+        self.groups = observed_inputs(config, dense)
         shapes = dense.layer_like(0)
-        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in groups}
-        self._std = noise_multiplier * config.dp.clip_norm if config.dp.enabled else 0.0  # of a client's noise
+        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in self.groups}
+        self._std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
         self._sums: dict[str, hessians.HessianSum] = {}
 
     def answer(self, layer: int) -> Schema:
@@ -166,3 +163,10 @@ class HessianMerge:
         if not self.config.dp.enabled:
             return hessian
         return hessians.denoised(hessian, self._std * math.sqrt(total.num_added) / max(1, total.weight))
+
+
+MERGES: dict[str, type[MeanMerge] | type[HessianMerge]] = {
+    "mean": MeanMerge,
+    "masks": MaskMerge,
+    "hessians": HessianMerge,
+}

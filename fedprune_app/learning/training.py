@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
@@ -120,9 +120,9 @@ class Training:
     labels: Tensor
     sgd: SGD
     rng: torch.Generator
-    masks: Tensors = field(default_factory=dict)
-    active: Tensors = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
+    masks: Tensors | None = None
+    active: Tensors | None = None
+    frozen: Collection[str] = ()
     augment: Augmenter | None = None
     adjust_gradients: GradientHook | None = None
     after_step: StepHook | None = None
@@ -154,7 +154,7 @@ class Training:
 
     @property
     def kept(self) -> Tensors:
-        return self.masks or self.active
+        return self.masks or self.active or {}
 
     @property
     def has_plain_steps(self) -> bool:
@@ -251,6 +251,6 @@ class Training:
             and self.form is other.form
             and self.sgd == other.sgd
             and self.batch_size == other.batch_size
-            and self.frozen == other.frozen
+            and set(self.frozen) == set(other.frozen)
             and self.device == other.device
         )

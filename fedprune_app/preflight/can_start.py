@@ -18,7 +18,7 @@ from rich.text import Text
 
 from clients.base import ImageClient
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
@@ -42,7 +42,7 @@ from fedprune_app.preflight.given import Placement
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
-from fedprune_app.strategy_builders import BUILDS
+from fedprune_app.strategy_builders import image_strategy
 from strategies.fedspallm import check_pattern
 
 
@@ -53,7 +53,9 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
     ``ValueError`` for a model that cannot be had.
     """
     # each of them once, in the order of the runs
-    for model, download in dict.fromkeys((run.model, run.download) for run in configs if run.system == "fedspallm"):
+    for model, download in dict.fromkeys(
+        (run.model, run.download) for run in configs if SYSTEMS[run.system].reads_text
+    ):
         if model == "auto":
             embedded_model(console)
             continue
@@ -135,7 +137,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         for key, place in (("state-dir", config.state_dir), ("dp.ledger-dir", config.dp.ledger_dir)):
             if place and not may_write(Path(place).expanduser()):
                 raise ConfigError(key, place, "a folder in which you may write")
-        if SYSTEMS[config.system].data == "text":
+        if SYSTEMS[config.system].reads_text:
             check_texts(config, num_clients)
             return []
         with scratch_folder() as folder:
@@ -221,7 +223,7 @@ def _try_round(client: ImageClient, context: RunContext) -> None:
 
     grid = InProcessGrid(answer, num_clients, config.to_dict())
     roster = {k: replace(context.clients[k], node_id=i, num_examples=_FEW) for k, i in enumerate(grid.get_node_ids())}
-    strategy = BUILDS["images"](replace(context, config=config, clients=roster))
+    strategy = image_strategy(replace(context, config=config, clients=roster))
     try:
         with quiet():
             grid.serve(lambda grid, _: strategy.run(grid))
@@ -252,7 +254,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     context = RunContext(config, roster, recorder, checkpoints, key)
-    doubts = BUILDS[system.data](context).doubts()
+    doubts = image_strategy(context).doubts()
     if config.dp.enabled or plugins.described(config.to_dict()):
         _try_round(client, context)
     recorder.finish("interrupted")

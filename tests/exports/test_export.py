@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from clients.fedavg_ft import FineTuned
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config
@@ -131,7 +131,7 @@ def brief(monkeypatch):
 # --- what is computed ---------------------------------------------------------------------------------------------
 
 PERSONAL = [
-    name for name, system in SYSTEMS.items() if system.data == "images" and not issubclass(system.client, FineTuned)
+    name for name, system in SYSTEMS.items() if not system.reads_text and not issubclass(system.client, FineTuned)
 ]
 
 

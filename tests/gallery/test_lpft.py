@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State

@@ -15,7 +15,7 @@ from flwr.app import Message
 
 from clients.dispfl import DisPFLClient
 from clients.gossip import GossipClient
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app import server_app
 from fedprune_app.config import parse_config, read_toml

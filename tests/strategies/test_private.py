@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from clients.base import ImageClient
-from clients.node import Place
+from clients.place import Place
 from clients.privacy import ClientPrivacy, Spending
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.splits import client_data, data_config
