@@ -159,7 +159,8 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     if config.dp.enabled:
-        recorder.annotate(protected_examples="training" if config.dp.accuracies == "open" else "all")
+        protected = "training" if config.dp.accuracies == "open" else "all"
+        recorder.annotate(protected_examples=protected, protected_unit=config.protected_unit)
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
 

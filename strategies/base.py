@@ -93,7 +93,8 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
-        check_min_replies(self.config, self.participation.most, len(self.participation.members))
+        self.members = self.participation.members  # the clients that rounds may ask; the others join after the last one
+        check_min_replies(self.config, self.participation.most, len(self.members))
         self.measures = own_measures.all_of(self.config.system)
         self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
@@ -110,9 +111,10 @@ class FederatedStrategy(StreamedStrategy):
         if not dp.enabled:
             return []
         largest = max(self.clients.values(), key=lambda client: client.num_examples)
+        unit = self.config.protected_unit
         lines = [
-            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: with so large a δ "
-            "the promise even allows that an example is published; a meaningful δ is below "
+            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} {unit}s: with so large a δ "
+            f"the promise even allows that one {unit} is published; a meaningful δ is below "
             f"{most_said(1 / largest.num_examples)}"
             for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
             if delta * largest.num_examples >= 1

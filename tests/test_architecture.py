@@ -28,7 +28,7 @@ ROOF = [  # from the top: a room imports those of lower floors alone, and all th
 FILES = {  # the same of the files in a room
     "preflight": [{"describe", "node"}, {"prepare"}, {"can_start"}, {"given", "combinations"}],
     "plugins": [{"loading"}, {"registering"}],
-    "exports": [{"formats", "predict"}, {"find"}, {"file"}],
+    "exports": [{"formats", "language", "predict"}, {"find", "gguf_file", "llama_cpp"}, {"file"}],
     "launching": [{"local"}, {"simulation", "credentials"}, {"processes"}],
     "sweeps": [{"sweep"}, {"matrix"}],
     "testing": [{"laws", "audit"}, {"misbehaving", "runs"}],
@@ -53,7 +53,7 @@ FILES = {  # the same of the files in a room
         {"cutting", "layer_pruning"},
         {"initial", "llm", "sources"},
         {"checkpoints", "embedded", "gguf", "vision"},
-        {"cached", "names", "sparse", "transformers", "variational"},
+        {"cached", "gguf_keys", "names", "sparse", "transformers", "variational"},
     ],
     "learning": [
         {"train"},

@@ -143,14 +143,19 @@ register_system("faulty", strategy=Server, client=Client, summary="one that fail
 @pytest.mark.parametrize(
     ("server", "client", "said"),
     [
-        ("1 / 0", "pass", "ZeroDivisionError: division by zero (faulty.py, line 5, in end)"),
-        ("pass", "{}['x']", "KeyError: 'x' (faulty.py, line 10, in local_update)"),
+        (
+            "2 // (2 - round.number)",
+            "pass",
+            "ZeroDivisionError: integer division or modulo by zero (faulty.py, line 5, in end)",
+        ),
+        ("pass", "['x'][task.round - 1]", "IndexError: list index out of range (faulty.py, line 10, in local_update)"),
     ],
 )
 def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, monkeypatch, server, client, said):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "faulty.py", FAULTY.format(server=server, client=client))
-    code, found = fedprune("run", "--plugin", "faulty.py", "system=faulty", *QUICK, "--out", "run")
+    more = ("system=faulty", *QUICK, "num-server-rounds=2")  # the first round is tried before the start
+    code, found = fedprune("run", "--plugin", "faulty.py", *more, "--out", "run")
     assert code == 1
     assert said in " ".join(found.split())
     assert said in json.loads((tmp_path / "run" / "run.json").read_text())["error"]
@@ -182,7 +187,7 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "wrong.py", with_method("wrong", method))
     code, found = fedprune("run", "--plugin", "wrong.py", "system=wrong", *QUICK, "--out", "run")
-    assert code == 1
+    assert code == 2
     assert said in " ".join(found.split())
 
 
@@ -726,11 +731,32 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
             "pass",
             "bad replies leave everything|a reply that comes twice counts once",
         ),
+        # the message of a phase after the last round goes to some alone
+        (
+            "def send(self, round):\n        some = list(super().send(round))\n"
+            "        return some if round.number < 4 else some[:1]",
+            "pass",
+            "every client can train once more after the last round: 2 of 5 clients did",
+        ),
     ],
 )
 def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, said):
     path = write(tmp_path / "broken.py", BROKEN.format(strategy=strategy, client=client))
     with pytest.raises(BrokenLawError, match=said):
+        check_system("broken", plugins=path)
+
+
+@pytest.mark.parametrize("hook", ["train", "send"])
+def test_a_system_that_asks_those_that_are_held_out_ends_the_laws(tmp_path, hook):
+    ask = {
+        "train": "def train(self, round):\n        messages = Outgoing.to_each(self.clients, Payload({}))\n"
+        "        list(ask_for(round, 'a number', messages, Schema.like({}))) if round.number == 1 else None\n"
+        "        super().train(round)",
+        "send": "def send(self, round):\n        return Outgoing.to_each(self.clients, Payload(self.model))",
+    }
+    client = "def answer(self, task, state):\n        return Payload({})"
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy=ask[hook], client=client))
+    with pytest.raises(BrokenLawError, match="a round asks no client that is held out: one asks client"):
         check_system("broken", plugins=path)
 
 
@@ -837,6 +863,9 @@ def flat(folder):
 def labelled(folder):
     return made(classes=4)
 
+def grouped(folder):
+    return made(groups=[0] * 19)
+
 def even(folder):
     return made(std=0.0)
 
@@ -883,6 +912,7 @@ def unseeded(labels, num_clients, rng):
         ("model=odd.py:lazy", "has the lazy parameter '1.weight', allowed: layers that know their sizes"),
         ("dataset=odd.py:flat", "has examples of shape (20, 8, 8) and labels of shape (20,)"),
         ("dataset=odd.py:labelled", "allowed: (N, C, H, W), and N labels from 0 to 1"),
+        ("dataset=odd.py:grouped", "has 19 groups for 20 examples, allowed: one for each"),
         ("dataset=odd.py:even", "the deviation (0.0,), allowed: 1 numbers each, deviations above 0"),
         (
             "dataset=odd.py:tracked",

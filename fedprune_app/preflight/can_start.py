@@ -22,7 +22,7 @@ from clients.node import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
-from fedprune_app.data.splits import ClientData, check_repeatable, label_counts, unread
+from fedprune_app.data.splits import ClientData, check_repeatable, part_sizes, unread
 from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.engine.simulated_grid import InProcessGrid, quiet
 from fedprune_app.engine.store import VersionedStore, new_run_key
@@ -205,6 +205,7 @@ def _try_round(client: ImageClient, context: RunContext) -> None:
     few = client.data.train_images[positions], labels[positions]
     images = copy.copy(client.images)
     images.data, images.sizes = ClientData(*few, *few, *few), dict.fromkeys(images.sizes, _FEW)
+    images.groups = {part: torch.arange(_FEW) // 2 for part in images.groups}
     kind = type(client)
     tried_kind: type[ImageClient] = type(kind.__name__, (kind,), {"local_images": lambda _: images})
     failures: list[str] = []
@@ -239,7 +240,7 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     check_repeatable(client.images.data_config, num_clients)
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # the promise depends on how many examples each client has
-        sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
+        sizes = [part_sizes(client.images.data_config, k, num_clients)["train"] for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
     first_client = ImageClientInfo.read(0, client.get_properties({}))
