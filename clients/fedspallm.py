@@ -23,7 +23,7 @@ from clients.privacy import ClientPrivacy, Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
-from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.text import (
@@ -265,7 +265,7 @@ class FedSpaLLMClient(Node):
         size = self.config.batch_size
         states = hidden if len(hidden) else hidden.new_zeros(1, *hidden.shape[1:])  # for the shapes of the sums
         states_by_size = self.by_document_size(states)
-        moments: dict[str, Tensor] = {}
+        moments: TensorDict = {}
         for count, some in states_by_size.items():
             sums = input_matrices(self.model, module, self.observed_matrices, some, size, clip_norm)
             moments = {name: total / count + moments.get(name, 0) for name, total in sums.items()}

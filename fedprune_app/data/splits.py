@@ -19,6 +19,7 @@ from torch import Tensor
 from fedprune_app.config import Config, class_names
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import listed
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
 from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale, text_of
@@ -332,7 +333,7 @@ def part_sizes(config: DataConfig, partition_id: int, num_clients: int) -> dict[
     return {"train": max(rest - validation, 1), "validation": validation, "test": test}
 
 
-def group_numbers(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, Tensor]:
+def group_numbers(config: DataConfig, partition_id: int, num_clients: int) -> TensorDict:
     """Return, by part, the group of each of the client's examples as a number, from 0 on; nothing unless by group."""
     if not config.by_group:
         return {}

@@ -32,6 +32,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedprune_app.core import codec
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
@@ -111,9 +112,7 @@ class ExportInfo:
             may_be_empty = key in ("class_names", "features")
             if len(metadata[key]) != length and not (may_be_empty and not metadata[key]):
                 raise ValueError(f"'{key}' has {len(metadata[key])} entries, allowed: {length}")
-        values: dict[str, Any] = {
-            f.name: tuple(v) if isinstance(v := metadata[f.name], list) else v for f in fields(cls)
-        }
+        values: ValueDict = {f.name: tuple(v) if isinstance(v := metadata[f.name], list) else v for f in fields(cls)}
         channels = {name: tuple(indices) for name, indices in metadata["channels"].items()}
         return cls(**{**values, "channels": channels})
 
@@ -258,14 +257,14 @@ def _read(path: Path) -> tuple[ExportInfo, Tensor]:
     return ExportInfo.from_json(text), body
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> ValueDict:
     try:
         return dict(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"its metadata is no JSON object ({type(error).__name__})") from None
 
 
-def _cuts(full: Mapping[str, Tensor], small: Mapping[str, Tensor]) -> tuple[list[ChannelGroup], dict[str, Tensor]]:
+def _cuts(full: Tensors, small: Tensors) -> tuple[list[ChannelGroup], TensorDict]:
     """Return the channels that :func:`shrink` is to remove.
 
     They are given as a number per tensor and dimension, because the values come from elsewhere.

@@ -1,19 +1,19 @@
 """Find the model to export in the folder of a run, and make the smallest real network of it."""
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from clients.base import ImageClient
 from clients.fedavg_ft import FineTuned
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
+from fedprune_app.core.named import Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import coordinate_masks, gather
 from fedprune_app.data.dataset import Dataset
@@ -47,7 +47,7 @@ class Exportable:
     payload: Payload
     network: nn.Module
     full: nn.Module
-    masks: Mapping[str, Tensor]
+    masks: Tensors
 
 
 def finished_checkpoint(folder: Path) -> Path:
@@ -89,7 +89,7 @@ def find_model(
     return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state)
 
 
-def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, data_dir: str) -> dict[str, Any]:
+def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str) -> ValueDict:
     """Return what the run's models take, from the client's state and run.json, or else from the data as they are now.
 
     A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
@@ -124,7 +124,7 @@ def _kind_of_inputs(config: Config) -> str:
     return "images" if dataset.train_images.dtype == np.uint8 else "numbers"
 
 
-def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str) -> Dataset:
+def _same_data(run: Path, info: Values, config: Config, data_dir: str) -> Dataset:
     """Return the data as they are now, which must be those of the run as far as run.json tells.
 
     They are asked for the global model where clients tell no normalisation: that of a private run does not follow from
@@ -152,7 +152,7 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str
     return dataset
 
 
-def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
+def _global_state(run: Path, info: Values, config: Config) -> State:
     """Return the global model's tensors as weights; weights that are exactly 0 count as pruned."""
     if not SYSTEMS[config.system].strategy.has_global_model:
         raise _no_global_model(config)
@@ -172,7 +172,7 @@ def _no_global_model(config: Config) -> ConfigError:
     )
 
 
-def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: int, state_dir: str) -> tuple[int, State]:
+def _client_state(run: Path, info: Values, config: Config, client: int, state_dir: str) -> tuple[int, State]:
     """Return the client's state that the server took in last, and the round of that state.
 
     A reply that came too late to count does not count here.
@@ -194,9 +194,7 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     return rounds[client], store.read(rounds[client])
 
 
-def _exportable(
-    run: Path, config: Config, inputs: Mapping[str, Any], client: int | None, round: int, state: State
-) -> Exportable:
+def _exportable(run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State) -> Exportable:
     shape, classes = inputs["image_shape"], inputs["num_classes"]
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
     names = list(state_tensors(full, include_buffers=True))

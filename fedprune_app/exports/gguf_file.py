@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.models.gguf_keys import add_keys, import_gguf
 from fedprune_app.models.llm import LanguageModel
 
@@ -98,7 +99,7 @@ class _Layout:
     def _refused(self, reason: str) -> ValueError:
         return self.model.checkpoint.refused(f"of which no GGUF file can be made, {reason}")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ValueDict:
         """Return what the file says of the model, by the names of gguf's functions."""
         config, types = self.model.config, self.gguf.LlamaFileType
         length = config.max_position_embeddings

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import (
@@ -23,6 +22,7 @@ from fedprune_app.config import (
 )
 from fedprune_app.config.errors import unknown_key
 from fedprune_app.config.toml import config_file
+from fedprune_app.core.named import Values
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ def trusted_code(names: Sequence[str] | None) -> list[str]:
     return plugins.names_in(with_plugins([], {}, names).chosen)
 
 
-def of_run(info: Mapping[str, Any], trusted: Collection[str]) -> Given:
+def of_run(info: Values, trusted: Collection[str]) -> Given:
     """Return the settings that a run.json holds, whose code may be loaded where ``trusted`` names it."""
     plugins.check_named(info["config"], {"plugins": ",".join(trusted)})
     return Given(info["config"], where=made_by(info))
 
 
-def made_by(info: Mapping[str, Any]) -> str:
+def made_by(info: Values) -> str:
     """Return where settings of a run.json are from: another version may have keys that are gone."""
     return f"run of fedprune {info['versions']['fedprune']}"
 
@@ -156,7 +156,7 @@ class Placement:
     def clients(self) -> int:
         return 20 if self.num_clients is None else int(self.num_clients)  # it may be a number of NumPy
 
-    def resumed(self, info: Mapping[str, Any]) -> Placement:
+    def resumed(self, info: Values) -> Placement:
         """Return the placement of a run whose run.json is ``info``, or of a new one where that is empty.
 
         Raises :class:`ConfigError` for another number of clients than before.
@@ -194,7 +194,7 @@ def _has_own_data(node: Mapping[str, Scalar]) -> bool:
     return "data-dir" in node and "partition-id" not in node
 
 
-def clients_of(info: Mapping[str, Any]) -> int:
+def clients_of(info: Values) -> int:
     """Return how many clients a recorded run began with, those that were left out included; 0 if that is unknown."""
     return info.get("num_partitions") or len(info.get("partition") or [])
 

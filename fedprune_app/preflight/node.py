@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import POLICY_FILE, POLICY_KEYS, Config, ConfigError, Policy, declined, read_toml, told_of
 from fedprune_app.config.options import listed
+from fedprune_app.core.named import Values
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import is_simulated
@@ -78,7 +78,7 @@ NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-di
 OWN = ("image-folder", "table", "text")  # datasets that a client may have to itself, beside those of plug-ins
 
 
-def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:
+def node_settings(run_config: Values, node_config: Values) -> tuple[Config, Policy]:
     """Return the run's configuration as this node has it, and the node's policy.
 
     The operator of a node says where its data, state and ledger are and where its noise comes from; the run does not.
@@ -114,7 +114,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     return config, policy
 
 
-def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str) -> tuple[int, int]:
+def number_of(node_config: Values, fields: wire.Fields, dataset: str) -> tuple[int, int]:
     """Return a client's number, and how many clients share the data, as its operator says.
 
     Where the operator gives no number the client has data of its own, which 0 clients share. The server then gives the

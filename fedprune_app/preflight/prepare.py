@@ -1,9 +1,8 @@
 """The one way from what is given to a run: settings are parsed, and all is checked that can be before it starts."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import (
@@ -18,6 +17,7 @@ from fedprune_app.config import (
     paths_from_here,
     told_of,
 )
+from fedprune_app.core.named import Values
 from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
 from fedprune_app.preflight.given import Given, Placement, made_by
@@ -98,7 +98,7 @@ def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
     return Prepared(config, place, SYSTEMS[config.system], (), is_complete)
 
 
-def _recorded_info(given: Given, placement: Placement | None) -> Mapping[str, Any]:
+def _recorded_info(given: Given, placement: Placement | None) -> Values:
     """Return the run.json of the run that is to continue.
 
     It is empty if run.json is on the server alone. Its ServerApp then compares the settings.

@@ -13,6 +13,8 @@ from opacus.utils.tensor_utils import sum_over_all_but_batch_and_last_n
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedprune_app.core.named import TensorDict, Tensors, Values
+
 Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[Tensor, Tensor]]]
 
 
@@ -84,7 +86,7 @@ def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
 
 # A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name. ``one-pass``
 # also takes a network (images -> logits) in place of the model, and masks.
-ClippedSum = Callable[..., dict[str, Tensor]]
+ClippedSum = Callable[..., TensorDict]
 
 
 class _Watch:
@@ -120,7 +122,7 @@ class _Watch:
                 handle.remove()
 
 
-def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
+def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> TensorDict | None:
     """Return the sum anew without the examples whose norm is not finite: they have no bounded part in the sum.
 
     The result is None where all norms are finite.
@@ -156,7 +158,7 @@ def _linear_squared_norms(inputs: Tensor, backprops: Tensor, mask: Tensor | None
 def _materialised(
     model: nn.Module,
     trained: Mapping[str, nn.Parameter],
-    masks: Mapping[str, Tensor],
+    masks: Tensors,
     clip_norm: float,
 ) -> Iterator[ClippedSum]:
     """Give a clipped sum for which Opacus keeps every example's gradient in ``grad_sample``."""
@@ -166,7 +168,7 @@ def _materialised(
 
     with _wrapped_model(model, PerExample(model, loss_reduction="sum")) as module:
 
-        def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        def clipped_sum(images: Tensor, labels: Tensor) -> TensorDict:
             module.zero_grad()
             for parameter in trained.values():
                 parameter.grad = None  # autograd's sum is not private and must not reach the optimiser
@@ -186,7 +188,7 @@ def _materialised(
 
 @contextmanager
 def _one_pass(
-    model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
+    model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Tensors, clip_norm: float
 ) -> Iterator[ClippedSum]:
     """Give a clipped sum that keeps inputs and outputs of every layer and stops the backward pass at the outputs."""
     name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
@@ -196,8 +198,8 @@ def _one_pass(
         images: Tensor,
         labels: Tensor,
         network: Callable[[Tensor], Tensor] = model,
-        masks: Mapping[str, Tensor] = masks,
-    ) -> dict[str, Tensor]:
+        masks: Tensors = masks,
+    ) -> TensorDict:
         with watch.forward():
             loss = F.cross_entropy(network(images), labels, reduction="sum")
             layers = [layer for layer in watch.layers if layer in watch.activations]  # one without use has no gradient
@@ -229,7 +231,7 @@ ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the 
 
 
 def _layer_terms(
-    layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Mapping[str, Tensor]
+    layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Tensors
 ) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
     """Yield each trained parameter of a layer, its squared norms (n,) and its clipped sum.
 
@@ -252,7 +254,7 @@ def _clip_linear_sum(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor)
     return _apply_mask((b * factors[:, None]).T @ a, mask)
 
 
-METHODS: Mapping[str, Any] = {
+METHODS: Values = {
     "one-pass": _one_pass,
     "hooks": _materialised,
 }
@@ -302,7 +304,7 @@ def out_of_place(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def attached(
-    model: nn.Module, names: Sequence[str], masks: Mapping[str, Tensor], clip_norm: float, grad_sample: str
+    model: nn.Module, names: Sequence[str], masks: Tensors, clip_norm: float, grad_sample: str
 ) -> Iterator[ClippedSum]:
     """Give the clipped sum of a method over the parameters of these names."""
     parameters = dict(model.named_parameters())

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.modules import computation_key, generic_copy
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.privacy.clipped_sums import ClippedSum, attached, clip_factors, over_tensors
 from fedprune_app.privacy.noise import Noise, noised
@@ -117,7 +118,7 @@ def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Seque
     )
 
 
-def _first_difference(sums: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def _first_difference(sums: Tensors, expected: Tensors) -> str | None:
     """Return the name of the first tensor that differs by more than float32 rounds, also what would be 0."""
     largest = max(float(gradient.abs().sum()) for gradient in expected.values())
     for name, gradient in expected.items():
@@ -256,7 +257,7 @@ class DPSGD:
         by_group = others[self.groups[others].argsort(stable=True)]
         return batch[is_alone], torch.split(by_group, counts[counts > 1].tolist())
 
-    def add_noise(self, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor], expected_batch: float) -> None:
+    def add_noise(self, gradients: Tensors, kept: Tensors, expected_batch: float) -> None:
         """Add noise to a batch's sums ``gradients``, where ``kept`` is 1, and divide them by ``expected_batch``.
 
         The noised sum is rounded to the gradient's own type once. Whatever follows is post-processing.
@@ -274,8 +275,8 @@ class DPSGD:
     def attached(
         self,
         model: nn.Module,
-        gradients: Mapping[str, Tensor],
-        kept: Mapping[str, Tensor],
+        gradients: Tensors,
+        kept: Tensors,
         example_shape: Sequence[int] | None = None,
     ) -> Iterator[_Step]:
         """Give an object that puts private gradients into ``gradients``, for the time of a training.
@@ -295,12 +296,10 @@ class _Step:
     settings: DPSGD
     network: Callable[[Tensor], Tensor]
     clipped_sum: ClippedSum
-    gradients: Mapping[str, Tensor]
-    kept: Mapping[str, Tensor]
+    gradients: Tensors
+    kept: Tensors
 
-    def of_part(
-        self, network: Callable[[Tensor], Tensor], gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
-    ) -> _Step:
+    def of_part(self, network: Callable[[Tensor], Tensor], gradients: Tensors, kept: Tensors) -> _Step:
         """Return the same for a part of the model, of the same layers.
 
         ``gradients`` and ``kept`` have the part's shapes.
@@ -342,5 +341,5 @@ class _Step:
         self.settings.add_noise(self.gradients, self.kept, expected_batch)
 
 
-def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _masks(kept: Tensors) -> TensorDict:
     return {name: mask for name, mask in kept.items() if not bool(mask.all())}

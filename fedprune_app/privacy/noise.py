@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Mapping
 from functools import cache
 from typing import Protocol
 
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
+
+from fedprune_app.core.named import Tensors
 
 _GRID_BITS = 20  # a released sum is a multiple of about 2^-20 of the noise's standard deviation
 _CHUNK = 1 << 15  # words of 64 bits that are in work at a time: they fit into a core's cache
@@ -179,7 +180,7 @@ def _rotate(words: Tensor, bits: int) -> None:
 
 
 def noise_source(
-    secure: bool, seed: int, role: str, partition: int, round: int, inputs: Mapping[str, Tensor], settings: str
+    secure: bool, seed: int, role: str, partition: int, round: int, inputs: Tensors, settings: str
 ) -> Noise:
     """Return the randomness for one release.
 
