@@ -200,7 +200,8 @@ def predict(
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
-    Otherwise each FILE is an image, which is brought to the size of the model's images.
+    Otherwise each FILE is an image.
+    It is brought to the size of the model's images.
     For a model that was trained on a table, a FILE is a CSV or Parquet table.
     Its columns are found by their names.
     """

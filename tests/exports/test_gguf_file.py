@@ -216,7 +216,7 @@ def test_the_command_writes_the_file_and_says_how_to_use_it(fedprune, tmp_path, 
     assert {each.name for each in tmp_path.iterdir()} == {"model", "new"}
     assert fedprune("export", tmp_path / "model", "-o", path, "--force")[0] == 0
     code, _, err = fedprune("predict", path, "a text")
-    assert (code, "install fedprune[llamacpp]" in err) == (2, True), err
+    assert (code, "the extra fedprune[llamacpp]" in err) == (2, True), err
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
