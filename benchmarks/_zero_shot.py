@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.models.checkpoints import one_line
+from fedprune_app.core.texts import one_line
 from fedprune_app.models.llm import LanguageModel, LayerTensors
 
 _METRICS = ("acc,none", "exact_match,none")  # as the harness names them, without a filter

@@ -6,11 +6,8 @@ undivided: that bounds no example's influence. Here each example's gradient is m
 is divided by the batch size.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from clients.base import Scores, Update
 from clients.fedavg import FedAvgClient
@@ -19,9 +16,9 @@ from clients.privacy import Spending, planned_rounds
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models import vision
 
 
@@ -53,7 +50,7 @@ class FedLTPClient(FedAvgClient):
         counts = {"round_counts": scores, "more_counts": unjoined * scores, "evaluation_counts": 3}
         return replace(super().spending(), **counts)
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") or dict(task.payload.masks)
 
     def local_update(self, task: Task, state: State) -> Update:
@@ -62,7 +59,7 @@ class FedLTPClient(FedAvgClient):
         payload = Payload(packed({name: tensors[name] for name in self.shared}, masks))  # line 17
         return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.costs.training(masks))
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
         masks = dict(task.payload.masks)
         return Payload(unpacked(sent.tensors, masks, before), masks)
 
@@ -72,7 +69,7 @@ class FedLTPClient(FedAvgClient):
         scores["accuracy-validation"] = self.accuracy(task, "validation")
         return {**scores, "accuracy-received": scores["accuracy-global"]}
 
-    def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
+    def answer_evaluation(self, task: Task) -> tuple[int, ValueDict]:
         """Answer as every client does, or with a score where the server asks for one."""
         if task.fields.get("asks") != "score":
             return super().answer_evaluation(task)
@@ -80,14 +77,12 @@ class FedLTPClient(FedAvgClient):
         vision.load_state_tensors(self.model, self.begin(task, state))
         return self.num_examples, self.score(task)
 
-    def score(self, task: Task) -> dict[str, Any]:
+    def score(self, task: Task) -> ValueDict:
         """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
-        images, labels = self.data.validation_images, self.data.validation_labels
         num_validation = self.images.sizes["validation"]
         if not num_validation:
             raise ValueError("the client has no validation examples to score with")
-        correct = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).correct
-        correct = min(correct, num_validation)  # a draw may have more than were planned
+        correct = min(self.evaluated("validation").correct, num_validation)  # a draw may have more than were planned
         if self.privacy is None:
             return {"score": correct, "num-validation": num_validation}
         public = vision.state_tensors(self.model, include_buffers=True)

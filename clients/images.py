@@ -1,7 +1,4 @@
-"""The images that a client learns from, what it says of them, and how they are augmented."""
-
-from collections.abc import Mapping
-from typing import Any
+"""The images that a client learns from, and what it says of them."""
 
 import numpy as np
 import torch
@@ -10,52 +7,17 @@ from torch import Tensor
 from clients.node import Place, ReplyFields
 from clients.privacy import split_secret
 from fedprune_app.config import Config
-from fedprune_app.data.splits import client_data, data_config, dataset_of, label_counts, part_sizes, record_digests
-
-
-class CropFlip:
-    """A crop-flip shifts each image of a batch by -4 to 4 pixels along both axes and mirrors it with probability 1/2.
-
-    It is made once from a client's normalised images (N, C, H, W), of which it keeps a padded copy on their device.
-    ``black`` (C,) is the normalised value of a black pixel. Papers pad before they normalise. So the pixels that come
-    into view at the border are black, and not 0, which is the mean colour.
-
-    :meth:`draws` maps positions (B,) to choices (B, 4) by 3 B draws from a CPU generator. A choice has the position of
-    an image, the shifts down and to the right, and whether the image is mirrored. A call with choices, on the images'
-    device, gives images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
-    """
-
-    PADDING = 4
-
-    def __init__(self, images: Tensor, black: Tensor) -> None:
-        count, channels, self._height, self._width = images.shape
-        border = self.PADDING
-        self._rows, self._columns = self._height + 2 * border, self._width + 2 * border
-        padded = black.to(images).expand(count, self._rows, self._columns, channels).contiguous()
-        padded[:, border:-border, border:-border] = images.permute(0, 2, 3, 1)
-        self._pixels = padded.view(-1, channels)  # of all images, row by row
-
-    def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
-        count = len(positions)
-        down, right = torch.randint(0, 2 * self.PADDING + 1, (2, count), generator=rng)
-        mirrored = torch.randint(0, 2, (count,), generator=rng)
-        return torch.stack([positions, down, right, mirrored], dim=1)
-
-    def __call__(self, choices: Tensor) -> Tensor:
-        count, device = len(choices), self._pixels.device
-        position, down, right, mirrored = torch.split(choices, 1, dim=1)
-        y = down + torch.arange(self._height, device=device)  # (B, H) in the padded image
-        x = torch.arange(self._width, device=device)
-        x = right + torch.where(mirrored.bool(), x.flip(0), x)  # (B, W)
-        row = position * self._rows + y  # (B, H) among the rows of all images
-        pixel = row.unsqueeze(2) * self._columns + x.unsqueeze(1)  # (B, H, W)
-        # One selection of whole pixels: three times as fast as indexing by image, row and column.
-        batch = self._pixels.index_select(0, pixel.flatten())
-        return batch.view(count, self._height, self._width, -1).permute(0, 3, 1, 2)
-
-
-# --- the images of a client -------------------------------------------------------------------------------------------
-
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.data.augmentation import CropFlip
+from fedprune_app.data.splits import (
+    client_data,
+    data_config,
+    dataset_of,
+    group_numbers,
+    label_counts,
+    part_sizes,
+    record_digests,
+)
 
 # how many of which class is nobody's business with privacy, and the others may follow from the images
 _OF_THE_DATA = frozenset(
@@ -70,7 +32,11 @@ SAID_OF_IMAGES = ReplyFields(introduction=_OF_THE_SHAPE | _OF_THE_DATA, withheld
 
 
 class Images:
-    """A client's part of a ``dataset`` of images or of rows of a table: ``data`` to train, decide and test on."""
+    """A client's part of a ``dataset`` of images or of rows of a table: ``data`` to train, decide and test on.
+
+    ``sizes`` are how many examples count as being in each part, or groups where these are protected. ``groups`` then
+    say by part to which group each example belongs.
+    """
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         self.config, self.place = config, place
@@ -78,11 +44,12 @@ class Images:
         self.dataset = dataset_of(self.data_config, place.share[1])
         self.data = client_data(self.data_config, *place.share, device)
         self.sizes = part_sizes(self.data_config, *place.share)
+        self.groups = group_numbers(self.data_config, *place.share)
 
     def record_digests(self) -> list[bytes]:
         return record_digests(self.data_config, *self.place.share)
 
-    def introduction(self) -> dict[str, Any]:
+    def introduction(self) -> ValueDict:
         """Tell the shape of the client's images and its label counts, and the classes if they have names.
 
         The columns of a dealt table are told, too. Of a client's own table only a digest of their names is told. How
@@ -90,7 +57,7 @@ class Images:
         a client's own images this stays with the client.
         """
         dataset, is_own, is_private = self.dataset, self.place.has_own_data, self.config.dp.enabled
-        fields: dict[str, Any] = {"image-shape": list(dataset.image_shape), "num-classes": dataset.num_classes}
+        fields: ValueDict = {"image-shape": list(dataset.image_shape), "num-classes": dataset.num_classes}
         classes = list(dataset.classes)
         if is_own or classes != [str(number) for number in range(len(classes))]:
             fields["classes"] = classes
@@ -108,7 +75,7 @@ class Images:
             fields["data-sha256"] = dataset_of(self.data_config).content_sha256
         return fields
 
-    def facts_to_keep(self) -> dict[str, Any]:
+    def facts_to_keep(self) -> ValueDict:
         """Return what an export of the client's model tells of the data, which may have changed by then.
 
         This is how images were normalised, and the columns of a table.
@@ -117,7 +84,7 @@ class Images:
         drawn = {"parts-drawn": PARTS_DRAWN} if self.data_config.split_secret else {}
         return {"normalisation": self._normalisation(), **features, **drawn}
 
-    def check_kept(self, meta: Mapping[str, Any]) -> None:
+    def check_kept(self, meta: Values) -> None:
         """Raise ``ValueError`` for a state from when a secret drew other parts of the data."""
         if self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
             raise ValueError(

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from flwr.app import ArrayRecord, Message, MessageType
 from flwr.client import NumPyClient
 
 from clients.privacy import ClientPrivacy, Spending
-from clients.task import NDArrays, Task, names_of
+from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
-from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
 
 Kind = Literal["introduction", "training", "evaluation"]
 _NONE: frozenset[str] = frozenset()
@@ -65,7 +67,7 @@ def declared(kind: type) -> ReplyFields:
 
 def fields_of(kind: type, system: str) -> ReplyFields:
     """Return which fields the replies of this class of clients may have in a run of the system."""
-    measures = declarations.of_system(system)
+    measures = own_measures.of_system(system)
     return declared(kind) | ReplyFields(
         training=frozenset(measure.name for measure in measures if measure.told == "training"),
         evaluation=frozenset(measure.name for measure in measures if measure.told == "evaluation"),
@@ -153,7 +155,7 @@ class Node(NumPyClient):
         self.client_id = place.client_id
         self.store: VersionedStore = client_store(place.state_dir, place.client_id, place.run_key, self.versions_kept)
         self.device = device_of(config)
-        self.kept_facts: dict[str, Any] = {}  # what every state of the client says, beside what an update says
+        self.kept_facts: ValueDict = {}  # what every state of the client says, beside what an update says
         self.privacy: ClientPrivacy | None = None
 
     # --- what a client says -------------------------------------------------------------------------------------
@@ -163,7 +165,7 @@ class Node(NumPyClient):
     def num_examples(self) -> int:
         """How much the client learns from, in whatever it counts."""
 
-    def introduction(self) -> dict[str, Any]:
+    def introduction(self) -> ValueDict:
         """Return what a client says of itself when it is asked who it is."""
         return {
             "partition": self.client_id,
@@ -173,12 +175,12 @@ class Node(NumPyClient):
         }
 
     @abstractmethod
-    def message_schema(self) -> Schema:
+    def message_schema(self) -> wire.Schema:
         """Return the largest payload that the server may send to the client."""
 
-    def peer_schema(self) -> Schema:
+    def peer_schema(self) -> wire.Schema:
         """Return what other clients' updates must hold, in systems where clients see them."""
-        return Schema.like({})
+        return wire.Schema.like({})
 
     @abstractmethod
     def local_update(self, task: Task, state: State) -> Any:
@@ -192,11 +194,11 @@ class Node(NumPyClient):
         raise NotImplementedError(f"{type(self).__name__} has no answer() to {task.fields['asks']!r}")
 
     @abstractmethod
-    def report(self, task: Task, update: Any) -> dict[str, Any]:
+    def report(self, task: Task, update: Any) -> ValueDict:
         """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
     @abstractmethod
-    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+    def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
         """Return on how many examples the client's own model was evaluated, and what was found."""
 
     def spending(self) -> Spending:
@@ -215,19 +217,35 @@ class Node(NumPyClient):
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+    def get_properties(self, config: ValueDict) -> ValueDict:
         return self.introduction()
 
-    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
+    def fit(self, parameters: NDArrays, config: ValueDict) -> tuple[NDArrays, int, ValueDict]:
         payload, fields = self.answer_training(Task.from_numpy(parameters, config))
         return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(self, parameters: NDArrays, config: ValueDict) -> tuple[float, int, ValueDict]:
         return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
     # --- answers and state --------------------------------------------------------------------------------------
 
-    def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+    def reply_to(self, message: Message) -> Message:
+        """Train or evaluate as a message asks, and pack the reply."""
+        task = Task.from_message(message.content, self.message_schema(), self.peer_schema())
+        if message.metadata.message_type == MessageType.EVALUATE:
+            _, num_examples, fields = self.evaluate(*task.to_numpy())
+            return self.pack(message, "evaluation", {**fields, "num-examples": num_examples})
+        arrays, num_examples, metrics = self.fit(*task.to_numpy())
+        payload, fields = reply_from_numpy(arrays, metrics)
+        encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
+        return self.pack(message, "training", {**fields, "num-examples": num_examples}, encoded)
+
+    def pack(self, message: Message, kind: Kind, fields: Values, arrays: ArrayRecord | None = None) -> Message:
+        """Pack a reply. Raises ``ValueError`` for a field that the class does not declare."""
+        check_reply(type(self), self.config, kind, fields)
+        return Message(wire.pack(arrays, fields), reply_to=message)
+
+    def answer_training(self, task: Task) -> tuple[Payload, ValueDict]:
         """Load the state, update it, save it, and only then return the reply.
 
         A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
@@ -246,7 +264,7 @@ class Node(NumPyClient):
         except Overspent as error:
             return Payload({}), self.privacy.declined(task.round, error)
 
-    def _train_and_store(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+    def _train_and_store(self, task: Task) -> tuple[Payload, ValueDict]:
         start = time.monotonic()
         state, loss = self.load_state(task)
         update = self.local_update(task, state)
@@ -260,15 +278,15 @@ class Node(NumPyClient):
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
         return update.payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
-    def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
+    def answer_evaluation(self, task: Task) -> tuple[int, ValueDict]:
         """Load the state, evaluate it, and return the reply: how many examples, and what was found."""
         state, loss = self.load_state(task)
         num_examples, scores = self.evaluation(task, state)
         return num_examples, self._checked_fields({**scores, **_notes(task, loss)})
 
-    def _checked_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _checked_fields(self, fields: ValueDict) -> ValueDict:
         subject = f"{type(self).__name__} tells that"
-        return declarations.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
+        return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
 
     def load_state(self, task: Task) -> tuple[State, str]:
         """Return the state after the round that the server last took in from this client (``task.state_round``).
@@ -291,7 +309,7 @@ class Node(NumPyClient):
         """Raise ``ValueError`` naming the file where what is kept since ``round`` is damaged or missing."""
         self.store.read(round)
 
-    def lost_states(self, rounds: Iterable[int]) -> dict[str, Any]:
+    def lost_states(self, rounds: Iterable[int]) -> ValueDict:
         """Answer a server that resumes a run: which of these versions of its state it has lost, and why."""
         reasons: dict[int, str] = {}
         for round in rounds:

@@ -70,7 +70,8 @@ class ClientPrivacy:
     """One client's privacy in one run.
 
     What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
-    place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
+    place of one example, or with dp.unit "group" of all examples of one group. A blank has no gradient and is never
+    counted. ``num_units``, examples or groups to train on, are in both.
 
     ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
     damaged, or of other data. ``policy`` is the node's: its budget holds beside the run's, each at its own δ. Raises
@@ -81,7 +82,7 @@ class ClientPrivacy:
         self,
         config: Config,
         client_id: int,
-        num_examples: int,
+        num_units: int,
         spending: Spending,
         ledger: Path,
         data: Data,
@@ -91,9 +92,9 @@ class ClientPrivacy:
         from fedprune_app.privacy.ledger import Budget, Ledger
 
         self.options = options = config.dp
-        self.seed = config.seed
-        self.client_id, self.num_examples = client_id, num_examples
-        self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
+        self.seed, self.unit = config.seed, config.protected_unit
+        self.client_id, self.num_units = client_id, num_units
+        self.sample_rate, self.steps_per_epoch = self.sampling(config, num_units)
         # at most, in the whole run
         epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
         counts = planned_rounds(config) * spending.round_counts + spending.more_counts
@@ -118,10 +119,10 @@ class ClientPrivacy:
     has_paper_figure = True  # Fed-LTP's printed formula speaks of rounds of DP-SGD
 
     @staticmethod
-    def sampling(config: Config, num_examples: int) -> tuple[float, int]:
-        """Return the share of the examples that a step draws, and how many steps an epoch has."""
-        steps = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
-        return min(1.0, config.batch_size / num_examples), steps
+    def sampling(config: Config, num_units: int) -> tuple[float, int]:
+        """Return the share of the examples or groups that a step draws, and how many steps an epoch has."""
+        steps = config.steps_per_epoch or math.ceil(num_units / config.batch_size)
+        return min(1.0, config.batch_size / num_units), steps
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> noises.Noise:
         """Return the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
@@ -146,19 +147,39 @@ class ClientPrivacy:
 
         return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
 
-    def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
+    def dpsgd(
+        self,
+        epochs: int,
+        role: str,
+        round: int,
+        public: Mapping[str, Tensor],
+        settings: str,
+        groups: Tensor | None = None,
+    ) -> DPSGD:
         """Say how the next training makes its gradients.
 
-        ``public`` and ``settings`` are all that the training starts from but the data. Raises
+        ``public`` and ``settings`` are all that the training starts from but the data, whose ``groups`` are given where
+        these are protected. Raises
         :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is done, where the budget does not bear it.
         """
         from fedprune_app.privacy.dpsgd import DPSGD
 
         self.ledger.require(self.steps(epochs))
         multiplier, clip_norm, rate = self.noise_multiplier, self.options.clip_norm, self.sample_rate
+        if groups is not None and len(groups.bincount()) < len(groups):
+            settings += f" {self.options.group_limit} of each {self.unit}"
         noise = self.noise(role, round, public, f"{settings} {multiplier} {clip_norm} {rate}")
-        method, count = self.options.grad_sample, self.num_examples
-        return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, method, num_examples=count)
+        return DPSGD(
+            multiplier,
+            clip_norm,
+            rate,
+            self.steps_per_epoch,
+            noise,
+            self.options.grad_sample,
+            num_units=self.num_units,
+            groups=groups,
+            group_limit=self.options.most_per_unit,
+        )
 
     def charge_steps(self, steps: int, note: str) -> None:
         """Charge what ran: after it, and before anything of it is stored or sent."""
@@ -166,13 +187,13 @@ class ClientPrivacy:
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
-    def noised_count(self, correct: int, total: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
+    def noised_count(self, correct: float, total: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
         """Return a share of correct predictions in [0, 1], of a count that is noised and charged."""
         score = self.noised_score(correct, split, round, public)
         return min(max(score, 0), total) / total
 
     def affordable_count(
-        self, correct: int, total: int, split: str, round: int, public: Mapping[str, Tensor]
+        self, correct: float, total: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
         """Return a share of correct predictions for people to read, or None where the budget bears no count.
 
@@ -187,8 +208,8 @@ class ClientPrivacy:
         except Overspent:
             return None
 
-    def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
-        """Return a count of correct predictions, noised, rounded and charged. One example counts once.
+    def noised_score(self, correct: float, split: str, round: int, public: Mapping[str, Tensor]) -> int:
+        """Return a count of correct predictions, noised, rounded and charged. An example, or a group, counts once.
 
         Simulated noise depends on the model that is tested, not on the round. A client that has lost its remembered
         scores tests the same model again: that costs another charge, and gives the same number.
@@ -291,10 +312,11 @@ def _data(config: Config, place: Place, records: list[bytes], dealing: str) -> D
     from fedprune_app.privacy.ledger import Data
 
     if place.has_own_data:
-        return Data.of(records, "a folder of the client's own", may_change=True, joins=_is_one_for_all(place))
+        about = "a folder of the client's own"
+        return Data.of(records, about, may_change=True, joins=_is_one_for_all(place), unit=config.protected_unit)
     number, clients = place.share
     about = f"client {number} of {clients}, {config.dataset} dealt by {dealing} with seed {config.seed}"
-    return Data.of(records, about, joins=_is_one_for_all(place))
+    return Data.of(records, about, joins=_is_one_for_all(place), unit=config.protected_unit)
 
 
 def _is_one_for_all(place: Place) -> bool:

@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.config.toml import config_file
+from fedprune_app.core.named import TensorDict
 from fedprune_app.data import splits
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.models.saving import load_packed
@@ -72,6 +74,7 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        keep_logs_printable()
         try:
             return function(*arguments, **keywords)
         except ConfigError as error:
@@ -276,7 +279,7 @@ def masks(
     state_dir: AnyPath = "",
     data_dir: AnyPath = "",
     plugins: str | Sequence[str] = (),
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
     A tensor without a mask is dense. Where channels were removed (Sub-FedAvg (Hy)) the masks are those of the small

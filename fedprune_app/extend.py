@@ -6,6 +6,7 @@ docs/extend.md explains each of them by an example.
 from clients.base import ImageClient, LocalTraining, Update
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
+from clients.fedavg_ft import FedAvgFTClient
 from clients.fjord import FjORDClient
 from clients.gossip import GossipClient
 from clients.node import Place, ReplyFields
@@ -19,16 +20,17 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.exchanges import ask_for, exchange
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.learning.training import TrainingResult, proximal
 from fedprune_app.models.vision import load_state_tensors, state_tensors
 from fedprune_app.plugins.registering import register_dataset, register_model, register_partition, register_system
-from fedprune_app.results.declarations import OwnMeasure
+from fedprune_app.results.own_measures import OwnMeasure
 from strategies.base import AveragingStrategy, FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.fedavg import FedAvg
+from strategies.fedavg_ft import FedAvgFT
 from strategies.fjord import FjORD
 from strategies.gossip import Gossip
 from strategies.standalone import Standalone
@@ -41,9 +43,10 @@ __all__ = [
     "Dataset",
     "DisPFL",
     "DisPFLClient",
-    "Exchanges",
     "FedAvg",
     "FedAvgClient",
+    "FedAvgFT",
+    "FedAvgFTClient",
     "FederatedStrategy",
     "FjORD",
     "FjORDClient",
@@ -55,6 +58,7 @@ __all__ = [
     "OwnMeasure",
     "Payload",
     "Place",
+    "Reply",
     "ReplyFields",
     "Round",
     "RunContext",
@@ -70,7 +74,9 @@ __all__ = [
     "TrainingResult",
     "Update",
     "aggregate",
+    "ask_for",
     "dense_gradient",
+    "exchange",
     "grouped",
     "layers",
     "load_state_tensors",

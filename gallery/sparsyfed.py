@@ -47,8 +47,9 @@ class SparsyFed(fp.FedAvg):
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like(self.model, masked=self.prunable)
 
-    def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
-        super().receive(round, client, fp.Payload(power(update.tensors, self.prunable, 1 / self.exponent)))
+    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
+        reply.update = fp.Payload(power(reply.update.tensors, self.prunable, 1 / self.exponent))
+        super().receive(round, reply)
 
     def end(self, round: fp.Round) -> None:
         self.model = power(self.mean.mean(self.model), self.prunable, self.exponent)

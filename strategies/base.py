@@ -6,12 +6,13 @@ hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 
 import hashlib
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
@@ -20,14 +21,18 @@ from fedprune_app.config import Config
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.robust import BoundedMean
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
-from fedprune_app.federation import exchanges, loop
-from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.participation import Budgets, Participation, check_min_replies
-from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results import declarations
+from fedprune_app.federation import loop
+from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.exchanges import exchange
+from fedprune_app.federation.metrics import ImageMetrics, Metrics
+from fedprune_app.federation.participation import Participation, check_min_replies
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.results import own_measures
+from fedprune_app.results.statistics import noise_of_mean
+
+log = logging.getLogger("flwr.fedprune")
 
 
 class StreamedStrategy(Strategy):
@@ -55,13 +60,13 @@ class StreamedStrategy(Strategy):
         self.run(grid, num_rounds=num_rounds)
         return Result()
 
+    def summary(self) -> None:
+        log.info("%s starts", type(self).__name__)
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("replies are streamed: call start, which runs all rounds")
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse
-
-
-log = logging.getLogger("flwr.fedprune")
 
 
 class FederatedStrategy(StreamedStrategy):
@@ -74,9 +79,7 @@ class FederatedStrategy(StreamedStrategy):
 
     headline = "accuracy_personal_mean"  # the number that the system is judged by
     has_global_model = True
-    exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
     fine_tunes = False  # whether clients train once more for every test
-    averages = False  # whether the system averages models, so that ``robust-norm`` means something
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
     def __init__(
@@ -90,8 +93,10 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
-        check_min_replies(self.config, self.participation.most, len(self.participation.members))
-        self.measures = declarations.all_of(self.config.system)
+        self.members = self.participation.members  # the clients that rounds may ask; the others join after the last one
+        check_min_replies(self.config, self.participation.most, len(self.members))
+        self.measures = own_measures.all_of(self.config.system)
+        self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
@@ -106,9 +111,10 @@ class FederatedStrategy(StreamedStrategy):
         if not dp.enabled:
             return []
         largest = max(self.clients.values(), key=lambda client: client.num_examples)
+        unit = self.config.protected_unit
         lines = [
-            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: with so large a δ "
-            "the promise even allows that an example is published; a meaningful δ is below "
+            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} {unit}s: with so large a δ "
+            f"the promise even allows that one {unit} is published; a meaningful δ is below "
             f"{most_said(1 / largest.num_examples)}"
             for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
             if delta * largest.num_examples >= 1
@@ -118,7 +124,24 @@ class FederatedStrategy(StreamedStrategy):
                 f"dp.epsilon-budget is {dp.epsilon_budget:g}, less than dp.target-epsilon {dp.target_epsilon:g}: the "
                 "noise is chosen for the target, and clients stop at the budget"
             )
-        return lines
+        return [*lines, *self._doubts_of_noise()]
+
+    def _doubts_of_noise(self) -> list[str]:
+        """Say how much of a noised accuracy is noise, if that is more than a point of the mean over the clients."""
+        config = self.config
+        if config.dp.accuracies != "noised" or not config.evaluate_every or not self.headline.startswith("accuracy"):
+            return []
+        tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)
+        num_tests = [max(1, round(info.num_examples * tests_per_example)) for info in self.clients.values()]
+        deviations = [math.sqrt(2) * config.dp.count_scale / number for number in num_tests]
+        of_mean = noise_of_mean(deviations) or 0
+        if of_mean < 0.01:
+            return []
+        return [
+            f"accuracies are told with noise: about ± {100 * max(deviations):.0f} points for the client with the "
+            f"fewest test examples, and ± {100 * of_mean:.0f} for the mean over {len(deviations)} clients. "
+            "Differences within twice that say nothing. On public data, dp.accuracies=open tells accuracies as they are"
+        ]
 
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
@@ -126,8 +149,11 @@ class FederatedStrategy(StreamedStrategy):
     def begin(self, round: Round) -> None:
         """Get ready for the replies of a round."""
 
-    def before(self, round: Round, exchanges: Exchanges) -> None:
-        """Exchange what comes before the round's training messages, and is part of the round's bytes."""
+    def train(self, round: Round) -> None:
+        """Have clients train: by default the participants, in one exchange."""
+        for reply in exchange(round, self.send(round), self.expect):
+            with round.log.refusing(reply):
+                self.receive(round, reply)
 
     @abstractmethod
     def send(self, round: Round) -> Iterator[Outgoing]:
@@ -137,27 +163,12 @@ class FederatedStrategy(StreamedStrategy):
     def expect(self, round: Round, client: int) -> wire.Schema:
         """Return what the reply of a participant must hold; any other reply is left out of the round."""
 
-    def reply_bytes(self, round: Round) -> int:
-        """Return the decoded size of the largest reply: a larger one is refused unread."""
-        return max(self.expect(round, client).max_bytes for client in round.participants)
-
-    def accept(self, round: Round, client: int, content: RecordDict) -> None:
-        """Decode a reply, check it once, and :meth:`receive` it. ``ValueError`` refuses the reply."""
-        schema = self.expect(round, client)
-        update = wire.payload_of(content, schema.max_bytes)
-        schema.check(update)
-        self.receive(round, client, update)
-
     @abstractmethod
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        """Take in one valid reply, in order of arrival, and keep nothing of it. ``ValueError`` refuses the reply."""
+    def receive(self, round: Round, reply: Reply) -> None:
+        """Process one valid reply, in order of arrival, and keep nothing of it. ``ValueError`` refuses the reply."""
 
     def end(self, round: Round) -> None:
-        """Make the new model, after the last reply."""
-
-    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        """Exchange what else the system exchanges once the round is closed; return columns of the round's record."""
-        return {}
+        """Make the new model, after the last reply; further exchanges are part of the round."""
 
     def finish(self) -> None:
         """Write what else the run leaves in its folder, after the last round."""
@@ -169,11 +180,11 @@ class FederatedStrategy(StreamedStrategy):
 
         Raises ``ValueError`` for another name, and for a value out of the declared bounds.
         """
-        measures = {m.name: m for m in declarations.of_system(self.config.system) if m.told == "server"}
+        measures = {m.name: m for m in own_measures.of_system(self.config.system) if m.told == "server"}
         if name not in measures:
             allowed = ", ".join(measures) or "none here"
             raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
-        round.log.own_measures[name] = measures[name].number(value, f"{type(self).__name__} tells that")
+        round.log.columns[name] = measures[name].number(value, f"{type(self).__name__} tells that")
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's, if it has one."""
@@ -186,7 +197,15 @@ class FederatedStrategy(StreamedStrategy):
 
     def traffic(self, round: Round) -> dict[str, Any]:
         """Return who carried how much. In a star the busiest node is the server, in one direction."""
-        return exchanges.star_traffic(round.log, self.paper_bytes(round))
+        log, (paper_down, paper_up) = round.log, self.paper_bytes(round)
+        node_bytes = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
+        return {
+            "busiest_node_bytes": max(log.bytes_up, log.bytes_down),
+            "node_bytes_mean": sum(node_bytes) / max(len(node_bytes), 1),
+            "paper_bytes_down": paper_down,
+            "paper_bytes_up": paper_up,
+            "paper_busiest_bytes": max(paper_down, paper_up),
+        }
 
     # --- state and results ------------------------------------------------------------------------------------------
 
@@ -200,7 +219,8 @@ class FederatedStrategy(StreamedStrategy):
     def restore(self, state: State) -> None:
         """Continue from a state that :meth:`state` gave."""
         self.model = {name: state.tensors[name] for name in self.model}
-        self.state_rounds = state_rounds_of(state.meta)
+        self.state_rounds.clear()  # whoever has this dict has the new rounds
+        self.state_rounds |= state_rounds_of(state.meta)
         self.budgets.restore(state.meta)
 
     @classmethod
@@ -236,9 +256,6 @@ class FederatedStrategy(StreamedStrategy):
         self.summary()
         loop.run(self, grid, num_rounds or self.config.num_server_rounds, rounds_completed)
 
-    def summary(self) -> None:
-        log.info("%s: %d clients, %d tensors", type(self).__name__, len(self.clients), len(self.model))
-
 
 def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
     """Return whose reply of which round a checkpoint had taken in."""
@@ -248,29 +265,20 @@ def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
 class AveragingStrategy(FederatedStrategy):
     """The new model is the average of the replies, by default a masked mean in which all clients count alike."""
 
-    averages = True
     by_examples = False  # whether a client counts by its number of examples
 
-    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean:
-        """Return an average of at most ``count`` models with the server's coordinates, within ``robust-norm``."""
-        mean, bound = MaskedMean(count, max_weight), self.config.robust_norm
-        return BoundedMean(mean, self.model, bound) if bound else mean
-
     def weight_of(self, client: int) -> int:
-        """Return how much a client counts.
-
-        A number of examples is what the client says, so under ``robust-norm`` all clients count alike.
-        """
-        return self.clients[client].num_examples if self.by_examples and not self.config.robust_norm else 1
+        """Return how much a client counts."""
+        return self.clients[client].num_examples if self.by_examples else 1
 
     # --- the mean, which systems override ---------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
         largest = max(map(self.weight_of, round.participants))
-        self.mean = self.averaging(len(round.participants), max_weight=largest)
+        self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        self.mean.add(update, weight=self.weight_of(client))
+    def receive(self, round: Round, reply: Reply) -> None:
+        self.mean.add(reply.update, weight=self.weight_of(reply.client))
 
     def end(self, round: Round) -> None:
         self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is as it was

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
 from fedprune_app.core import layers, rng
-from fedprune_app.core.aggregate import attention_mean
+from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core.fedp3 import attention_mean
 from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
@@ -49,9 +50,6 @@ class FedP3(AveragingStrategy):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        aggregation, bound = self.options.aggregation, self.config.robust_norm
-        if aggregation in ("attention", "weighted-literal") and bound:  # whose factor shrinks what stayed
-            raise ConfigError("robust-norm", bound, "0", condition=f"with fedp3.aggregation {aggregation!r}")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
@@ -91,7 +89,7 @@ class FedP3(AveragingStrategy):
 
     def _assignment(self, client: int) -> Assigned:
         options, hidden = self.options, self.hidden
-        density = options.density_of(client, self.config.density)
+        density = self.config.density
         round = self.draws if options.assignment == "per-round" else 0
         draw = rng.numpy_generator(self.config.seed, "layers", client, round)
         is_balanced, position = options.assignment == "balanced", list(self.clients).index(client)
@@ -147,7 +145,7 @@ class FedP3(AveragingStrategy):
 
     def begin(self, round: Round) -> None:
         self.draws = round.number
-        self.mean = self.averaging(len(round.participants), max_weight=len(self.layers))
+        self.mean = MaskedMean(len(round.participants), max_weight=len(self.layers))
         self.kept: dict[int, Payload] = {}  # attention needs all replies at once
         self.contributed = dict.fromkeys(self.layers, 0)  # Σ N_i over the clients of each layer
 
@@ -155,13 +153,13 @@ class FedP3(AveragingStrategy):
         """Return N_i, the number of layers that weighted averaging counts."""
         return len(self.assigned(client)[0]) + (self.options.aggregation == "weighted-with-head")
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
+    def receive(self, round: Round, reply: Reply) -> None:
         if self.options.aggregation == "attention":
-            self.kept[client] = update
+            self.kept[reply.client] = reply.update
             return
-        weight = 1 if self.options.aggregation == "simple" else self.num_layers(client)
-        self.mean.add(update, weight)
-        for layer in (*self.assigned(client)[0], self.head):
+        weight = 1 if self.options.aggregation == "simple" else self.num_layers(reply.client)
+        self.mean.add(reply.update, weight)
+        for layer in (*self.assigned(reply.client)[0], self.head):
             self.contributed[layer] += weight
 
     def end(self, round: Round) -> None:

@@ -22,22 +22,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from flwr.serverapp import Grid
-
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import rng
 from fedprune_app.core.layers import assign_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import require
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
-from fedprune_app.federation.exchanges import Exchanges, Rows
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.exchanges import LAYER, exchange
+from fedprune_app.federation.metrics import Rows
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.models.cutting import Cut
 from fedprune_app.models.llm import LanguageModel, Perplexity
 from fedprune_app.models.saving import PrunedLayers
-from fedprune_app.results import measures
-from fedprune_app.results.measures import Reply
+from fedprune_app.results import measures, statistics
 from fedprune_app.results.recorder import number_in, round_columns, row_of
 from fedprune_app.results.similarity import MaskDistances
 from fedprune_app.results.texts import OWN_TEXT
@@ -92,7 +89,7 @@ class FedSpaLLM(FederatedStrategy):
         cut: Cut | None,
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
-        self.options, self.exchanges = self.config.fedspallm, LayerRounds
+        self.options = self.config.fedspallm
         self.dense, self.measure, self.write = dense, measure, write
         check_pattern(self.config, dense)
         self.texts = texts  # by name; the first is what the run is judged by
@@ -108,10 +105,12 @@ class FedSpaLLM(FederatedStrategy):
         self.recovery: Recovery | None = None  # in a round that recovers
         self._known: dict[int, int] = {}  # by client, the pruned layers of this round that it has been sent
         self.distances = MaskDistances()
+        self.metrics = self.rounds = LayerRounds(self)
 
     # --- a round ------------------------------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
+        self.rounds.start()
         self.number, self._known, self.distances = round.number, {}, MaskDistances()
         if round.number > self.options.pruning_rounds(self.config):
             self.layer = self.dense.num_layers - 1
@@ -157,8 +156,12 @@ class FedSpaLLM(FederatedStrategy):
             return self.recovery.answer
         return self.merge.answer(self.layer) if client in self.pruners[self.layer] else wire.Schema.like({})
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
+    def train(self, round: Round) -> None:
+        round.log.columns |= self.rounds.train_round(round)
+
+    def receive(self, round: Round, reply: Reply) -> None:
         """Add the reply to the layer's sums (line 17), as it comes in. All of it is checked before any of it counts."""
+        client, update = reply.client, reply.update
         if self.recovery is not None:
             self.recovery.add(update)
         elif update.tensors:
@@ -300,20 +303,23 @@ def _points_after_layers(folder: Path, run_key: str, round: int) -> Iterator[Res
             yield ResumePoint(round, state_rounds_of(state), losses, not losses, step)
 
 
-class LayerRounds(Exchanges):
+class LayerRounds:
     """The exchanges of a run whose rounds go through the decoder layers of a model, one after the other."""
 
-    strategy: FedSpaLLM
-
-    def __init__(self, strategy: FedSpaLLM, grid: Grid) -> None:
-        super().__init__(strategy, grid)
-        context, point = strategy.context, strategy.context.point
+    def __init__(self, strategy: FedSpaLLM) -> None:
+        self.strategy, context = strategy, strategy.context
         self.dense, self.config, self.recorder = strategy.dense, context.config, context.recorder
         self.progress = _progress_store(context.recorder.folder, context.run_key)
-        self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
-        self._renewed = strategy.state_rounds.keys() - point.state_rounds.keys()  # clients that lost their state
-        strategy.state_rounds = dict(point.state_rounds)
+        self._renewed: set[int] | None = None  # clients that lost their state
+
+    def start(self) -> None:
+        if self._renewed is None:
+            point, state_rounds = self.strategy.context.point, self.strategy.state_rounds
+            self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
+            self._renewed = state_rounds.keys() - point.state_rounds.keys()
+            state_rounds.clear()
+            state_rounds |= point.state_rounds
 
     def step(self, round: int, layer: int) -> int:
         """Return the number of a layer's exchange over all rounds, from 1: clients version their state by it."""
@@ -334,17 +340,12 @@ class LayerRounds(Exchanges):
         return self._columns(round)
 
     def _prune_layer(self, round: Round, layer: int, receivers: Collection[int]) -> None:
-        replies_before, failures_before = round.log.replies, len(round.log.failures)
         self.strategy.layer = layer
         self.strategy.merge.begin(layer, self.strategy.pruners[layer])
         self._show_progress()
         if receivers:
             name = f"decoder layer {layer} in round {round.number}"
             self._exchange(name, round, layer, receivers)
-            # A client whose budget does not bear the layer says so, which is no failure.
-            num_good = round.log.replies - replies_before + len(round.log.declined.keys() & set(receivers))
-            failures = round.log.failures[failures_before:]
-            require(num_good, min(self.config.min_replies, len(receivers)), name, failures)
         row = self._by_layer[str(layer)] = {"pruners": len(self.strategy.pruners[layer]), "density": {}}
         if not self.strategy.end_layer(row):
             round.log.say(f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was")
@@ -352,12 +353,18 @@ class LayerRounds(Exchanges):
     def _exchange(self, name: str, round: Round, layer: int, receivers: Collection[int]) -> None:
         strategy, step = self.strategy, self.step(round.number, layer)
         evaluates = strategy.participation.evaluates(step)
-        exchange = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
-        self.train(name, exchange, strategy.send(exchange), strategy.reply_bytes(exchange))
+        step_round = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
+        least = min(self.config.min_replies, len(receivers))
+        sent = strategy.send(step_round)
+        for reply in exchange(step_round, sent, strategy.expect, name=name, kind=LAYER, least=least):
+            with round.log.refusing(reply):
+                reply.row |= self.training_row(round, reply.client, reply.fields, reply.row)
+                strategy.receive(step_round, reply)
 
     def _require_renewed(self, round: Round) -> None:
         """Record a loss for each client that had lost its state, and has not pruned all layers anew."""
-        for client in self._renewed if self.strategy.merge.clients_prune else ():  # others are sent what they lack
+        # others are sent what they lack
+        for client in self._renewed or () if self.strategy.merge.clients_prune else ():
             pruned = round.log.clients.get(client, {}).get("layers_pruned", 0)
             if pruned < self.dense.num_layers:
                 line = f"its state was lost, and it pruned {pruned} of {self.dense.num_layers} decoder layers anew"
@@ -369,10 +376,9 @@ class LayerRounds(Exchanges):
         self._show_progress()
         name = f"recovery in round {round.number}"
         self._exchange(name, round, self.strategy.layer, round.participants)
-        require(round.log.replies, min(self.config.min_replies, len(round.participants)), name, round.log.failures)
         self._by_layer = self.strategy.end_recovery()
         losses = [row["recovery_loss"] for row in round.log.clients.values() if row.get("recovery_loss") is not None]
-        return {**self._columns(round), "recovery_loss": measures.summary(losses).mean}
+        return {**self._columns(round), "recovery_loss": statistics.summary(losses).mean}
 
     def _show_progress(self) -> None:
         layer, num_layers = self.strategy.layer, self.dense.num_layers
@@ -382,12 +388,14 @@ class LayerRounds(Exchanges):
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
-    def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
+    def training_columns(self, round: Round) -> dict[str, Any]:
+        return {}
+
+    def training_row(self, round: Round, client: int, fields: wire.Fields, row: dict[str, Any]) -> dict[str, Any]:
         strategy, last_row = self.strategy, round.log.clients.get(client, {})
         pruners = strategy.pruners.get(strategy.layer, ()) if strategy.merge.clients_prune else ()
         has_pruned = client in pruners  # else text passes through
         error = number_in("relative_error", fields) if has_pruned else 0.0
-        row = row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
         if strategy.recovery is not None:
             row["recovery_loss"] = number_in("recovery_loss", fields)
         return {
@@ -422,15 +430,15 @@ class LayerRounds(Exchanges):
         num_kept = self.strategy.global_model.num_kept  # of layers that nobody pruned, which are as they were
         return sum(row[key] if key in row else num_kept(int(layer)) for layer, row in self._by_layer.items())
 
-    def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
-        strategy = self.strategy
+    def evaluation_row(self, reply: Reply) -> dict[str, Any]:
+        strategy, client, fields = self.strategy, reply.client, reply.fields
         # with privacy a client may not tell what it finds on its own text
         own_data = strategy.clients[client].own_data and not self.config.dp.enabled
         has_own = strategy.options.merge != "hessians"
         layers = self.dense.num_layers
         return client_row(fields, strategy.texts, layers, own_data=own_data, has_own_model=has_own)
 
-    def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
+    def evaluation_columns(self, round: Round, rows: Rows) -> dict[str, Any]:
         strategy, layers = self.strategy, self.strategy.global_model.layer
         results, dense = strategy.measure(layers), self.recorder.info["dense_perplexity"]
         num_asked = len(strategy.participation.evaluators(round.number))
@@ -446,7 +454,7 @@ class LayerRounds(Exchanges):
             "log": {**asdict(round.log), "clients": {str(k): row for k, row in round.log.clients.items()}},
             "by-layer": self._by_layer,
             "differing": [[a, b, count] for (a, b), count in self.strategy.distances.differing.items()],
-            "renewed": sorted(self._renewed),
+            "renewed": sorted(self._renewed or ()),
         }
         self.progress.save(self.step(round.number, layers_done - 1), State({}, content))
 
@@ -486,7 +494,7 @@ def client_row(
     values = {name: number_in("perplexity", fields, about=name) for name in names}
     windows = ("windows", "windows_in_text") if has_own else ()
     return {
-        **row_of(Reply.PERPLEXITY, fields),
+        **row_of(measures.Reply.PERPLEXITY, fields),
         "pruned_layers": number_in("pruned_layers", fields, most=num_layers),
         "perplexity_personal": values.get(main_text),
         "perplexity": values,
@@ -532,7 +540,7 @@ def over_clients(
             "tokens": windows * first["window"],
         }
     return {
-        **round_columns(rows.values(), Reply.PERPLEXITY),
+        **round_columns(rows.values(), measures.Reply.PERPLEXITY),
         "perplexity_global": first["global"],
         "perplexity_personal_mean": first["personal_mean"],
         "personal_models": len(complete_rows),
@@ -543,5 +551,5 @@ def over_clients(
 
 def _client_summary(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
     values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
-    summary = measures.summary(values)
+    summary = statistics.summary(values)
     return {"personal_mean": summary.mean, "personal_std": summary.std, "personal_models": len(values)}

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import Placement, given_in, trusted_code
 from fedprune_app.preflight.prepare import prepare
@@ -53,6 +54,50 @@ def report(
         say(f" {reason}", "left out:", "yellow")
     count = len(runs) - len(left_out)
     say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
+
+
+@app.command()
+def table(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write this file: .tex, .csv or .md. Default: print it.")
+    ] = None,
+    columns: Annotated[
+        str, typer.Option("--columns", help="The columns, with commas. Their names are those of a sweep's table.csv.")
+    ] = "",
+    intervals: Annotated[
+        bool, typer.Option("--intervals/--deviations", help="What stands behind ±: Student's 95 % interval, or the SD.")
+    ] = True,
+    best_bold: Annotated[
+        bool,
+        typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+) -> None:
+    """Write a table for a paper.
+
+    By default the columns are personal accuracy, upload, operations and density.
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.files import replace_file
+    from fedprune_app.results.groups import group_runs
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.report import each_once, run_folders
+    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
+
+    suffix = ".md" if output is None else output.suffix
+    if suffix not in (".tex", ".csv", ".md"):
+        raise ConfigError("--output", output, "a file that ends in .tex, .csv or .md")
+    if output is not None and output.exists() and not force:
+        raise ConfigError("--output", output, which="exists", hint="--force overwrites it")
+    keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
+    groups = group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
+    text = paper_table(suffix, *paper_rows(groups, keys, intervals, best_bold))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    replace_file(output, text.encode())
+    say(f": {output.resolve()}", "written", "green")
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
@@ -216,7 +261,7 @@ def predict(
     errors: list[ValueError] = []
     results = predictions(model, [Path(file) for file in dict.fromkeys(files)], top, function, errors.append)
     if as_json:
-        by_file: dict[str, Any] = {}
+        by_file: ValueDict = {}
         for file, row, classes in results:
             if row is None:
                 by_file[str(file)] = dict(classes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, told_of
 from fedprune_app.config.options import Kind, Option, listed, option, option_of
+
+log = logging.getLogger("flwr.fedprune")
 
 
 class PolicyError(ConfigError):
@@ -31,6 +34,15 @@ class Policy:
     min_noise_multiplier: float = option(
         0.0, "The least noise multiplier, also of a run whose dp.target-epsilon chooses it.", least=0
     )
+    dp_unit: str = option(
+        "example",
+        "What a run has to protect as one, see dp.unit.",
+        choices={"example": "an example, or a group", "group": "a group"},
+    )
+    group_column: str = option(
+        "",
+        "The group-column that a run with dp.unit 'group' has to name, where dp-unit is 'group'. Empty means none.",
+    )
     max_clip_norm: float = option(0.0, "The largest dp.clip-norm. 0 means no limit.", least=0)
     ledger_dir: str = option(
         "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
@@ -52,6 +64,14 @@ class Policy:
         "that are installed on the node, and declare the name of a system, are imported whatever this key says.",
         kind=Kind.CODE,
     )
+    allowed_models: str = option(
+        "",
+        "The SHA-256 digests of the language models that the node opens, separated by spaces; docs/deploy.md says of "
+        "what. Empty means all.",
+    )
+    downloads: bool = option(
+        True, "If false, the node declines runs with download=true. Other runs fetch no data, model or tokenizer."
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, object], where: str) -> Policy:
@@ -72,17 +92,26 @@ class Policy:
     def why_private(self) -> str:
         """The first key that asks for ``dp.enabled``; empty if none does."""
         asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
-        return next((name.replace("_", "-") for name in asking if getattr(self, name)), "")
+        for name in asking:
+            if getattr(self, name):
+                return name.replace("_", "-")
+        return "dp-unit" if self.dp_unit == "group" else ""
 
     def check(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
         systems = self.allowed_systems.split()
         if systems and config.system not in systems:
             raise declined("system", config.system, "allowed-systems", ", ".join(systems))
+        if config.download and not self.downloads:
+            raise declined("download", True, "downloads", "false")
         if self.why_private and not config.dp.enabled:
             raise declined("dp.enabled", False, self.why_private, "true")
         if not config.dp.enabled:
             return
+        if self.dp_unit == "group" and config.dp.unit != "group":
+            raise declined("dp.unit", config.dp.unit, "dp-unit", "group")
+        if self.dp_unit == "group" and config.group_column != self.group_column:
+            raise declined("group-column", config.group_column, "group-column", self.group_column or "none")
         if config.dp.noise_multiplier:  # dp.target-epsilon needs the number of examples: see check_noise
             self.check_noise(config.dp.noise_multiplier, "dp.noise-multiplier")
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
@@ -94,6 +123,17 @@ class Policy:
         if config.dp.enabled and has_columns and config.label_column not in listed(self.allowed_label_columns):
             allowed = self.allowed_label_columns or "none"
             raise declined("label-column", config.label_column, "allowed-label-columns", allowed)
+
+    def check_model(self, name: str, digest: str) -> None:
+        """Raise :class:`PolicyError` for a language model whose ``digest`` is not among ``allowed-models``.
+
+        The digest is that of :func:`~fedprune_app.models.sources.model_digest`. The node's log alone says
+        what it is, since a run may name any folder of the node.
+        """
+        allowed = self.allowed_models.split()
+        if digest not in allowed:
+            log.warning("model %r has the SHA-256 %s", name, digest)
+            raise declined("model", name, "allowed-models", f"SHA-256 {' '.join(allowed)}")
 
     def check_noise(self, noise_multiplier: float, key: str) -> None:
         if noise_multiplier < self.min_noise_multiplier:

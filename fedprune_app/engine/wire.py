@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.named import Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.flower_private import recorddict_to_proto
 from fedprune_app.engine.printable import printable
 
-Fields = Mapping[str, Any]
+Fields = Values
 PAYLOAD = "payload"
 # the largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear
 LARGEST = 2.0**23
@@ -115,7 +115,7 @@ def _field(size: int) -> int:
     return 1 + max(1, -(-size.bit_length() // 7)) + size
 
 
-def fields_of(content: RecordDict) -> dict[str, Any]:
+def fields_of(content: RecordDict) -> ValueDict:
     """Return the named values of a message.
 
     Raises ``ValueError`` when there are none.
@@ -166,9 +166,7 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
             number = name.removeprefix(_PEER_UPDATE)
             if not (number.isdecimal() and peer_update_name(int(number)) == name):
                 raise ValueError("its name is no client's")
-            update = payload_of(content, schema.max_bytes, name)
-            schema.check(update)
-            updates[int(number)] = update
+            updates[int(number)] = schema.read(arrays_of(content, name))
         except ValueError as error:
             refusals.append(f"{name} is left out: {error}")
     return dict(sorted(updates.items())), refusals
@@ -192,16 +190,17 @@ class Schema:
     """A schema says what a reply must hold: exactly these tensors, and masks for exactly the ``masked`` ones.
 
     Values are finite, with a magnitude of at most :data:`LARGEST`. The ``unscaled`` tensors, which are no weights, only
-    have to be finite.
+    have to be finite. A payload that is passed on ``unread`` is nowhere decoded but where it ends.
     """
 
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]
     masked: frozenset[str] = frozenset()
     unscaled: frozenset[str] = frozenset()
+    unread: bool = False
 
     @classmethod
-    def like(cls, tensors: Mapping[str, Tensor], masked: frozenset[str] = frozenset()) -> Schema:
+    def like(cls, tensors: Tensors, masked: frozenset[str] = frozenset()) -> Schema:
         """Return the schema of payloads with the names, shapes and dtypes of these tensors."""
         return cls(
             {name: t.shape for name, t in tensors.items()},
@@ -214,6 +213,17 @@ class Schema:
         """The decoded size of a payload of this schema is that of its values, and one byte per mask element."""
         sizes = ((codec.counted(shape), self.dtypes[name].itemsize) for name, shape in self.shapes.items())
         return sum(count * (size + 1) for count, size in sizes)
+
+    def read(self, arrays: ArrayRecord | None) -> Payload:
+        """Decode a payload and check it; it is empty where there is none, or where it is passed on unread.
+
+        Raises ``ValueError`` for one that cannot be decoded or does not fit.
+        """
+        if self.unread:
+            return Payload({})
+        payload = Payload({}) if arrays is None else from_arrays(arrays, self.max_bytes)
+        self.check(payload)
+        return payload
 
     def check(self, payload: Payload) -> None:
         """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""

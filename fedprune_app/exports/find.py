@@ -22,9 +22,9 @@ from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
 from fedprune_app.exports.file import ExportInfo, full_density, network_of, probe
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.initial import channels_of, initial_model, seed_of_builder
 from fedprune_app.models.names import BUILDERS, chosen_name
+from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare

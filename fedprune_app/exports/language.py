@@ -8,12 +8,12 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from clients.fedspallm import language_model
 from fedprune_app.config import ConfigError
 from fedprune_app.exports.find import finished_checkpoint
 from fedprune_app.exports.gguf_file import write_gguf
 from fedprune_app.exports.llama_cpp import token_milliseconds
 from fedprune_app.files import make_durable, scratch_folder
+from fedprune_app.learning.language_models import language_model
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare

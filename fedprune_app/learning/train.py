@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.core.cohort import together
-from fedprune_app.core.flops import module_mode
 from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
+from fedprune_app.core.modules import module_mode
+from fedprune_app.core.named import Tensors
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
@@ -36,8 +37,8 @@ if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
 class HowToTrain(TypedDict, total=False):
     """These are the arguments of :func:`train` with which a system says how its training differs from plain SGD."""
 
-    masks: Mapping[str, Tensor] | None
-    active: Mapping[str, Tensor] | None
+    masks: Tensors | None
+    active: Tensors | None
     frozen: Collection[str]
     adjust_gradients: GradientHook | None
     after_step: StepHook | None
@@ -53,8 +54,8 @@ def train(
     sgd: SGD,
     *,
     rng: torch.Generator,
-    masks: Mapping[str, Tensor] | None = None,
-    active: Mapping[str, Tensor] | None = None,
+    masks: Tensors | None = None,
+    active: Tensors | None = None,
     frozen: Collection[str] = (),
     augment: Augmenter | None = None,
     adjust_gradients: GradientHook | None = None,

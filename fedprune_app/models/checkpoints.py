@@ -1,4 +1,4 @@
-"""A causal language model on disk is read part by part, from a local folder or from the Hugging Face hub.
+"""A causal language model in a folder is read part by part.
 
 Which files count, what their tensors are called in the model, and how they are converted is what transformers does in
 ``from_pretrained``. Only safetensors are read: nothing is unpickled.
@@ -6,96 +6,20 @@ Which files count, what their tensors are called in the model, and how they are 
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from fedprune_app.files import locked, replacing_folder
+from fedprune_app.core.named import TensorDict, Tensors
+from fedprune_app.core.texts import one_line
+from fedprune_app.models.transformers import import_transformers
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as files say it
-_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
-
-
-def import_transformers() -> Any:
-    """Import the package transformers, which then works beside a CPU-only torch.
-
-    ``ValueError`` where it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("language models need the package transformers: install the extra fedprune[llm]") from None
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return transformers
-
-
-def resolve_checkpoint(name: str, download: bool) -> Path:
-    """Return the folder of a checkpoint: ``name`` is a local folder, a GGUF file, or a name on the hub.
-
-    Such a name is ``facebook/opt-125m``. A GGUF file's folder is in this user's cache. A hub model comes from the local
-    hub cache, and with ``download`` from the hub. ``ValueError`` where there is none. If several processes or threads
-    ask at once, one of them works and the others wait.
-    """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if folder.suffix == ".gguf":
-        from fedprune_app.models.cached import folder_of_gguf
-
-        return folder_of_gguf(folder)
-    return _hub_snapshot(name, download)
-
-
-@lru_cache(maxsize=8)  # with ``download`` the hub is asked for the newest version once, not for every message of a run
-def _hub_snapshot(name: str, download: bool) -> Path:
-    import_transformers()  # transformers brings the hub's client
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot = Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=not download))
-    except Exception as error:  # the hub refuses with many kinds of error
-        reason = f"cannot be downloaded: {one_line(error)}"
-        if not download:
-            reason = "no folder, and not in the hub cache (download=true fetches it)"
-        allowed = "'auto', a folder, a .gguf file, or a name on the Hugging Face hub"
-        raise ValueError(f"model is {name!r}, {reason}, allowed: {allowed}") from None
-    return snapshot if weight_files(snapshot) else _convert_weights(name, snapshot, download)
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
-
-
-def _convert_weights(name: str, snapshot: Path, download: bool) -> Path:
-    """Return the folder of a hub model whose main branch has no safetensors.
-
-    The folder is beside the snapshot and holds the hub's own conversion to safetensors. The other files of that branch,
-    pickles among them, are neither fetched nor opened.
-    """
-    folder = snapshot / "fedprune-safetensors"
-    transformers = import_transformers()
-    with locked(f"{folder}.lock", f"writes {str(folder)!r}"):
-        if folder.is_dir():  # made before, or by another process while this one waited
-            return folder
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                name, use_safetensors=True, dtype="auto", local_files_only=not download
-            )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=not download)
-        except Exception as error:  # the hub, and a config, refuse with many kinds of error
-            raise ValueError(f"model {name!r} has no safetensors: {one_line(error)}") from None
-        with replacing_folder(folder) as new:
-            model.save_pretrained(new)
-            tokenizer.save_pretrained(new)
-    return folder
 
 
 def inside(folder: Path, name: object) -> Path:
@@ -135,7 +59,7 @@ class TensorFiles:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self.kinds: dict[str, str] = {}  # by name, the dtype in the words of the file's format
-        self.like: dict[str, Tensor] = {}  # by name, a tensor of the same shape without values
+        self.like: TensorDict = {}  # by name, a tensor of the same shape without values
         try:
             for path in weight_files(folder):
                 with safe_open(path, framework="pt") as file:
@@ -148,9 +72,9 @@ class TensorFiles:
         if not self._file_of:
             raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: model.safetensors, or {INDEX}")
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str]) -> TensorDict:
         """Return copies of the tensors ``names``, aligned as torch's own are."""
-        tensors: dict[str, Tensor] = {}
+        tensors: TensorDict = {}
         try:
             for name in names:
                 with safe_open(self._file_of[name], framework="pt") as file:
@@ -175,7 +99,7 @@ def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> Any:
     return model.eval()
 
 
-def fill(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+def fill(model: Any, tensors: Tensors) -> Any:
     """Return ``model``, which takes ``tensors`` as its weights, and ties to them what is tied and not among them.
 
     ``ValueError`` naming a tensor that is too much, or that is still lacking.
@@ -221,7 +145,7 @@ class Checkpoint:
         """Return an error that names the folder and the class of its model."""
         return ValueError(f"checkpoint {str(self.folder)!r} is of {type(self.config).__name__}, {reason}")
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str]) -> TensorDict:
         """Return tensors by their name in the model, on the CPU, as transformers converts and casts them.
 
         Those that the checkpoint lacks, since they are tied to others, are left out. All of a module are to be asked
@@ -234,7 +158,7 @@ class Checkpoint:
         state = model.state_dict()
         return {name: state[name] for name in names if not state[name].is_meta}
 
-    def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def as_stored(self, tensors: Tensors) -> TensorDict:
         """Return tensors under the names, and in the shapes, in which transformers saves this model."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -273,7 +197,7 @@ class Checkpoint:
             sources_by_name.setdefault(name, []).append(source)
         return sources_by_name
 
-    def _load(self, model: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
+    def _load(self, model: Any, tensors: Tensors, device: str) -> Any:
         """Load some of the files' tensors into ``model`` as ``from_pretrained`` does; return what it tells of it."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.modeling_utils import LoadStateDictConfig
