@@ -53,7 +53,7 @@ FILES = {  # the same of the files in a room
         {"cutting", "layer_pruning"},
         {"initial", "llm", "sources"},
         {"checkpoints", "embedded", "gguf", "vision"},
-        {"cached", "names", "sparse", "transformers", "variational"},
+        {"cached", "gguf_keys", "names", "sparse", "transformers", "variational"},
     ],
     "learning": [
         {"train"},

@@ -13,9 +13,10 @@ gguf = pytest.importorskip("gguf")
 
 from fedprune_app import cli  # noqa: E402
 from fedprune_app.exports.gguf_file import TYPES, write_gguf  # noqa: E402
-from fedprune_app.models.cached import folder_of_gguf  # noqa: E402
 from fedprune_app.models.embedded import byte_tokenizer  # noqa: E402
-from fedprune_app.models.llm import LanguageModel, import_transformers  # noqa: E402
+from fedprune_app.models.gguf import folder_of_gguf  # noqa: E402
+from fedprune_app.models.llm import LanguageModel  # noqa: E402
+from fedprune_app.models.transformers import import_transformers  # noqa: E402
 from tests.models.tiny_gguf import gguf_model  # noqa: E402
 from tests.models.tiny_gguf import write_gguf as write_source  # noqa: E402
 from tests.models.tiny_llm import drawn_model, tiny_byte_model  # noqa: E402
