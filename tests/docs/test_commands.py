@@ -130,4 +130,4 @@ def test_make_demo_installs_what_the_readme_promises_to_work_after_it():
     assert "--editable '.[all]'" in stamp
     (everything,) = extras["all"]
     installed = set(re.fullmatch(r"fedprune\[(.*)\]", everything)[1].split(","))
-    assert installed == extras.keys() - {"all", "dev", "fuzz"}
+    assert installed == extras.keys() - {"all", "dev", "fuzz", "llamacpp"}

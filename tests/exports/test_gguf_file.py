@@ -15,7 +15,8 @@ from fedprune_app import cli  # noqa: E402
 from fedprune_app.exports.gguf_file import TYPES, write_gguf  # noqa: E402
 from fedprune_app.models.embedded import byte_tokenizer  # noqa: E402
 from fedprune_app.models.gguf import folder_of_gguf  # noqa: E402
-from fedprune_app.models.llm import LanguageModel, import_transformers  # noqa: E402
+from fedprune_app.models.llm import LanguageModel  # noqa: E402
+from fedprune_app.models.transformers import import_transformers  # noqa: E402
 from tests.models.tiny_gguf import gguf_model  # noqa: E402
 from tests.models.tiny_gguf import write_gguf as write_source  # noqa: E402
 from tests.models.tiny_llm import drawn_model, tiny_byte_model  # noqa: E402
@@ -216,7 +217,7 @@ def test_the_command_writes_the_file_and_says_how_to_use_it(fedprune, tmp_path, 
     assert {each.name for each in tmp_path.iterdir()} == {"model", "new"}
     assert fedprune("export", tmp_path / "model", "-o", path, "--force")[0] == 0
     code, _, err = fedprune("predict", path, "a text")
-    assert (code, "install fedprune[llamacpp]" in err) == (2, True), err
+    assert (code, "the extra fedprune[llamacpp]" in err) == (2, True), err
 
 
 # --- llama.cpp --------------------------------------------------------------------------------------------------------
