@@ -1,0 +1,134 @@
+"""Grids are the numbers that weights are rounded to: those of GGUF's files, which llama.cpp reads.
+
+A block is 32 weights side by side in a row. A weight is ``scale · level``, or ``scale · level + minimum`` on a grid
+with minimums. Levels are integers, and scale and minimum are float16 numbers of the block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+_TINY = torch.finfo(torch.float32).tiny
+_SHARES = [0.5 + 0.025 * step for step in range(23)]  # of the range of a block, that levels are spread over
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid has the levels from ``lowest`` to ``highest``; its blocks are stored as GGUF's type ``gguf_type``."""
+
+    gguf_type: str
+    lowest: int
+    highest: int
+    has_minimums: bool
+
+    def levels(self, weights: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Return the levels, as floats, that are nearest to ``weights``; a scale of 0 has the level 0 alone."""
+        inverse = torch.where(scale == 0, 0, 1 / scale)
+        return ((weights - minimum) * inverse).round_().clamp_(self.lowest, self.highest)
+
+    def fitted(self, weights: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and minimum (rows,) of the blocks ``weights`` (block, rows), which are numbers of float16.
+
+        Levels are spread over several shares of the block's range. For each of these, scale and minimum become those of
+        the least squares for its levels. Those with the smallest sum of ``importance · error²`` stay; ``importance`` is
+        (block, rows), or (block, 1).
+        """
+        start, spread = self._range(weights, importance)
+        least = torch.full_like(spread, torch.inf)
+        best_scale, best_minimum = least, least  # where weights are not finite, or too large
+        for share in _SHARES:
+            levels = self.levels(weights, spread * share, start)
+            scale, minimum = self._least_squares(weights, importance, levels)
+            residual = weights - minimum - scale * self.levels(weights, scale, minimum)
+            error = (importance * residual.square()).sum(dim=0)
+            is_better = error < least
+            best_scale = torch.where(is_better, scale, best_scale)
+            best_minimum = torch.where(is_better, minimum, best_minimum)
+            least = torch.where(is_better, error, least)
+        return best_scale, best_minimum
+
+    def _range(self, weights: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the minimum at which levels begin, and the scale that spreads them over the whole block."""
+        if self.has_minimums:
+            least, largest = weights.aminmax(dim=0)
+            return least, (largest - least) / self.highest
+        counted = torch.where(importance > 0, weights, 0)
+        place = counted.abs().argmax(dim=0, keepdim=True)
+        return torch.zeros_like(counted[0]), counted.gather(0, place)[0] / self.lowest
+
+    def _least_squares(self, weights: Tensor, importance: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scale and minimum with which these levels are nearest to ``weights``, rounded to float16."""
+        mean_weight = mean_level = torch.zeros_like(weights[0])
+        if self.has_minimums:
+            total = importance.sum(dim=0).clamp(min=_TINY)
+            mean_weight = (importance * weights).sum(dim=0) / total
+            mean_level = (importance * levels).sum(dim=0) / total
+        centred = levels - mean_level
+        weighted = importance * centred
+        size = (weighted * centred).sum(dim=0)
+        scale = (weighted * (weights - mean_weight)).sum(dim=0) / torch.where(size == 0, 1, size)
+        scale = scale.half().to(weights.dtype)
+        return scale, (mean_weight - scale * mean_level).half().to(weights.dtype)
+
+
+_EIGHT, _FIVE, _FOUR, _THREE = (
+    Grid("Q8_0", -127, 127, has_minimums=False),
+    Grid("Q5_0", -16, 15, has_minimums=False),
+    Grid("Q4_0", -8, 7, has_minimums=False),
+    Grid("Q4_0", -4, 3, has_minimums=False),  # GGUF has no blocks of 3 bits alone
+)
+_ZERO_KEEPING: Mapping[int, Grid] = {8: _EIGHT, 5: _FIVE, 4: _FOUR, 3: _THREE}
+_WITH_MINIMUMS: Mapping[int, Grid] = {
+    8: _EIGHT,
+    5: Grid("Q5_1", 0, 31, has_minimums=True),
+    4: Grid("Q4_1", 0, 15, has_minimums=True),
+    3: Grid("Q4_1", 0, 7, has_minimums=True),
+}
+# The numbers of bits for which there is a grid.
+BITS = tuple(_ZERO_KEEPING)
+
+
+def grid_of(bits: int, *, keeps_zeros: bool) -> Grid:
+    """Return the grid with so many bits. One that ``keeps_zeros`` has no minimums, so 0 is one of its numbers."""
+    return (_ZERO_KEEPING if keeps_zeros else _WITH_MINIMUMS)[bits]
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized matrix has ``levels``, int8 (out, in), and ``scales`` and ``minimums``, float16 (out, in / 32)."""
+
+    grid: Grid
+    levels: Tensor
+    scales: Tensor
+    minimums: Tensor
+
+    def weights(self) -> Tensor:
+        """Return the weights (out, in), float32, as llama.cpp has them."""
+        blocks = self.levels.unflatten(1, (-1, BLOCK)).float() * self.scales.float()[..., None]
+        return (blocks + self.minimums.float()[..., None]).flatten(1)
+
+    def packed(self) -> Tensor:
+        """Return the matrix as bytes (out, bytes of a row) in GGUF's layout.
+
+        A block has its scale, its minimum if there are any, the fifth bits, and then two levels a byte, the first and
+        the second half of the block. In Q8_0 each level has a byte. Source: the structures ``block_q4_0`` to
+        ``block_q8_0`` in ggml.
+        """
+        levels = self.levels.unflatten(1, (-1, BLOCK))  # (out, blocks, 32)
+        head = [self.scales] if not self.grid.has_minimums else [self.scales, self.minimums]
+        parts = [each[..., None].contiguous().view(torch.uint8) for each in head]
+        if self.grid.gguf_type == "Q8_0":
+            parts.append(levels.view(torch.uint8))
+        else:
+            num_bits = int(self.grid.gguf_type[1])
+            codes = levels if self.grid.has_minimums else levels + 2 ** (num_bits - 1)
+            codes = codes.view(torch.uint8)
+            if num_bits == 5:
+                fifth_bits = (codes >> 4).unflatten(2, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
+                parts.append(fifth_bits.sum(dim=3, dtype=torch.uint8))
+            first, second = (codes & 15).chunk(2, dim=2)
+            parts.append(first | second << 4)
+        return torch.cat(parts, dim=2).flatten(1)
