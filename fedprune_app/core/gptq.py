@@ -18,9 +18,7 @@ from fedprune_app.core.sparsegpt import inverse_factor
 _PANEL = 4 * BLOCK  # columns that are updated one by one; those to the right of a panel are updated together
 
 
-def gptq(
-    weight: Tensor, hessian: Tensor, grid: Grid, mask: Tensor | None = None, damping: float = 0.01
-) -> Quantized:
+def gptq(weight: Tensor, hessian: Tensor, grid: Grid, mask: Tensor | None = None, damping: float = 0.01) -> Quantized:
     """Return the quantized matrix.
 
     ``weight`` is (out, in) with a multiple of 32 inputs, and ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # This prefix before the name of the first matrix with the same inputs names their Hessian in a payload.
 HESSIAN = "hessian/"
+CORRELATIONS, SCALES = "correlations/", "scales/"  # likewise, where the former has the diagonal alone
 _FRACTION = 2.0**40
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 
@@ -31,14 +33,86 @@ def _upper_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).triu()
 
 
-def encoded(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors in which Hessians (n, n) travel: their upper triangles in float32."""
-    return {HESSIAN + name: packed_upper(matrix.float()) for name, matrix in matrices.items()}
+# How the numbers of a Hessian travel. In all but the first the diagonal does so in float32, and correlations follow.
+FORMS = ("float32", "float16", "int8")
+_BLOCK, _LEVELS = 64, 127  # of correlations in 8 bits: numbers with one scale, and the largest of them
 
 
-def like(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+def encoded(matrices: Mapping[str, Tensor], form: str = "float32") -> dict[str, Tensor]:
+    """Return the tensors in which Hessians (n, n) travel, in one of :data:`FORMS`.
+
+    The upper triangle is in float32, or else the diagonal is, with the correlations right of it, row by row, in float16
+    or in 8 bits: 64 of these share a float16 scale, so a number takes 8.25 bits. A noised matrix has no
+    correlations, since its diagonal may be below 0.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, matrix in matrices.items():
+        upper = packed_upper(matrix.float())
+        if form == "float32":
+            tensors[HESSIAN + name] = upper
+            continue
+        diagonal, is_right = _diagonal(len(matrix)), _right_of_diagonal(len(matrix))
+        sizes = _products_of_sizes(upper[diagonal])
+        correlations = torch.where(sizes > 0, upper[is_right] / sizes, 0)
+        tensors[HESSIAN + name] = upper[diagonal]
+        if form == "float16":
+            tensors[CORRELATIONS + name] = correlations.half()
+            continue
+        blocks = F.pad(correlations, (0, -len(correlations) % _BLOCK)).view(-1, _BLOCK)
+        scales = (blocks.abs().amax(dim=1) / _LEVELS).half()
+        inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+        levels = (blocks * inverse[:, None]).round().clamp(-_LEVELS, _LEVELS)
+        tensors[CORRELATIONS + name] = (levels + _LEVELS).to(torch.uint8).flatten()[: len(correlations)]
+        tensors[SCALES + name] = scales
+    return tensors
+
+
+def like(sizes: Mapping[str, int], form: str = "float32") -> dict[str, Tensor]:
     """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``sizes`` inputs, without values."""
-    return {HESSIAN + name: torch.empty(size * (size + 1) // 2, device="meta") for name, size in sizes.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, size in sizes.items():
+        count = size * (size - 1) // 2
+        tensors[HESSIAN + name] = torch.empty(size if form != "float32" else count + size, device="meta")
+        if form == "float16":
+            tensors[CORRELATIONS + name] = torch.empty(count, dtype=torch.float16, device="meta")
+        if form == "int8":
+            tensors[CORRELATIONS + name] = torch.empty(count, dtype=torch.uint8, device="meta")
+            tensors[SCALES + name] = torch.empty(-(-count // _BLOCK), dtype=torch.float16, device="meta")
+    return tensors
+
+
+def decoded(name: str, tensors: Mapping[str, Tensor], size: int) -> Tensor:
+    """Return the upper triangle of a matrix (size, size), float32, from what :func:`encoded` made of it.
+
+    Each number follows from two others by single roundings of float32, so every machine has the same bits.
+    """
+    if CORRELATIONS + name not in tensors:
+        return tensors[HESSIAN + name]
+    correlations = tensors[CORRELATIONS + name].float()
+    if SCALES + name in tensors:
+        scales = tensors[SCALES + name].float().repeat_interleave(_BLOCK)[: len(correlations)]
+        correlations = (correlations - _LEVELS) * scales
+    upper, diagonal = correlations.new_empty(size * (size + 1) // 2), tensors[HESSIAN + name]
+    upper[_diagonal(size)] = diagonal
+    upper[_right_of_diagonal(size)] = correlations * _products_of_sizes(diagonal)
+    return upper
+
+
+def _products_of_sizes(diagonal: Tensor) -> Tensor:
+    """Return ``√d_i √d_j`` for each entry right of the diagonal, row by row."""
+    roots = diagonal.clamp(min=0).sqrt()
+    return (roots[:, None] * roots)[_upper_mask(len(roots)).triu(1)]
+
+
+def shrunk(hessian: Tensor, share: float) -> Tensor:
+    """Return a Hessian whose correlations are smaller by ``share``: of few tokens, or in few bits, these are too large.
+
+    Source: Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004, with the
+    diagonal as target.
+    """
+    result = hessian * (1 - share)
+    result.diagonal().copy_(hessian.diagonal())
+    return result
 
 
 class ClippedMoments:
@@ -135,19 +209,27 @@ class HessianSum:
 
         An error leaves the sum as if these tensors had not come.
         """
-        upper = self.check(name, tensors, weight)
+        self._count(self.check(name, tensors, weight), weight, 1)
+
+    def remove(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> None:
+        """Remove what :meth:`add` added: the sum is that of the others, to the last bit. An error leaves the sum."""
+        if weight > self.weight:
+            raise ValueError(f"tensor '{HESSIAN}{name}' has weight {weight}, allowed: at most {self.weight}")
+        self._count(decoded(name, tensors, self.size).double() * weight, weight, -1)
+
+    def _count(self, upper: Tensor, weight: int, sign: int) -> None:
         integers = upper.round()
-        self._whole += integers.long()
-        self._fraction += ((upper - integers) * _FRACTION).round().long()
-        self.weight += weight
-        self.num_added += 1
+        self._whole += sign * integers.long()
+        self._fraction += sign * ((upper - integers) * _FRACTION).round().long()
+        self.weight += sign * weight
+        self.num_added += sign
 
     def check(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> Tensor:
         """Return the upper triangle, float64, that :meth:`add` would add, and add nothing.
 
         Raises ``ValueError`` for a diagonal below 0, and for numbers that are too large for an exact sum.
         """
-        upper = tensors[HESSIAN + name].double() * weight
+        upper = decoded(name, tensors, self.size).double() * weight
         largest = float(upper.abs().max())
         if not self.is_noised:
             diagonal = upper[_diagonal(self.size)]
@@ -168,3 +250,9 @@ def _diagonal(size: int) -> Tensor:
     """Return where the diagonal is in the upper triangle of a matrix, row by row."""
     numbers = torch.arange(size)
     return numbers * size - numbers * (numbers - 1) // 2
+
+
+def _right_of_diagonal(size: int) -> Tensor:
+    is_right = torch.ones(size * (size + 1) // 2, dtype=torch.bool)
+    is_right[_diagonal(size)] = False
+    return is_right

@@ -153,7 +153,7 @@ def test_four_clients_sums_give_every_level_that_one_place_with_all_text_has():
 
 
 def test_any_number_of_threads_gives_the_same_bytes():
-    weight, inputs = problem(seed=6, rows=1100, columns=64, tokens=200)  # a block is shared out among threads
+    weight, inputs = problem(seed=6, rows=1100, columns=64, tokens=300)  # a block is shared out among threads
     hessian, grid = hessian_of(inputs), grid_of(4, keeps_zeros=False)
     before, packed = torch.get_num_threads(), []
     try:

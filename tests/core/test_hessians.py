@@ -1,0 +1,91 @@
+"""Hessians in fewer bits: what arrives is near what was sent, alike everywhere, and its sums are exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedprune_app.core import hessians
+from fedprune_app.core.gptq import gptq
+from fedprune_app.core.grids import grid_of
+from fedprune_app.core.sparsegpt import sparsegpt
+from tests.core.test_sparsegpt import hessian_of, problem
+
+FORMS = pytest.mark.parametrize("form", hessians.FORMS)
+
+
+def sent(size: int = 96, tokens: int = 300, seed: int = 1):
+    """A Hessian whose inputs differ a millionfold in size; one of them was never seen."""
+    weight, inputs = problem(seed, rows=8, columns=size, tokens=tokens)
+    inputs = inputs * torch.logspace(-3, 3, size)
+    inputs[..., 5] = 0
+    return weight, hessian_of(inputs)
+
+
+@FORMS
+def test_what_arrives_has_the_diagonal_that_was_sent_and_correlations_of_as_many_digits_as_the_form(form):
+    _, hessian = sent()
+    tensors = hessians.encoded({"x": hessian}, form)
+    like = hessians.like({"x": 96}, form)
+    assert {n: (t.shape, t.dtype) for n, t in tensors.items()} == {n: (t.shape, t.dtype) for n, t in like.items()}
+    arrived = hessians.unpacked(hessians.decoded("x", tensors, 96), 96)
+    assert torch.equal(arrived.diagonal(), hessian.diagonal())
+    sizes = hessian.diagonal().sqrt()
+    scale = (sizes * sizes[:, None]).clamp(min=1e-30)
+    largest = {"float32": 1e-6, "float16": 6e-4, "int8": 0.51 / 127}[form]
+    assert float(((arrived - hessian) / scale).abs().max()) < largest
+    assert not arrived[5].any()
+
+
+def test_correlations_in_8_bits_take_a_quarter_of_the_bytes():
+    sizes = {
+        form: sum(t.numel() * t.element_size() for t in hessians.like({"x": 1536}, form).values())
+        for form in hessians.FORMS
+    }
+    assert sizes["int8"] / sizes["float32"] < 0.26
+    assert sizes["float16"] / sizes["float32"] < 0.51
+
+
+@FORMS
+def test_sums_of_what_arrives_have_the_same_bits_in_any_order_and_without_a_client_those_of_a_sum_of_the_others(form):
+    messages = [hessians.encoded({"x": sent(seed=seed)[1]}, form) for seed in range(4)]
+    sums = []
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [1, 2, 3]):
+        total = hessians.HessianSum(96)
+        for client in order:
+            total.add("x", messages[client], client + 1)
+        sums.append(total)
+    assert torch.equal(sums[0].matrix(), sums[1].matrix())
+    sums[0].remove("x", messages[0], 1)
+    assert sums[0].weight == sums[2].weight == 9
+    assert torch.equal(sums[0].matrix(), sums[2].matrix())
+    with pytest.raises(ValueError, match="weight 12, allowed: at most 9"):
+        sums[0].remove("x", messages[0], 12)
+
+
+def test_8_bits_and_a_hundredth_less_correlation_prune_and_round_as_well_as_32_bits_do():
+    weight, hessian = sent(tokens=120)  # few more tokens than inputs
+    arrived = hessians.unpacked(hessians.decoded("x", hessians.encoded({"x": hessian}, "int8"), 96), 96)
+    small = hessians.shrunk(arrived, 0.01)
+
+    def error(other):
+        change = (other - weight).double()
+        return float(((change @ hessian.double()) * change).sum())
+
+    plain, coarse = (error(sparsegpt(weight, each, 0.5)[0]) for each in (hessian, small))
+    assert coarse < 1.1 * plain
+    grid = grid_of(4, keeps_zeros=False)
+    plain, coarse = (error(gptq(weight, each, grid).weights()) for each in (hessian, small))
+    assert coarse < 1.1 * plain
+
+
+def test_shrinking_leaves_the_diagonal():
+    matrix = torch.tensor([[4.0, 2.0], [2.0, 9.0]])
+    assert hessians.shrunk(matrix, 0.25).tolist() == [[4.0, 1.5], [1.5, 9.0]]
+
+
+def test_a_diagonal_below_0_in_8_bits_is_refused():
+    tensors = hessians.encoded({"x": sent()[1]}, "int8")
+    tensors[hessians.HESSIAN + "x"][3] = -1.0
+    with pytest.raises(ValueError, match="no sum of products"):
+        hessians.HessianSum(96).add("x", tensors, 1)
