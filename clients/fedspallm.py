@@ -23,7 +23,6 @@ from clients.node import Node, Place, ReplyFields
 from clients.privacy import ClientPrivacy, Spending, noise_multiplier, open_privacy, planned_rounds
 from clients.task import Task
 from fedprune_app.config import Config
-from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -192,8 +191,8 @@ class LayerUpdate:
 
 def observed_inputs(config: Config, model: LanguageModel) -> list[list[str]]:
     """Return the matrices of a layer, in groups of the same inputs, of whose inputs clients send Hessians."""
-    groups, is_cut = same_inputs(model), config.fedspallm.pattern == CUT
-    return [names for names in groups if not is_cut or names[0].split(".")[-2] in CUT_BY]
+    groups, has_all = same_inputs(model), config.fedspallm.observes_all()
+    return [names for names in groups if has_all or names[0].split(".")[-2] in CUT_BY]
 
 
 def segment_noise(config: Config, num_releases: int) -> float:
@@ -246,6 +245,8 @@ class FedSpaLLMClient(Node):
         if options.merge != "hessians":
             allowed = "hessians, since masks and weights are chosen by the raw text"
             return f"fedspallm.merge is {options.merge!r}, allowed with dp.enabled: {allowed}"
+        if options.hessian_form != "float32":
+            return f"fedspallm.hessian-form is {options.hessian_form!r}, allowed with dp.enabled: float32"
         if options.recovery_rounds:
             return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with dp.enabled: 0"
         if config.dp.clip_norm > 1:
@@ -365,6 +366,8 @@ class FedSpaLLMClient(Node):
         """
         layer, of_round = int(task.fields["layer"]), int(task.fields["of-round"])
         meta = self._received_layers(task, state)
+        if any(number < int(meta.get("next", 0)) for number in by_layer(task.payload)):
+            meta["of-round"] = 0  # the hidden states have passed a layer that is pruned now
         hidden = self.hidden_states_before(layer, State(state.tensors, meta), of_round)
         module = self.model.layer(layer, self.model.layer_tensors(layer))
         meta |= {"of-round": of_round, "next": layer}
@@ -372,7 +375,7 @@ class FedSpaLLMClient(Node):
             payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
         else:
             matrices = input_matrices(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
-            payload = Payload(hessians.encoded(matrices))
+            payload = Payload(hessians.encoded(matrices, self.options.hessian_form))
         return LayerUpdate(payload, State({"hidden": hidden}, meta), {})
 
     def _private_moments(

@@ -42,7 +42,7 @@ from fedprune_app.results.recorder import number_in, round_columns, row_of
 from fedprune_app.results.similarity import MaskDistances
 from fedprune_app.results.texts import OWN_TEXT
 from strategies.base import FederatedStrategy, state_rounds_of
-from strategies.merging import HessianMerge, MaskMerge, MeanMerge
+from strategies.merging import CODES, Compression, HessianMerge, MaskMerge, MeanMerge, sum_files
 from strategies.pruned_model import (
     PrunedModel,
     Recovery,
@@ -102,7 +102,9 @@ class FedSpaLLM(FederatedStrategy):
         if self.options.merge == "hessians":
             groups = same_inputs()
             noise = noise_multiplier(dense.num_layers * len(groups))  # of clients that release so many in a round
-            self.merge = HessianMerge(self.config, dense, self.clients, groups, noise, cut)
+            compression = Compression(self.config, dense, groups, noise * self.config.dp.clip_norm, cut)
+            kept_sums = sum_files(self.recorder.folder, context.run_key)
+            self.merge = HessianMerge(compression, self.clients, self.recorder.folder / CODES, kept_sums)
         self.number = self.layer = 0  # the round, and the layer that is being pruned
         self.pruners: dict[int, list[int]] = {}  # by layer
         self.recovery: Recovery | None = None  # in a round that recovers
@@ -137,7 +139,7 @@ class FedSpaLLM(FederatedStrategy):
             yield from self._send_pruned(round, self.dense.num_layers, {**fields, "prunes": True, "recovers": True})
             return
         if not self.merge.clients_prune:
-            yield from self._send_pruned(round, self.layer, {**fields, "prunes": True})
+            yield from self._send_pruned(round, self.options.pruned_before(self.layer), {**fields, "prunes": True})
             return
         pruned = self.global_model.layer(self.layer)
         for client in round.participants:
@@ -163,7 +165,7 @@ class FedSpaLLM(FederatedStrategy):
             self.recovery.add(update)
         elif update.tensors:
             self.merge.add(client, update)
-            self._known[client] = self.layer
+            self._known[client] = self.options.pruned_before(self.layer)
             if update.masks and client in list(self.clients)[:_COMPARED]:
                 self.distances.add(client, update)
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedprune_app.core.grids import BLOCK, Grid, Quantized
 from fedprune_app.core.sparsegpt import inverse_factor
@@ -21,13 +22,15 @@ _PANEL = 4 * BLOCK  # columns that are updated one by one; those to the right of
 def gptq(weight: Tensor, hessian: Tensor, grid: Grid, mask: Tensor | None = None, damping: float = 0.01) -> Quantized:
     """Return the quantized matrix.
 
-    ``weight`` is (out, in) with a multiple of 32 inputs, and ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its
-    diagonal grows by ``damping`` times the mean of the diagonal. What the boolean ``mask`` (out, in) does not keep is
-    exactly 0 in the result, on a grid without minimums. Inputs that were never seen (0 on the diagonal) have weights of
-    0 before they are rounded. A block's scale and minimum have the smallest sum of ``error² / U_jj²``, ``U`` being the
-    upper Cholesky factor of ``H⁻¹``: what the error of a column costs after the columns to the right made up for it.
+    ``weight`` is (out, in), and ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its diagonal grows by ``damping``
+    times the mean of the diagonal. A row that ends within a block is filled up with weights of 0. What the boolean
+    ``mask`` (out, in) does not keep is exactly 0 in the result, on a grid without minimums. Inputs that were never seen
+    (0 on the diagonal) have weights of 0 before they are rounded.
 
-    Raises ``ValueError`` for another number of inputs, for a mask on a grid with minimums, for values that are not
+    A block's scale and minimum have the smallest sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
+    ``H⁻¹``: what the error of a column costs after the columns to the right made up for it.
+
+    Raises ``ValueError`` for a mask on a grid with minimums, for values that are not
     finite or too large for float16, and when the damped ``hessian`` is not positive definite.
     """
     (quantized,) = gptq_together([weight], hessian, grid, None if mask is None else [mask], damping)
@@ -45,16 +48,20 @@ def gptq_together(
 
     One pass goes through the rows of all matrices. The arguments and errors are those of :func:`gptq`.
     """
-    num_inputs = len(hessian)
-    if num_inputs % BLOCK:
-        raise ValueError(f"a matrix has {num_inputs} inputs, allowed with bits: a multiple of {BLOCK}")
     if masks is not None and grid.has_minimums:
         raise ValueError(f"grid {grid.gguf_type} has no exact 0, allowed with a mask: one without minimums")
-    weights = torch.cat([matrix.detach().double() for matrix in matrices]).T.contiguous()  # (in, rows)
-    kept = torch.ones_like(weights, dtype=torch.bool) if masks is None else torch.cat([*masks]).T.contiguous()
+    missing = -len(hessian) % BLOCK
+    mean = hessian.diagonal().mean()
+    hessian = F.pad(hessian.double(), (0, missing, 0, missing))
+    num_inputs = len(hessian)
+    hessian.diagonal()[num_inputs - missing :] = mean
+    weights = F.pad(torch.cat([matrix.detach().double() for matrix in matrices]).T, (0, 0, 0, missing))  # (in, rows)
+    kept = weights.new_ones(weights.shape, dtype=torch.bool)
+    if masks is not None:
+        kept = F.pad(torch.cat([*masks]).T, (0, 0, 0, missing))
     is_unseen = hessian.diagonal() == 0
     weights[is_unseen] = 0
-    factor = inverse_factor(hessian.double(), is_unseen, damping)
+    factor = inverse_factor(hessian, is_unseen, damping)
     importance = factor.diagonal().reciprocal().square()[:, None] * (kept & ~is_unseen[:, None])
     levels = torch.empty_like(weights, dtype=torch.int8)
     scales, minimums = weights.new_empty((2, num_inputs // BLOCK, weights.shape[1]))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 BLOCK = 32
 _TINY = torch.finfo(torch.float32).tiny
-_SHARES = [0.5 + 0.025 * step for step in range(23)]  # of the range of a block, that levels are spread over
+_SHARES = [0.5 + 0.05 * step for step in range(12)]  # of the range of a block, that levels are spread over
 
 
 @dataclass(frozen=True)
@@ -34,44 +34,30 @@ class Grid:
 
         Levels are spread over several shares of the block's range. For each of these, scale and minimum become those of
         the least squares for its levels. Those with the smallest sum of ``importance · error²`` stay; ``importance`` is
-        (block, rows), or (block, 1).
+        (block, rows). What is not finite in float16 is returned as it is.
         """
-        start, spread = self._range(weights, importance)
-        least = torch.full_like(spread, torch.inf)
-        best_scale, best_minimum = least, least  # where weights are not finite, or too large
-        for share in _SHARES:
-            levels = self.levels(weights, spread * share, start)
-            scale, minimum = self._least_squares(weights, importance, levels)
-            residual = weights - minimum - scale * self.levels(weights, scale, minimum)
-            error = (importance * residual.square()).sum(dim=0)
-            is_better = error < least
-            best_scale = torch.where(is_better, scale, best_scale)
-            best_minimum = torch.where(is_better, minimum, best_minimum)
-            least = torch.where(is_better, error, least)
-        return best_scale, best_minimum
-
-    def _range(self, weights: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the minimum at which levels begin, and the scale that spreads them over the whole block."""
+        shares = weights.new_tensor(_SHARES)[:, None, None]
         if self.has_minimums:
-            least, largest = weights.aminmax(dim=0)
-            return least, (largest - least) / self.highest
-        counted = torch.where(importance > 0, weights, 0)
-        place = counted.abs().argmax(dim=0, keepdim=True)
-        return torch.zeros_like(counted[0]), counted.gather(0, place)[0] / self.lowest
-
-    def _least_squares(self, weights: Tensor, importance: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scale and minimum with which these levels are nearest to ``weights``, rounded to float16."""
-        mean_weight = mean_level = torch.zeros_like(weights[0])
+            start, largest = weights.aminmax(dim=0)
+            spread = (largest - start) / self.highest
+        else:
+            counted = torch.where(importance > 0, weights, 0)
+            place = counted.abs().argmax(dim=0, keepdim=True)
+            start, spread = torch.zeros_like(counted[0]), counted.gather(0, place)[0] / self.lowest
+        levels = self.levels(weights, shares * spread, start)  # (shares, block, rows)
+        mean_weight = mean_level = torch.zeros_like(levels[:, :1])
         if self.has_minimums:
             total = importance.sum(dim=0).clamp(min=_TINY)
             mean_weight = (importance * weights).sum(dim=0) / total
-            mean_level = (importance * levels).sum(dim=0) / total
-        centred = levels - mean_level
-        weighted = importance * centred
-        size = (weighted * centred).sum(dim=0)
-        scale = (weighted * (weights - mean_weight)).sum(dim=0) / torch.where(size == 0, 1, size)
-        scale = scale.half().to(weights.dtype)
-        return scale, (mean_weight - scale * mean_level).half().to(weights.dtype)
+            mean_level = (importance * levels).sum(dim=1, keepdim=True) / total
+        weighted = importance * (levels - mean_level)
+        size = (weighted * (levels - mean_level)).sum(dim=1, keepdim=True)
+        scale = (weighted * (weights - mean_weight)).sum(dim=1, keepdim=True) / torch.where(size == 0, 1, size)
+        scale = scale.half().to(weights.dtype)  # (shares, 1, rows)
+        minimum = (mean_weight - scale * mean_level).half().to(weights.dtype)
+        residual = weights - minimum - scale * self.levels(weights, scale, minimum)
+        best = (importance * residual.square()).sum(dim=1, keepdim=True).argmin(dim=0, keepdim=True)
+        return scale.gather(0, best)[0, 0], minimum.gather(0, best)[0, 0]
 
 
 _EIGHT, _FIVE, _FOUR, _THREE = (
@@ -87,12 +73,10 @@ _WITH_MINIMUMS: Mapping[int, Grid] = {
     4: Grid("Q4_1", 0, 15, has_minimums=True),
     3: Grid("Q4_1", 0, 7, has_minimums=True),
 }
-# The numbers of bits for which there is a grid.
-BITS = tuple(_ZERO_KEEPING)
 
 
 def grid_of(bits: int, *, keeps_zeros: bool) -> Grid:
-    """Return the grid with so many bits. One that ``keeps_zeros`` has no minimums, so 0 is one of its numbers."""
+    """Return the grid with 8, 5, 4 or 3 bits. One that ``keeps_zeros`` has no minimums, so 0 is one of its numbers."""
     return (_ZERO_KEEPING if keeps_zeros else _WITH_MINIMUMS)[bits]
 
 

@@ -6,6 +6,7 @@ the Hessian of all clients' text together. This module is ours: FedSpaLLM's clie
 
 import math
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,16 +34,15 @@ def _upper_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).triu()
 
 
-# How the numbers of a Hessian travel. In all but the first the diagonal does so in float32, and correlations follow.
-FORMS = ("float32", "float16", "int8")
+FORMS = ("float32", "int8", "diagonal")  # in which the numbers of a Hessian travel
 _BLOCK, _LEVELS = 64, 127  # of correlations in 8 bits: numbers with one scale, and the largest of them
 
 
 def encoded(matrices: Mapping[str, Tensor], form: str = "float32") -> dict[str, Tensor]:
     """Return the tensors in which Hessians (n, n) travel, in one of :data:`FORMS`.
 
-    The upper triangle is in float32, or else the diagonal is, with the correlations right of it, row by row, in float16
-    or in 8 bits: 64 of these share a float16 scale, so a number takes 8.25 bits. A noised matrix has no
+    The upper triangle is in float32, or else the diagonal is. In "int8" the correlations right of it, row by row, are
+    in 8 bits, and 64 of these share a float16 scale. In "diagonal" there is nothing else. A noised matrix has no
     correlations, since its diagonal may be below 0.
     """
     tensors: dict[str, Tensor] = {}
@@ -51,13 +51,11 @@ def encoded(matrices: Mapping[str, Tensor], form: str = "float32") -> dict[str, 
         if form == "float32":
             tensors[HESSIAN + name] = upper
             continue
-        diagonal, is_right = _diagonal(len(matrix)), _right_of_diagonal(len(matrix))
-        sizes = _products_of_sizes(upper[diagonal])
-        correlations = torch.where(sizes > 0, upper[is_right] / sizes, 0)
-        tensors[HESSIAN + name] = upper[diagonal]
-        if form == "float16":
-            tensors[CORRELATIONS + name] = correlations.half()
+        tensors[HESSIAN + name] = upper[_diagonal(len(matrix))]
+        if form == "diagonal":
             continue
+        sizes = _products_of_sizes(tensors[HESSIAN + name])
+        correlations = torch.where(sizes > 0, upper[_right_of_diagonal(len(matrix))] / sizes, 0)
         blocks = F.pad(correlations, (0, -len(correlations) % _BLOCK)).view(-1, _BLOCK)
         scales = (blocks.abs().amax(dim=1) / _LEVELS).half()
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
@@ -72,9 +70,7 @@ def like(sizes: Mapping[str, int], form: str = "float32") -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, size in sizes.items():
         count = size * (size - 1) // 2
-        tensors[HESSIAN + name] = torch.empty(size if form != "float32" else count + size, device="meta")
-        if form == "float16":
-            tensors[CORRELATIONS + name] = torch.empty(count, dtype=torch.float16, device="meta")
+        tensors[HESSIAN + name] = torch.empty(size + count * (form == "float32"), device="meta")
         if form == "int8":
             tensors[CORRELATIONS + name] = torch.empty(count, dtype=torch.uint8, device="meta")
             tensors[SCALES + name] = torch.empty(-(-count // _BLOCK), dtype=torch.float16, device="meta")
@@ -86,15 +82,15 @@ def decoded(name: str, tensors: Mapping[str, Tensor], size: int) -> Tensor:
 
     Each number follows from two others by single roundings of float32, so every machine has the same bits.
     """
-    if CORRELATIONS + name not in tensors:
-        return tensors[HESSIAN + name]
-    correlations = tensors[CORRELATIONS + name].float()
-    if SCALES + name in tensors:
-        scales = tensors[SCALES + name].float().repeat_interleave(_BLOCK)[: len(correlations)]
-        correlations = (correlations - _LEVELS) * scales
-    upper, diagonal = correlations.new_empty(size * (size + 1) // 2), tensors[HESSIAN + name]
-    upper[_diagonal(size)] = diagonal
-    upper[_right_of_diagonal(size)] = correlations * _products_of_sizes(diagonal)
+    sent = tensors[HESSIAN + name]
+    if len(sent) > size:
+        return sent
+    upper = sent.new_zeros(size * (size + 1) // 2)
+    upper[_diagonal(size)] = sent
+    if CORRELATIONS + name in tensors:
+        levels = tensors[CORRELATIONS + name].float() - _LEVELS
+        correlations = levels * tensors[SCALES + name].float().repeat_interleave(_BLOCK)[: len(levels)]
+        upper[_right_of_diagonal(size)] = correlations * _products_of_sizes(sent)
     return upper
 
 
@@ -239,6 +235,18 @@ class HessianSum:
         if largest * (self.weight + weight) > _LARGEST:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
         return upper
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the sum as tensors, to be kept: :meth:`of` makes it of them again."""
+        counts = torch.tensor([self.weight, self.num_added])
+        return {f"whole/{name}": self._whole, f"fraction/{name}": self._fraction, f"counts/{name}": counts}
+
+    @classmethod
+    def of(cls, name: str, tensors: Mapping[str, Tensor], size: int, is_noised: bool = False) -> Self:
+        total = cls(size, is_noised)
+        total._whole, total._fraction = tensors[f"whole/{name}"], tensors[f"fraction/{name}"]
+        total.weight, total.num_added = tensors[f"counts/{name}"].tolist()
+        return total
 
     def matrix(self) -> Tensor:
         """Return the mean (size, size), float32, over all sequences that were added."""
