@@ -36,6 +36,8 @@ from _claims import (
     FIVE_HUNDRED,
     IN_PAPER,
     LANGUAGE,
+    LEVEL,
+    MARGIN,
     MATRICES,
     MERGES,
     SCARCE,
@@ -283,6 +285,26 @@ def chance(claim: Claim, apart: Difference) -> float:
     return float(2 * stdtr(freedom, -distance * stdtrit(freedom, 0.975)))
 
 
+def within(claim: Claim, apart: Difference) -> tuple[float, float]:
+    """The 90 % interval of the seeds' means. Where it lies within a margin, two one-sided tests at 5 % pass."""
+    freedom, half = len(apart.by_seed) - 1, (apart.high - apart.low) / 2
+    half *= float(stdtrit(freedom, 0.95) / stdtrit(freedom, 0.975))
+    return apart.mean - half, apart.mean + half
+
+
+def level_table() -> str:
+    """The claims whose mean is near their limit: is the difference within :data:`MARGIN`, either way?"""
+    lines = ["| | claim | difference | 90 % | within ± 1 point |", "| --- | --- | ---: | --- | --- |"]
+    for claim in (claim for claim in CLAIMS if claim.name in LEVEL):
+        apart = compared(claim)
+        if apart is None or len(apart.by_seed) < claim.seeds:
+            continue
+        low, high = (100 * bound for bound in within(claim, apart))
+        said = "level" if max(-low, high) < MARGIN else "open"
+        lines.append(f"| {claim.name} | {claim.text} | {100 * apart.mean:+.2f} | {low:+.2f} to {high:+.2f} | {said} |")
+    return "\n".join(lines)
+
+
 def left_by_holm() -> tuple[set[str], int]:
     """The names of the claims that Holm's correction leaves at 5 %, and of how many tests it is."""
     found = [(claim, apart) for claim in CLAIMS if (apart := compared(claim)) and len(apart.by_seed) >= claim.seeds]
@@ -383,7 +405,7 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
     if found := _costs(TUNED):
         yield TUNED, drawn.costs(found)
-    for name in (name for name in MATRICES if name != TUNED):  # too many systems for one figure of courses
+    for name in (name for name in MATRICES if name != TUNED and not name.startswith("fresh-")):
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
             yield name, drawn.course(found)
@@ -690,10 +712,11 @@ def written(text: str) -> str:
         if kind == "settings":
             data, _, measures = about.partition(": ")
             return settings_table(data, measures.split() or tuple(COLUMNS_OF_SETTINGS))
-        whole = {"claims": claims_table, "wins": wins_table, "left": left_table, "tuned": tuned_table}
+        whole = {"claims": claims_table, "wins": wins_table, "level": level_table, "left": left_table}
+        whole["tuned"] = tuned_table
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|tuned|costs [\w-]+|(?:settings|data) [^>]+?", made)
+    return with_tables(text, r"claims|wins|left|level|tuned|costs [\w-]+|(?:settings|data) [^>]+?", made)
 
 
 def files() -> Iterable[tuple[str, str]]:

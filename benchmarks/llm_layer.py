@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.codec import pack, unpack
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
-from fedprune_app.models.llm import LanguageModel, import_transformers
+from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.transformers import import_transformers
 
 OPT = {"tiny": (32, 64, 2), "opt-125m": (768, 3072, 12), "opt-1.3b": (2048, 8192, 32)}  # width, inner width, heads
 PARTS = ("load", "prune", "encode", "decode", "add", "mean and expansion")

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from fedprune_app.models.checkpoints import import_transformers
 from fedprune_app.models.saving import load_packed
+from fedprune_app.models.transformers import import_transformers
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.core.masks import erk_densities, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, VersionedStore, new_run_key
 from fedprune_app.federation.clients import ImageClientInfo
@@ -121,6 +122,7 @@ def new_model(name: str) -> nn.Module:
     rng = generator(0, "init")
     if name != "resnet18":
         return build_model(name, (3, 32, 32), 10, rng=rng)
+    prepare_torchvision()
     from torchvision.models import resnet18
 
     model: nn.Module = resnet18(num_classes=10)  # 11.2 M parameters

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.sparse_linear import instructions, linear, pack
-from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.sparse import sparsify
+from fedprune_app.models.transformers import import_transformers
 
 SIDE, COUNT = 2048, 24
 INPUTS = (1, 2, 4, 8, 16, 32, 128)

@@ -9,14 +9,11 @@ message: it runs its hidden states through its cached dense ones (equation 9) on
 """
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from clients.node import Node, Place, ReplyFields
@@ -28,145 +25,17 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.text import (
     Document,
-    calibration_documents,
-    calibration_segments,
-    own_documents,
-    perplexity_texts,
-    stdlib_training_text,
-    texts_in,
     windows_of,
 )
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
+from fedprune_app.learning import text_cache
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.models.checkpoints import resolve_checkpoint
-from fedprune_app.models.cutting import CUT_BY
-from fedprune_app.models.embedded import embedded_folder
-from fedprune_app.models.layer_pruning import Pruner, Schedule, input_matrices, prune_layer, recovered, same_inputs
-from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
-from fedprune_app.models.llm import perplexities as measured_perplexities
+from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
+from fedprune_app.models.layer_pruning import Pruner, Schedule, input_matrices, prune_layer, recovered
 from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
-
-Files = tuple[tuple[str, int, int], ...]
-_MOST_CLIENTS = 64  # clients whose segments are remembered
-_segments: WeakKeyDictionary[LanguageModel, dict[Hashable, tuple[Tensor, list[str]]]] = WeakKeyDictionary()
-
-
-def segments(
-    model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, **deal: Any
-) -> tuple[Tensor, list[str]]:
-    """Return :func:`calibration_segments` of the text there is, not to be written to; ``deal`` are its arguments.
-
-    With ``test_fraction`` they are of the client's own text, without its test part.
-    """
-    known = _segments.setdefault(model, {})
-    key = dataset, _files(data_dir), test_fraction, *deal.values()
-    if key not in known:
-        if test_fraction is None:
-            documents = _shared_documents(dataset, data_dir, _files(data_dir))
-        else:
-            documents = own_text(data_dir, test_fraction, deal["seed"])[0]
-        if len(known) >= _MOST_CLIENTS:
-            del known[next(iter(known))]
-        known[key] = calibration_segments(documents, model.encode, **deal)
-    return known[key]
-
-
-def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """Return :func:`own_documents`, not to be written to."""
-    return _own_documents(data_dir, test_fraction, seed, _files(data_dir))
-
-
-def forget_documents() -> None:
-    """Free the memory of all but segments, once every client has introduced itself: pruning needs the room."""
-    _shared_documents.cache_clear()
-    _own_documents.cache_clear()
-
-
-def _files(data_dir: str) -> Files:
-    """Return what a folder's text depends on: path, size and time of each file."""
-    if not data_dir:
-        return ()
-    folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")
-    paths = [path for folder in folders for path in texts_in(folder)]
-    return tuple((str(path), (status := path.stat()).st_size, status.st_mtime_ns) for path in paths)
-
-
-@lru_cache(maxsize=1)
-def _shared_documents(dataset: str, data_dir: str, files: Files) -> Sequence[Document]:
-    return list(calibration_documents(dataset, data_dir))
-
-
-@lru_cache(maxsize=1)
-def _own_documents(data_dir: str, test_fraction: float, seed: int, files: Files) -> tuple[list[Document], str]:
-    return own_documents(data_dir, test_fraction, seed)
-
-
-def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
-    """Open the dense model that a run begins with. Raises ``ValueError`` where it is not on this machine."""
-    if config.model == "auto":
-        folder = embedded_folder([document.text for document in stdlib_training_text()])
-        if not folder.is_dir():
-            raise ValueError(
-                "model 'auto' is not trained yet on this machine: `fedprune demo --llm` does it in minutes"
-            )
-    else:
-        folder = resolve_checkpoint(config.model, config.download)
-    return open_model(folder, config.fedspallm.dtype, str(device))
-
-
-def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
-    """Return the run's test texts by name, each with the largest number of windows (0: all).
-
-    ``ValueError`` for one that cannot be read, or that has the name of clients' own.
-    """
-    texts = perplexity_texts(config.dataset, config.data_dir, config.fedspallm.more_texts())
-    if OWN_TEXT in texts:
-        raise ValueError(f"a test text is called {OWN_TEXT!r}, allowed: any other name; clients' own are called so")
-    return texts
-
-
-def evaluation_windows(
-    config: Config, model: LanguageModel, text: str | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return by test text all of its windows, and those on which perplexity is measured.
-
-    A ``text`` that is given is the only one. ``ValueError`` for a text that is shorter than a window.
-    """
-    options = config.fedspallm
-    texts = evaluation_texts(config) if text is None else {OWN_TEXT: (text, 0)}
-    all_windows, measured_windows = {}, {}
-    for name, (content, max_windows) in texts.items():
-        max_windows = min(max_windows or options.test_windows, options.test_windows or max_windows)
-        try:
-            windows = windows_of(model.encode(content), model.sequence_length(options.window))
-        except ValueError as error:
-            raise ValueError(f"test text '{name}': {error}") from None
-        all_windows[name], measured_windows[name] = windows, windows[:max_windows] if max_windows else windows
-    return all_windows, measured_windows
-
-
-def perplexities(
-    config: Config, model: LanguageModel, own_layers: LayerTensors | None, text: str | None = None
-) -> dict[str, Perplexity]:
-    """Return the perplexities of ``model``, by test text, with the matrices of ``own_layers`` in place of its own.
-
-    Without ``own_layers`` they are those of the dense model. A ``text`` that is given is the only one, and has a name
-    that no other may have: what is measured on it is compared with nothing else.
-    """
-    all_windows, measured_windows = evaluation_windows(config, model, text)
-    if own_layers is None:
-        results = dense_perplexities(model, measured_windows, config.batch_size)
-    else:
-        results = measured_perplexities(
-            model,
-            lambda layer: {**model.layer_tensors(layer), **own_layers(layer)},
-            measured_windows,
-            config.batch_size,
-        )
-    return {name: replace(result, windows_in_text=len(all_windows[name])) for name, result in results.items()}
 
 
 def by_layer(payload: Payload) -> dict[int, Payload]:
@@ -187,12 +56,6 @@ class LayerUpdate:
     payload: Payload
     state: State
     metrics: Mapping[str, Any]
-
-
-def observed_inputs(config: Config, model: LanguageModel) -> list[list[str]]:
-    """Return the matrices of a layer, in groups of the same inputs, of whose inputs clients send Hessians."""
-    groups, has_all = same_inputs(model), config.fedspallm.observes_all()
-    return [names for names in groups if has_all or names[0].split(".")[-2] in CUT_BY]
 
 
 def segment_noise(config: Config, num_releases: int) -> float:
@@ -230,7 +93,7 @@ class FedSpaLLMClient(Node):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         self.options = config.fedspallm
-        self.model = language_model(config, self.device)
+        self.model = language_model(config, self.device, place.policy)
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )
@@ -288,7 +151,7 @@ class FedSpaLLMClient(Node):
     def own_text(self) -> tuple[list[Document], str] | None:
         """These are the documents that the client learns from, and its test text, where its data is its own."""
         if self.has_own_text:
-            return own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
+            return text_cache.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
@@ -299,7 +162,7 @@ class FedSpaLLMClient(Node):
         sum, and is not made.
         """
         options = self.options
-        return segments(
+        return text_cache.segments(
             self.model,
             self.config.dataset,
             self.config.data_dir,
@@ -461,7 +324,7 @@ class FedSpaLLMClient(Node):
             blanks = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
             position, hidden = 0, self.model.embed(blanks, self.config.batch_size)[: len(tokens)]
         if layer:
-            forget_documents()
+            text_cache.forget_documents()
         for earlier_layer in range(position, layer):
             tensors = self.model.layer_tensors(earlier_layer)  # line 12
             version = int(state.meta.get("pruned", {}).get(str(earlier_layer), 0))

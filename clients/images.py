@@ -1,4 +1,4 @@
-"""The images that a client learns from, what it says of them, and how they are augmented."""
+"""The images that a client learns from, and what it says of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,52 +10,8 @@ from torch import Tensor
 from clients.node import Place, ReplyFields
 from clients.privacy import split_secret
 from fedprune_app.config import Config
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.data.splits import client_data, data_config, dataset_of, label_counts, part_sizes, record_digests
-
-
-class CropFlip:
-    """A crop-flip shifts each image of a batch by -4 to 4 pixels along both axes and mirrors it with probability 1/2.
-
-    It is made once from a client's normalised images (N, C, H, W), of which it keeps a padded copy on their device.
-    ``black`` (C,) is the normalised value of a black pixel. Papers pad before they normalise. So the pixels that come
-    into view at the border are black, and not 0, which is the mean colour.
-
-    :meth:`draws` maps positions (B,) to choices (B, 4) by 3 B draws from a CPU generator. A choice has the position of
-    an image, the shifts down and to the right, and whether the image is mirrored. A call with choices, on the images'
-    device, gives images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
-    """
-
-    PADDING = 4
-
-    def __init__(self, images: Tensor, black: Tensor) -> None:
-        count, channels, self._height, self._width = images.shape
-        border = self.PADDING
-        self._rows, self._columns = self._height + 2 * border, self._width + 2 * border
-        padded = black.to(images).expand(count, self._rows, self._columns, channels).contiguous()
-        padded[:, border:-border, border:-border] = images.permute(0, 2, 3, 1)
-        self._pixels = padded.view(-1, channels)  # of all images, row by row
-
-    def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
-        count = len(positions)
-        down, right = torch.randint(0, 2 * self.PADDING + 1, (2, count), generator=rng)
-        mirrored = torch.randint(0, 2, (count,), generator=rng)
-        return torch.stack([positions, down, right, mirrored], dim=1)
-
-    def __call__(self, choices: Tensor) -> Tensor:
-        count, device = len(choices), self._pixels.device
-        position, down, right, mirrored = torch.split(choices, 1, dim=1)
-        y = down + torch.arange(self._height, device=device)  # (B, H) in the padded image
-        x = torch.arange(self._width, device=device)
-        x = right + torch.where(mirrored.bool(), x.flip(0), x)  # (B, W)
-        row = position * self._rows + y  # (B, H) among the rows of all images
-        pixel = row.unsqueeze(2) * self._columns + x.unsqueeze(1)  # (B, H, W)
-        # One selection of whole pixels: three times as fast as indexing by image, row and column.
-        batch = self._pixels.index_select(0, pixel.flatten())
-        return batch.view(count, self._height, self._width, -1).permute(0, 3, 1, 2)
-
-
-# --- the images of a client -------------------------------------------------------------------------------------------
-
 
 # how many of which class is nobody's business with privacy, and the others may follow from the images
 _OF_THE_DATA = frozenset(

@@ -26,7 +26,7 @@ from clients.node import Place
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
-from fedprune_app.core.aggregate import perm_k_owners
+from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped

@@ -19,7 +19,7 @@ from fedprune_app.engine.simulated_grid import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
 
 Kind = Literal["introduction", "training", "evaluation"]
 _NONE: frozenset[str] = frozenset()
@@ -65,7 +65,7 @@ def declared(kind: type) -> ReplyFields:
 
 def fields_of(kind: type, system: str) -> ReplyFields:
     """Return which fields the replies of this class of clients may have in a run of the system."""
-    measures = declarations.of_system(system)
+    measures = own_measures.of_system(system)
     return declared(kind) | ReplyFields(
         training=frozenset(measure.name for measure in measures if measure.told == "training"),
         evaluation=frozenset(measure.name for measure in measures if measure.told == "evaluation"),
@@ -268,7 +268,7 @@ class Node(NumPyClient):
 
     def _checked_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
         subject = f"{type(self).__name__} tells that"
-        return declarations.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
+        return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
 
     def load_state(self, task: Task) -> tuple[State, str]:
         """Return the state after the round that the server last took in from this client (``task.state_round``).

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedprune_app.core.torchvision_shim import prepare_when_imported
-from fedprune_app.engine.printable import keep_logs_printable
-
 if TYPE_CHECKING:
     from fedprune_app.api import (
         ConfigError,
@@ -47,8 +44,6 @@ __all__ = [
     "sparsify",
     "sweep",
 ]
-prepare_when_imported()
-keep_logs_printable()
 
 
 def __getattr__(name: str) -> object:

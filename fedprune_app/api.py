@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.config.toml import config_file
 from fedprune_app.data import splits
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.models.saving import load_packed
@@ -72,6 +73,7 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        keep_logs_printable()
         try:
             return function(*arguments, **keywords)
         except ConfigError as error:

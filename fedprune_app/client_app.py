@@ -13,6 +13,7 @@ from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.config import PolicyError
 from fedprune_app.engine import wire
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.engine.store import client_state_folder
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.preflight.node import check_capacity, node_settings, number_of
@@ -24,6 +25,7 @@ app = ClientApp()
 
 def make_client(context: Context, message: Message, kind: type[Node] | None = None) -> Node:
     """Make the client that answers a message: of the system's class, or of the class ``kind``, as an audit asks."""
+    keep_logs_printable()
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
     fields = wire.fields_of(message.content)

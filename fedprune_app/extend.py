@@ -25,7 +25,7 @@ from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.learning.training import TrainingResult, proximal
 from fedprune_app.models.vision import load_state_tensors, state_tensors
 from fedprune_app.plugins.registering import register_dataset, register_model, register_partition, register_system
-from fedprune_app.results.declarations import OwnMeasure
+from fedprune_app.results.own_measures import OwnMeasure
 from strategies.base import AveragingStrategy, FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.fedavg import FedAvg

@@ -10,10 +10,11 @@ from weakref import WeakSet
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedprune_app import plugins, server
+from fedprune_app import plugins, resuming
 from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.core import masked_tensors
 from fedprune_app.engine.flower_private import add_exit_handler
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
@@ -24,10 +25,11 @@ from fedprune_app.learning.device import prepare_torch
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
-from fedprune_app.server import BUILDS, CLIENT_INFOS, Choice, other_data
+from fedprune_app.resuming import Choice
+from fedprune_app.strategy_builders import BUILDS, CLIENT_INFOS, other_data
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -37,6 +39,7 @@ _at_work: WeakSet[Recorder] = WeakSet()  # a process may run many federations
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run one federation from start, or from the checkpoint in ``resume-from``, to its last round."""
+    keep_logs_printable()
     watch_launcher()
     folder = None
     try:
@@ -63,7 +66,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     recorder = Recorder(folder, tracking=config.tracking)
     saved_run = None
     if config.resume_from:
-        saved_run = server.find(folder, read_info(folder), config)
+        saved_run = resuming.find(folder, read_info(folder), config)
         if saved_run.is_complete:
             log.info("the run in %s is complete", folder)
             return
@@ -71,7 +74,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     else:
         values = config.to_dict()
         code: dict[str, Any] = {"plugins": plugins.described(values)}
-        if measures := declarations.described(config.system):
+        if measures := own_measures.described(config.system):
             code["measures"] = measures
         facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
         recorder.start(values, config.seed, facts | code)
@@ -82,8 +85,8 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         roster = _gather(grid, config, recorder, earlier_info)
         choice, point, state = None, START, None
         if saved_run is not None:
-            lost_states = server.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
-            choice = server.choose(saved_run, lost_states, accept_loss=config.accept_loss)
+            lost_states = resuming.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
+            choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
         strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))
@@ -168,7 +171,7 @@ def _go_on(
     """Open the run folder again: from this call on the run differs from the run that stopped."""
     values = config.to_dict()
     changes: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
-    if measures := declarations.described(config.system):
+    if measures := own_measures.described(config.system):
         changes["measures"] = measures
     changed_plugins = plugins.changed(values, earlier_info.get("plugins", {}))
     notes = [*choice.notes, *changed_plugins.values()]

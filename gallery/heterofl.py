@@ -37,7 +37,6 @@ class HeteroFL(fp.FjORD):
 class FedRolex(HeteroFL):
     """The server has one model of full width; ``first`` is the unit with which this round's windows begin."""
 
-    averages = False  # a robust average measures from a model that is not rolled
     first = 0
 
     def rolled(self, tensors: Mapping[str, Tensor], shift: int) -> dict[str, Tensor]:

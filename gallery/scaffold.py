@@ -22,7 +22,6 @@ from fedprune_app import extend as fp
 class Scaffold(fp.FedAvg):
     """The server has a model x and a control variate c, and sends both."""
 
-    averages = False  # a robust mean would have to be of the controls too
     by_examples = False
     paper_formula = "64 bits per parameter, both ways: the model and its control variate"
 

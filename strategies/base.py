@@ -6,6 +6,7 @@ hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 
 import hashlib
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,14 +21,14 @@ from fedprune_app.config import Config
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.robust import BoundedMean
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import exchanges, loop
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.participation import Budgets, Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
+from fedprune_app.results.statistics import noise_of_mean
 
 
 class StreamedStrategy(Strategy):
@@ -76,7 +77,6 @@ class FederatedStrategy(StreamedStrategy):
     has_global_model = True
     exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
     fine_tunes = False  # whether clients train once more for every test
-    averages = False  # whether the system averages models, so that ``robust-norm`` means something
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
     def __init__(
@@ -91,7 +91,7 @@ class FederatedStrategy(StreamedStrategy):
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
         check_min_replies(self.config, self.participation.most, len(self.participation.members))
-        self.measures = declarations.all_of(self.config.system)
+        self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
@@ -118,7 +118,24 @@ class FederatedStrategy(StreamedStrategy):
                 f"dp.epsilon-budget is {dp.epsilon_budget:g}, less than dp.target-epsilon {dp.target_epsilon:g}: the "
                 "noise is chosen for the target, and clients stop at the budget"
             )
-        return lines
+        return [*lines, *self._doubts_of_noise()]
+
+    def _doubts_of_noise(self) -> list[str]:
+        """Say how much of a noised accuracy is noise, if that is more than a point of the mean over the clients."""
+        config = self.config
+        if config.dp.accuracies != "noised" or not config.evaluate_every or not self.headline.startswith("accuracy"):
+            return []
+        tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)
+        num_tests = [max(1, round(info.num_examples * tests_per_example)) for info in self.clients.values()]
+        deviations = [math.sqrt(2) * config.dp.count_scale / number for number in num_tests]
+        of_mean = noise_of_mean(deviations) or 0
+        if of_mean < 0.01:
+            return []
+        return [
+            f"accuracies are told with noise: about ± {100 * max(deviations):.0f} points for the client with the "
+            f"fewest test examples, and ± {100 * of_mean:.0f} for the mean over {len(deviations)} clients. "
+            "Differences within twice that say nothing. On public data, dp.accuracies=open tells accuracies as they are"
+        ]
 
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
@@ -169,7 +186,7 @@ class FederatedStrategy(StreamedStrategy):
 
         Raises ``ValueError`` for another name, and for a value out of the declared bounds.
         """
-        measures = {m.name: m for m in declarations.of_system(self.config.system) if m.told == "server"}
+        measures = {m.name: m for m in own_measures.of_system(self.config.system) if m.told == "server"}
         if name not in measures:
             allowed = ", ".join(measures) or "none here"
             raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
@@ -248,26 +265,17 @@ def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
 class AveragingStrategy(FederatedStrategy):
     """The new model is the average of the replies, by default a masked mean in which all clients count alike."""
 
-    averages = True
     by_examples = False  # whether a client counts by its number of examples
 
-    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean:
-        """Return an average of at most ``count`` models with the server's coordinates, within ``robust-norm``."""
-        mean, bound = MaskedMean(count, max_weight), self.config.robust_norm
-        return BoundedMean(mean, self.model, bound) if bound else mean
-
     def weight_of(self, client: int) -> int:
-        """Return how much a client counts.
-
-        A number of examples is what the client says, so under ``robust-norm`` all clients count alike.
-        """
-        return self.clients[client].num_examples if self.by_examples and not self.config.robust_norm else 1
+        """Return how much a client counts."""
+        return self.clients[client].num_examples if self.by_examples else 1
 
     # --- the mean, which systems override ---------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
         largest = max(map(self.weight_of, round.participants))
-        self.mean = self.averaging(len(round.participants), max_weight=largest)
+        self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         self.mean.add(update, weight=self.weight_of(client))

@@ -12,7 +12,7 @@ from strategies.base import AveragingStrategy
 
 
 class FedAvg(AveragingStrategy):
-    """The server computes ``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the replies; with ``robust-norm`` n_k is 1."""
+    """The server computes ``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the replies."""
 
     by_examples = True
     headline = "accuracy_global"

@@ -13,8 +13,7 @@ at the end of this file. No code was released; where the text is silent or contr
   the others had not moved it: ``fedltp.average=participants``. Lost replies count in neither.
 * Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas say the round's).
   A score is the share of correct predictions among the validation examples of those who answered: with equal answers
-  the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust-norm`` it is the
-  mean of the clients' own shares: how many examples a client has is what it says.
+  the order is that of the sum (18), and rounds with missing answers compare fairly.
 * The model that is evaluated after a round is the best so far, which would be the final one (equation 19). It is the
   newest one while no score of any round was accepted.
 * Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
@@ -138,21 +137,18 @@ class FedLTP(DPFed):
             self.best, self.best_model = (round.number, 0.0), self.model
             return {}
         up_before, down_before = round.log.bytes_up, round.log.bytes_down
-        shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
         def read(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
             score, num_examples = self._score(client, fields)
             scores.append((score, num_examples))
-            shares.append(min(max(score / num_examples, 0.0), 1.0))
             return {}
 
         exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
         columns: dict[str, Any] = {"validations": len(scores), "validation_score": None}
         if scores:
-            client_mean = math.fsum(shares) / len(shares)  # in whatever order they came
-            pooled_score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
-            columns["validation_score"] = score = client_mean if self.config.robust_norm else pooled_score
+            score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
+            columns["validation_score"] = score
             if self.best[0] == 0 or score > self.best[1]:
                 self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
 from fedprune_app.core import layers, rng
-from fedprune_app.core.aggregate import attention_mean
+from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core.fedp3 import attention_mean
 from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
@@ -49,9 +50,6 @@ class FedP3(AveragingStrategy):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        aggregation, bound = self.options.aggregation, self.config.robust_norm
-        if aggregation in ("attention", "weighted-literal") and bound:  # whose factor shrinks what stayed
-            raise ConfigError("robust-norm", bound, "0", condition=f"with fedp3.aggregation {aggregation!r}")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
@@ -147,7 +145,7 @@ class FedP3(AveragingStrategy):
 
     def begin(self, round: Round) -> None:
         self.draws = round.number
-        self.mean = self.averaging(len(round.participants), max_weight=len(self.layers))
+        self.mean = MaskedMean(len(round.participants), max_weight=len(self.layers))
         self.kept: dict[int, Payload] = {}  # attention needs all replies at once
         self.contributed = dict.fromkeys(self.layers, 0)  # Σ N_i over the clients of each layer
 

@@ -36,7 +36,7 @@ from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.models.cutting import Cut
 from fedprune_app.models.llm import LanguageModel, Perplexity
 from fedprune_app.models.saving import PrunedLayers
-from fedprune_app.results import measures
+from fedprune_app.results import statistics
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.recorder import number_in, round_columns, row_of
 from fedprune_app.results.similarity import MaskDistances
@@ -374,7 +374,7 @@ class LayerRounds(Exchanges):
         require(round.log.replies, min(self.config.min_replies, len(round.participants)), name, round.log.failures)
         self._by_layer = self.strategy.end_recovery()
         losses = [row["recovery_loss"] for row in round.log.clients.values() if row.get("recovery_loss") is not None]
-        return {**self._columns(round), "recovery_loss": measures.summary(losses).mean}
+        return {**self._columns(round), "recovery_loss": statistics.summary(losses).mean}
 
     def _show_progress(self) -> None:
         layer, num_layers = self.strategy.layer, self.dense.num_layers
@@ -545,5 +545,5 @@ def over_clients(
 
 def _client_summary(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
     values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
-    summary = measures.summary(values)
+    summary = statistics.summary(values)
     return {"personal_mean": summary.mean, "personal_std": summary.std, "personal_models": len(values)}

@@ -3,8 +3,8 @@
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, Algorithm 1. The client half is ``clients/fjord.py``.
 
-Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples
-(alike under ``robust-norm``), so that with all clients at full width it is FedAvg.
+Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples,
+so that with all clients at full width it is FedAvg.
 """
 
 from collections.abc import Iterator, Mapping

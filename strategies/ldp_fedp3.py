@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import rng
-from fedprune_app.core.aggregate import perm_k_owners
+from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema

@@ -21,13 +21,14 @@ from hypothesis import settings
 from fedprune_app import cli, client_app, registry, server_app
 from fedprune_app.config import config as configuration
 from fedprune_app.config import parse_config, plugged
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data import names as data_names
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.learning import training
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.models import names as model_names
 from fedprune_app.plugins import loading, registering
-from fedprune_app.results import declarations
+from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
 from tests.examples import PROFILE, examples
@@ -37,6 +38,7 @@ __all__ = ["Finished", "pytest_unconfigure"]
 # How long an example takes depends on what else the machine does.
 settings.register_profile(PROFILE, settings(), deadline=None, max_examples=examples(100))
 settings.load_profile(PROFILE)
+prepare_torchvision()  # for what tests import themselves
 torch.set_num_threads(1)  # as in a run; two threads of one operation wait for each other where other work goes on
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 
@@ -124,7 +126,7 @@ REGISTRIES: tuple[dict[Any, Any], ...] = (
     *(registry.SYSTEMS, data_names.DATASETS, data_names.LOADERS, data_names.PARTITIONS, data_names.DEALERS),
     *(model_names.MODELS, model_names.BUILDERS, model_names.AUTO),
     *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, loading._files, registering.origins),
-    declarations._of_systems,
+    own_measures._of_systems,
 )
 
 

@@ -21,7 +21,7 @@ ROOF = [  # from the top: a room imports those of lower floors alone, and all th
     {"running", "exports"},
     {"server_app", "client_app", "extend"},
     {"preflight"},
-    {"server", "launching"},
+    {"resuming", "strategy_builders", "launching"},
     {"plugins"},
     {"registry", "terminal"},
 ]
@@ -31,13 +31,14 @@ FILES = {  # the same of the files in a room
     "exports": [{"formats", "predict"}, {"find"}, {"file"}],
     "launching": [{"local"}, {"simulation", "credentials"}, {"processes"}],
     "sweeps": [{"sweep"}, {"matrix"}],
+    "testing": [{"laws", "audit"}, {"misbehaving", "runs"}],
     "data": [
         {"splits"},
         {"datasets"},
         {"brought", "tables", "text"},
         {"folders", "partitions"},
         {"dataset"},
-        {"names"},
+        {"augmentation", "names"},
     ],
     "privacy": [{"dpsgd"}, {"clipped_sums"}, {"ledger"}, {"accounting", "audit", "noise"}],
 }
@@ -50,7 +51,8 @@ ALLOWED = {  # room: rooms it may import
     "fedprune_app.data": {"config", "core", "files"},
     "fedprune_app.models": {"core", "files"},
     "fedprune_app.privacy": {"core", "files"},
-    "fedprune_app.learning": {"config", "core", "files", "models", "privacy"},  # no system, and not where Flower begins
+    # no system, and not where Flower begins; data, results: a language model is measured on a run's test texts
+    "fedprune_app.learning": {"config", "core", "data", "files", "models", "privacy", "results"},
     # config: which settings change no result; models: an exported file is loaded as a network
     "fedprune_app.results": {"core", "config", "files", "models"},
     "fedprune_app.engine": {"config", "core", "files", "results"},
@@ -124,7 +126,7 @@ def test_a_file_of_a_room_imports_only_lower_floors(room):
 PARSING = {"fedprune_app.config.parse_config", "fedprune_app.config.check_resumable"}
 PARSING |= {"fedprune_app.preflight.combinations.check_system", "fedprune_app.config.parsing"}
 PARSE = {
-    "fedprune_app/server.py": "the server knows the run that goes on",
+    "fedprune_app/resuming.py": "the server knows the run that goes on",
 }
 
 

@@ -257,6 +257,11 @@ def test_a_report_is_written_for_a_folder_of_runs(fedprune, tmp_path):
     code, told = fedprune("report", "runs", "-o", "r.html")
     assert code == 0, told
     assert "subfedavg" in (tmp_path / "r.html").read_text()
+    assert fedprune("table", "runs")[0] == 0
+    assert fedprune("table", "runs", "-o", "t.tex")[0] == 0
+    assert (tmp_path / "t.tex").read_text().startswith("\\begin{tabular}")
+    code, told = fedprune("table", "runs", "-o", "t.tex")
+    assert (code, "exists" in told) == (2, True)
 
 
 ALIASES = "x"

@@ -325,11 +325,12 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/models/saving.py": "into a folder of replacing_folder",
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
     "fedprune_app/models/cached.py": "into a folder of replacing_folder",
-    "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
+    "fedprune_app/models/gguf.py": "into a folder of replacing_folder",
+    "fedprune_app/models/sources.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
     "fedprune_app/data/folders.py": "into the temporary file of replacing",
     "fedprune_app/exports/formats.py": "into memory",
-    "fedprune_app/testing/__init__.py": "copies a run within a scratch folder",
+    "fedprune_app/testing/runs.py": "copies a run within a scratch folder",
 }
 WRITING = {
     "write_text",

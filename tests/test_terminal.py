@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.cli.looking import _print_predictions
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.exports.predict import Prediction
 from fedprune_app.terminal import Terminal, print_rows, say
 from tests.results.conftest import made_up_run
@@ -103,6 +104,7 @@ def test_what_strangers_call_their_classes_and_files_does_not_command_the_termin
 
 
 def test_a_log_has_no_command_for_the_terminal_in_a_message_or_in_a_traceback():
+    keep_logs_printable()
     log, text = logging.getLogger("flwr"), io.StringIO()  # Flower logs what a client raises
     handler = logging.StreamHandler(text)
     log.addHandler(handler)

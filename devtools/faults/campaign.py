@@ -36,7 +36,6 @@ COUNTED = {
 _DRAWN: Sequence[Mapping[str, Scalar]] = (
     {},
     {"holdout-clients": 1},
-    {"robust-norm": 1.0},
     {"dispfl.gossip": "client"},
     {"dpsgd.gossip": "client"},
     {"fedspallm.merge": "masks", "num-server-rounds": 1},

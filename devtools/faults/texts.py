@@ -9,7 +9,7 @@ import torch
 
 from fedprune_app.config import Scalar
 from fedprune_app.models.embedded import byte_tokenizer
-from fedprune_app.models.llm import import_transformers
+from fedprune_app.models.transformers import import_transformers
 
 _CLIENT_TEXTS = 3
 

@@ -12,6 +12,7 @@ import typer
 from fedprune_app import __version__
 from fedprune_app.cli import deploying, first_look, looking, running
 from fedprune_app.config import OPTIONS, ConfigError
+from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.terminal import say
 
@@ -49,6 +50,7 @@ def main(commands: typer.Typer = app) -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal without ε or Chinese names shows them as escapes
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    keep_logs_printable()
     try:
         level = (os.environ.get("FEDPRUNE_LOG") or "ERROR").upper()  # the progress bar shows what matters
         if level not in logging.getLevelNamesMapping():

@@ -90,7 +90,7 @@ def list_(
     from fedprune_app.models.names import MODELS
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
-    from fedprune_app.results import declarations
+    from fedprune_app.results import own_measures
 
     if plugin or system not in ("", *SYSTEMS):
         given_in(None, [f"system={system}"] if system else None, plugin)
@@ -110,7 +110,7 @@ def list_(
     for key, names in installed().items():
         for name, module in names.items():
             kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
-    measures = {name: declarations.described(name) for name in SYSTEMS if declarations.of_system(name)}
+    measures = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
     if as_json:
         settings = {
             key: {
@@ -164,15 +164,6 @@ def demo(
     Its language model is first trained here, on Python's own sources.
     The runs of an earlier demo in --out are replaced.
     """
-    from fedprune_app.cli.first_look import (
-        DEMO_CLIENTS,
-        DEMO_SYSTEMS,
-        LLM_CLIENTS,
-        LLM_DENSITIES,
-        check_replaceable,
-        demo_settings,
-        llm_settings,
-    )
     from fedprune_app.preflight.can_start import embedded_model
     from fedprune_app.results.ownership import check_report_file, mark, remove_run
     from fedprune_app.results.recorder import holds_run

@@ -54,6 +54,50 @@ def report(
     say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
 
 
+@app.command()
+def table(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write this file: .tex, .csv or .md. Default: print it.")
+    ] = None,
+    columns: Annotated[
+        str, typer.Option("--columns", help="The columns, with commas. Their names are those of a sweep's table.csv.")
+    ] = "",
+    intervals: Annotated[
+        bool, typer.Option("--intervals/--deviations", help="What stands behind ±: Student's 95 % interval, or the SD.")
+    ] = True,
+    best_bold: Annotated[
+        bool,
+        typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+) -> None:
+    """Write a table for a paper.
+
+    By default the columns are personal accuracy, upload, operations and density.
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.files import replace_file
+    from fedprune_app.results.groups import group_runs
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.report import each_once, run_folders
+    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
+
+    suffix = ".md" if output is None else output.suffix
+    if suffix not in (".tex", ".csv", ".md"):
+        raise ConfigError("--output", output, "a file that ends in .tex, .csv or .md")
+    if output is not None and output.exists() and not force:
+        raise ConfigError("--output", output, which="exists", hint="--force overwrites it")
+    keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
+    groups = group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
+    text = paper_table(suffix, *paper_rows(groups, keys, intervals, best_bold))
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    replace_file(output, text.encode())
+    say(f": {output.resolve()}", "written", "green")
+
+
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
     """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
     from fedprune_app.results.report import each_once, is_any_running, run_folders, write_report

@@ -331,12 +331,6 @@ class CommonOptions:
     min_replies: int = option(
         1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
     )
-    robust_norm: float = option(
-        0.0,
-        "The largest L2 distance of a client's model from the server's. The server clips a longer one, and all clients "
-        "count alike: so one hostile client moves the average little. 0: no bound.",
-        least=0,
-    )
     out_dir: str = option(
         "",
         "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",

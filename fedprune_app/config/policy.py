@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, told_of
 from fedprune_app.config.options import Kind, Option, listed, option, option_of
+
+log = logging.getLogger("flwr.fedprune")
 
 
 class PolicyError(ConfigError):
@@ -52,6 +55,14 @@ class Policy:
         "that are installed on the node, and declare the name of a system, are imported whatever this key says.",
         kind=Kind.CODE,
     )
+    allowed_models: str = option(
+        "",
+        "The SHA-256 digests of the language models that the node opens, separated by spaces; docs/deploy.md says of "
+        "what. Empty means all.",
+    )
+    downloads: bool = option(
+        True, "If false, the node declines runs with download=true. Other runs fetch no data, model or tokenizer."
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, object], where: str) -> Policy:
@@ -79,6 +90,8 @@ class Policy:
         systems = self.allowed_systems.split()
         if systems and config.system not in systems:
             raise declined("system", config.system, "allowed-systems", ", ".join(systems))
+        if config.download and not self.downloads:
+            raise declined("download", True, "downloads", "false")
         if self.why_private and not config.dp.enabled:
             raise declined("dp.enabled", False, self.why_private, "true")
         if not config.dp.enabled:
@@ -94,6 +107,17 @@ class Policy:
         if config.dp.enabled and has_columns and config.label_column not in listed(self.allowed_label_columns):
             allowed = self.allowed_label_columns or "none"
             raise declined("label-column", config.label_column, "allowed-label-columns", allowed)
+
+    def check_model(self, name: str, digest: str) -> None:
+        """Raise :class:`PolicyError` for a language model whose ``digest`` is not among ``allowed-models``.
+
+        The digest is that of :func:`~fedprune_app.models.checkpoints.checkpoint_digest`. The node's log alone says
+        what it is, since a run may name any folder of the node.
+        """
+        allowed = self.allowed_models.split()
+        if digest not in allowed:
+            log.warning("model %r has the SHA-256 %s", name, digest)
+            raise declined("model", name, "allowed-models", f"SHA-256 {' '.join(allowed)}")
 
     def check_noise(self, noise_multiplier: float, key: str) -> None:
         if noise_multiplier < self.min_noise_multiplier:

@@ -2,16 +2,13 @@
 
 PyTorch needs many passes over memory for what these do in one. The work is done by ``native/masked_tensors.c``. A
 function here returns None, and has changed nothing, where the library was not compiled or does not know a dtype or a
-device. The caller then does the same with PyTorch, to the same bits. The libraries in C are compiled where fedprune is
-installed, from the sources in ``native``; without a compiler there are none.
+device. The caller then does the same with PyTorch, to the same bits.
 """
 
 import ctypes
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,24 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-FOLDER = Path(__file__).with_name("native")
-
-
-@cache
-def library(name: str) -> ctypes.CDLL | None:
-    """Return the library that was compiled from ``native/{name}.c``, or None where there is none.
-
-    A library that was compiled from another version of this file counts as none.
-    """
-    try:
-        source = (FOLDER / f"{name}.c").read_bytes()
-        handle = ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
-        source_digest = handle.fedprune_source
-    except (OSError, AttributeError):  # or a library of somebody else
-        return None
-    source_digest.restype = ctypes.c_char_p
-    return handle if source_digest().decode() == hashlib.sha256(source).hexdigest() else None
-
+from fedprune_app.core import compiled
 
 _NAME = "masked_tensors"
 _BINS = 2**16
@@ -60,7 +40,7 @@ _ARGUMENTS = {
 
 
 def is_compiled() -> bool:
-    return library(_NAME) is not None
+    return compiled.library(_NAME) is not None
 
 
 def use_threads(number: int) -> None:
@@ -220,6 +200,6 @@ def _call(name: str, size: int, *arguments: object) -> None:
 
 @cache
 def _function(name: str) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(library(_NAME), f"fedprune_{name}")
+    function: Callable[..., None] = getattr(compiled.library(_NAME), f"fedprune_{name}")
     function.argtypes, function.restype = [_Long, *_ARGUMENTS[name], _Int], None  # type: ignore[attr-defined]
     return function

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedprune_app.core import masked_tensors
+from fedprune_app.core import compiled
 
 # The instructions that the library can use, by the number that it has for them.
 LEVELS = ("portable", "AVX2", "AVX-512")
@@ -30,7 +30,7 @@ _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    library = masked_tensors.library("sparse_linear")
+    library = compiled.library("sparse_linear")
     if library is None:
         return None
     library.fedprune_linear.argtypes = [

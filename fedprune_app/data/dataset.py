@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.files import locked
 
 
@@ -193,6 +194,7 @@ def require(
 
 
 def fetch_archive(url: str, folder: Path, md5: str) -> None:
+    prepare_torchvision()
     from torchvision.datasets.utils import download_and_extract_archive
 
     download_and_extract_archive(url, str(folder), md5=md5)

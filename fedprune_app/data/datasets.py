@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedprune_app.core.rng import numpy_generator
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data import brought, folders, partitions, tables
 from fedprune_app.data.dataset import (
     Dataset,
@@ -95,6 +96,7 @@ def idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
     ]
 
     def fetch() -> None:
+        prepare_torchvision()
         from torchvision import datasets
 
         getattr(datasets, kind.torchvision_class)(folder, download=True, **kind.arguments)

@@ -25,6 +25,7 @@ from fedprune_app.engine.flower_private import (
     AuthnType,
     ControlAuthnPlugin,
 )
+from fedprune_app.engine.printable import keep_logs_printable
 
 SECRET_VARIABLE = "FEDPRUNE_CONTROL_SECRET_FILE"
 CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
@@ -82,6 +83,7 @@ class SecretAuthn(ControlAuthnPlugin):
 
 
 def main() -> None:
+    keep_logs_printable()
     flower_private.replace("load_control_authn_plugin", SecretAuthn)
     flower_private.flower_superlink()
 

@@ -28,9 +28,9 @@ from fedprune_app.core.rng import generator
 from fedprune_app.exports.file import ExportInfo, encode_export, num_parameters
 from fedprune_app.exports.find import Exportable, find_model
 from fedprune_app.files import replace_file
-from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
+from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.sparse import SparseLinear, sparsify
 from fedprune_app.models.vision import parameter_names, state_tensors
 from fedprune_app.results.reader import check_models, read_info

@@ -19,9 +19,9 @@ from fedprune_app.engine.exchange import Answer, exchange, message_to, require
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.participation import Budgets
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
-from fedprune_app.results.declarations import mean
 from fedprune_app.results.measures import Measures, Reply
 from fedprune_app.results.recorder import from_training, number_in, round_columns, row_of
+from fedprune_app.results.statistics import mean
 
 if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
-from torch import Tensor
 
 from fedprune_app.config import has_effect
-from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation.exchanges import Exchanges, exchange_columns
@@ -35,7 +32,6 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
     if not rounds_completed:
         strategy.context.recorder.note(strategy.doubts())
         strategy.prepare()
-        _check_model(strategy, "prepare")
     last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not strategy.participation.eligible(number):
@@ -54,7 +50,6 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
         # 4. Close the round: the new model.
         if round.log.replies:
             strategy.end(round)
-            _check_model(strategy, "end")
         columns |= strategy.after(round, exchanges)
         columns = {**exchange_columns(round), **strategy.traffic(round), **columns, **round.log.own_measures}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - start, **columns}
@@ -91,16 +86,6 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
     for client in sorted(strategy.clients.keys() - strategy.digests.keys()):
         strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
-
-
-def _check_model(strategy: FederatedStrategy, method: str) -> None:
-    """Raise ``TypeError`` where a method, which may be a plug-in's, has left no tensors by name as the model."""
-    model = strategy.model
-    if not (isinstance(model, dict) and all(isinstance(tensor, Tensor) for tensor in model.values())):
-        raise TypeError(
-            f"{type(strategy).__name__}.{method}() leaves self.model as {wire.one_line(reprlib.repr(model))}, "
-            "allowed: a dict of tensors by name"
-        )
 
 
 def _evaluate(exchanges: Exchanges, round: Round) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.config import Config
-from fedprune_app.core.flops import computation_key, generic_copy
 from fedprune_app.core.graphs import CudaGraphs
+from fedprune_app.core.modules import computation_key, generic_copy
 from fedprune_app.core.rng import global_draws_of
 
 _TRIM, _MAP = (-1, 2**28), (-3, 2**25)  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, and bytes

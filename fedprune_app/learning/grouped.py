@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from fedprune_app.core.flops import computation_key, forward_flops, generic_copy, traced
+from fedprune_app.core.flops import forward_flops
+from fedprune_app.core.modules import computation_key, generic_copy, traced
 from fedprune_app.learning.device import fast_layout
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.core.cohort import together
-from fedprune_app.core.flops import module_mode
 from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
+from fedprune_app.core.modules import module_mode
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names

@@ -3,16 +3,9 @@
 import json
 import os
 from collections.abc import Callable
-from contextlib import redirect_stderr
-from functools import lru_cache
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from fedprune_app.files import locked, replacing_folder, scratch_folder, sha256_of
-from fedprune_app.models.checkpoints import import_transformers, one_line
+from fedprune_app.files import locked, replacing_folder, sha256_of
 
 _DIGESTS = "sha256.json"  # the digests of the other files in the folder
 
@@ -47,52 +40,3 @@ def is_whole(folder: Path) -> bool:
         return all(sha256_of(folder / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-# --- GGUF -------------------------------------------------------------------------------------------------------------
-
-
-def folder_of_gguf(path: Path) -> Path:
-    """Return the cached folder of a GGUF file's model, which is named by the file's content.
-
-    transformers computes the weights from the file's blocks, as 32-bit numbers.
-
-    ``ValueError`` where there is no such file, it is cut off, or transformers cannot read its model or its tokenizer.
-    """
-    if not path.is_file():
-        raise ValueError(f"model is {str(path)!r}: no such file")
-    return _converted_folder(path.resolve(), path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=8)  # the file and its copy are read once in a process, not for every message of a run
-def _converted_folder(path: Path, changed: int) -> Path:
-    folder = cache_folder() / f"gguf-alone-{sha256_of(path)[:16]}"
-    return cached_model(folder, f"reads {str(path)!r}", lambda new_folder: _convert(path, new_folder))
-
-
-def _convert(path: Path, folder: Path) -> None:
-    """Read the file in a folder where it is alone: a tokenizer beside it does not follow from its content."""
-    with scratch_folder() as alone:
-        (alone / path.name).symlink_to(path)
-        _convert_in(alone, path, folder)
-
-
-def _convert_in(alone: Path, path: Path, folder: Path) -> None:
-    transformers = import_transformers()
-    source: dict[str, Any] = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
-    options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    try:
-        import gguf  # noqa: F401  # transformers says less plainly that it is missing
-
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-        with redirect_stderr(StringIO()):  # a bar that logs would show line by line
-            model = transformers.AutoModelForCausalLM.from_pretrained(**source, **options)
-    except ImportError:
-        raise ValueError("GGUF files need the package gguf: install the extra fedprune[gguf]") from None
-    except Exception as error:  # transformers refuses with many kinds of error
-        raise ValueError(
-            f"model {str(path)!r} cannot be read ({one_line(error)[:200]}), allowed: a whole GGUF file of a language "
-            "model that transformers knows, with its tokenizer"
-        ) from None
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)

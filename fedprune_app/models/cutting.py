@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedprune_app.core.cutting import cut_inputs
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.structured import cut_inputs
 from fedprune_app.models.checkpoints import skeleton
 from fedprune_app.models.llm import LanguageModel, decoder_layers
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from fedprune_app.models.cached import cache_folder, cached_model
-from fedprune_app.models.llm import import_transformers
+from fedprune_app.models.transformers import import_transformers
 
 NAME = "byte-llama"
 # A callback of this type gets (step, steps, loss) after every step.

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedprune_app.core.flops import forward_flops, module_mode
+from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.layers import layers_of
+from fedprune_app.core.modules import module_mode
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import (
     ChannelGroup,

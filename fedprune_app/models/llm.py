@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.models.checkpoints import Checkpoint, fill, one_line
-from fedprune_app.models.checkpoints import import_transformers as import_transformers
+from fedprune_app.models.checkpoints import Checkpoint, fill
+from fedprune_app.models.transformers import import_transformers as import_transformers
+from fedprune_app.models.transformers import one_line
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from fedprune_app.core.grids import Quantized
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import as_path, replacing_folder
-from fedprune_app.models.checkpoints import INDEX, fill, import_transformers, inside, skeleton
+from fedprune_app.models.checkpoints import INDEX, fill, inside, skeleton
 from fedprune_app.models.cutting import Cut, narrowed
 from fedprune_app.models.llm import LanguageModel, decoder_layers
 from fedprune_app.models.sparse import Chooser
+from fedprune_app.models.transformers import import_transformers
 
 # A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer.
 PrunedLayers = Callable[[int], Payload]

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from fedprune_app.config import DEFAULTS, ConfigError
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.plugins.registering import NAMES, forget, origins
@@ -152,6 +153,7 @@ def _identity(target: str) -> str:
 
 
 def _module_of(code: Code) -> ModuleType:
+    prepare_torchvision()  # a plug-in may import it
     try:
         return _from_file(code) if code.target.endswith(".py") else importlib.import_module(code.target)
     except (ConfigError, KeyboardInterrupt):

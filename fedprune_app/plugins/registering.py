@@ -9,8 +9,8 @@ from fedprune_app.config import ConfigError, Table, check_uses, register_table, 
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
-from fedprune_app.results import declarations
-from fedprune_app.results.declarations import OwnMeasure
+from fedprune_app.results import own_measures
+from fedprune_app.results.own_measures import OwnMeasure
 
 NAMES: Mapping[str, Mapping[str, object]] = {
     "system": SYSTEMS,
@@ -48,7 +48,7 @@ def register_system(
     for role, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
             raise ConfigError(role, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
-    checked_measures = declarations.checked(name, measures)
+    checked_measures = own_measures.checked(name, measures)
     declared_fields = declared(client)
     for measure in checked_measures:
         if measure.name in declared_fields.introduction | declared_fields.training | declared_fields.evaluation:
@@ -63,7 +63,7 @@ def register_system(
     if options is not None:
         register_table(name, options)
     uses_of[name] = check_uses(name, uses)
-    declarations.declare(name, checked_measures)
+    own_measures.declare(name, checked_measures)
     SYSTEMS[name] = System(strategy, client, summary)
 
 

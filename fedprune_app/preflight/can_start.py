@@ -16,9 +16,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from clients import fedspallm
 from clients.base import ImageClient
-from clients.fedspallm import FedSpaLLMClient, evaluation_windows
+from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
@@ -31,19 +30,23 @@ from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.participation import check_min_replies
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
+from fedprune_app.learning import text_cache
 from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.language_models import evaluation_windows
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models.embedded import embedded_folder, write_untrained
+from fedprune_app.models.cached import is_whole
+from fedprune_app.models.embedded import embedded_folder, train_embedded, write_untrained
 from fedprune_app.models.layer_pruning import check_layers, same_inputs
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
+from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.preflight.given import Placement
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
-from fedprune_app.server import BUILDS
+from fedprune_app.strategy_builders import BUILDS
 from strategies.fedspallm import check_pattern
 
 
@@ -58,24 +61,16 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
         if model == "auto":
             embedded_model(console)
             continue
-        from fedprune_app.models.checkpoints import resolve_checkpoint
-
         with console.status(Text(f"fetching {model}" if download else f"looking for {model}")):
             resolve_checkpoint(model, download)
 
 
 def embedded_model(console: Console) -> Path:
     """Return the folder of the embedded language model, which is trained now unless that was done before."""
-    from fedprune_app.data.text import stdlib_training_text
-    from fedprune_app.models.cached import is_whole
-    from fedprune_app.models.embedded import embedded_folder, train_embedded
-
     texts = [document.text for document in stdlib_training_text()]
     folder = embedded_folder(texts)
     if is_whole(folder):
         return folder
-    import torch
-
     torch.set_num_threads(os.cpu_count() or 1)
     action = "training the embedded language model, once; this takes minutes"
     console.print(action)
@@ -159,7 +154,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         raise ConfigError(plugins.told(error)) from error
     finally:
         if placement.engine != "inprocess":  # other processes do the work, and need the memory
-            fedspallm.forget_documents()
+            text_cache.forget_documents()
             open_model.cache_clear()
 
 

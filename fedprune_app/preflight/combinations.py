@@ -43,14 +43,6 @@ def check_system(config: Config) -> Config:
     system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
         raise ConfigError(reason)
-    if config.robust_norm and not system.strategy.averages:
-        raise ConfigError(
-            "robust-norm",
-            config.robust_norm,
-            "0",
-            condition=f"with system {config.system!r}",
-            hint="its server averages no models",
-        )
     if config.dataset == "table" and config.augmentation != "none":
         raise ConfigError(
             "augmentation", config.augmentation, "none", condition="with dataset 'table'", hint="a row is no image"

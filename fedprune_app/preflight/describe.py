@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from clients.fedspallm import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.config import Config
 from fedprune_app.data.dataset import Dataset, shortened
 from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts, unread
 from fedprune_app.data.text import calibration_documents, own_documents
 from fedprune_app.learning.device import device_of
+from fedprune_app.learning.language_models import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.models.initial import initial_model, layer_flops
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names

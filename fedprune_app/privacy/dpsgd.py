@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedprune_app.core.flops import computation_key, generic_copy
+from fedprune_app.core.modules import computation_key, generic_copy
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.privacy.clipped_sums import ClippedSum, attached, clip_factors, over_tensors
 from fedprune_app.privacy.noise import Noise, noised

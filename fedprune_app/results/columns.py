@@ -8,9 +8,10 @@ from functools import partial
 from operator import attrgetter
 
 from fedprune_app.results import measures
-from fedprune_app.results.declarations import MEASURES, OwnMeasure
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.groups import Group
 from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Row, Run
 
 _place = attrgetter("place")

@@ -1,15 +1,8 @@
 """All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
 
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Literal
 
-from fedprune_app.config import ConfigError
-from fedprune_app.core.bounds import LARGEST_SAID, bounded
-from fedprune_app.results import measures
 from fedprune_app.results.measures import (
     MEGABYTE,
     Column,
@@ -20,82 +13,11 @@ from fedprune_app.results.measures import (
     Measure,
     Measures,
     Recorded,
-    Remark,
     Reply,
-    Row,
     Title,
 )
-
-
-def noise_of_mean(deviations: Sequence[float]) -> float | None:
-    """Return the standard deviation of the noise in a mean of numbers with these independent ones; None for none."""
-    return math.hypot(*deviations) / len(deviations) if deviations else None
-
-
-def noise_remark(rows: Sequence[Row], column: str) -> str:
-    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
-    words = {None: "noise unknown", 0: "", 1: "simulated"}
-    return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
-
-
-def accuracy_remark(rows: Sequence[Row], column: str) -> str:
-    """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
-    deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
-    noise = noise_of_mean([0 if deviation is None else deviation for deviation in deviations])
-    return f"noise ± {100 * noise:.1f}" if noise else ""
-
-
-def noised_remark(rows: Sequence[Row], column: str) -> str:
-    """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
-    return _each_once("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
-
-
-def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
-    """Say over how many clients a mean is, where they are fewer than the run has.
-
-    ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
-    """
-
-    def remark(row: Row) -> str:
-        count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
-        return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
-
-    return _each_once(map(remark, rows))
-
-
-def both(*remarks: Remark) -> Remark:
-    return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
-
-
-def _each_once(texts: Iterable[str]) -> str:
-    return ", ".join(sorted({text for text in texts if text}))
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean, which counts each client once; NaN for no values."""
-    return measures.summary(values).mean
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return the population's standard deviation; NaN for no values."""
-    return measures.summary(values).std
-
-
-def running_mean(values: Sequence[float]) -> float | None:
-    """Return the mean by adding the values from the first to the last; None for no values.
-
-    It may differ from :func:`mean` in the last bit, so a column stays with the one that it had first.
-    """
-    return sum(values) / len(values) if values else None
-
-
-def number(values: Sequence[float]) -> float | None:
-    return len(values) or None
-
-
-def largest(values: Sequence[float]) -> float | None:
-    return max(values, default=None)
-
+from fedprune_app.results.remarks import accuracy_remark, both, fewer_remark, noise_remark, noised_remark
+from fedprune_app.results.statistics import largest, mean, noise_of_mean, number, running_mean, spread, worst_decile
 
 _TRAINING, _EVALUATION = frozenset({Reply.TRAINING}), frozenset({Reply.EVALUATION})
 
@@ -164,13 +86,14 @@ MEASURES = Measures(
                     remark=both(accuracy_remark, fewer_remark),
                     is_noised_mean=True,
                 ),
-                Column("accuracy_personal_std", spread, remark=noised_remark),
+                Column("accuracy_personal_std", spread, needs_open=True),
                 Column(
                     "accuracy_personal_worst_decile",
-                    measures.worst_decile,
+                    worst_decile,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
-                    remark=both(noised_remark, fewer_remark),
+                    remark=fewer_remark,
+                    needs_open=True,
                 ),
             ),
         ),
@@ -452,188 +375,3 @@ MEASURES = Measures(
     )
 )
 """All numbers that are reported, in the order in which they are recorded."""
-
-
-# --- numbers of plug-ins ----------------------------------------------------------------------------------------------
-
-
-Told = Literal["training", "evaluation", "server"]
-OverRounds = Literal["last", "total", "mean"]
-_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
-
-
-@dataclass(frozen=True)
-class OwnMeasure:
-    """A number that a plug-in's system reports: ``register_system(..., measures=[...])``.
-
-    A run writes the declarations into its run.json. So a report of the run shows the numbers where the plug-in is not
-    installed, and imports no code.
-
-    ``name`` is the number's name in replies and in clients.jsonl. The mean over clients is the column ``name_mean`` of
-    rounds.jsonl. ``title`` names the number in tables and figures.
-
-    * ``told`` says where the number comes from. With "training" or "evaluation" each client tells it, in what its
-      method ``report`` or ``evaluation`` returns. With "server" the strategy tells it by ``self.tell(round, name,
-      value)``, and ``name`` itself is the column.
-    * ``least`` and ``most`` bound the number. A reply with another number is refused.
-    * ``percent`` says that the number is a share, of which 1 is shown as 100 %.
-    * ``decimals`` is how many decimals are shown.
-    * ``over_rounds`` says what the table shows of all rounds: the "last" number, their "total" or their "mean". Total
-      and mean are shown where every round has the number.
-    * ``public`` says that the number does not depend on a client's data. A private run drops all other numbers before
-      the reply leaves the client.
-
-    Raises :class:`ConfigError` for a name that is taken, and for other values than these.
-    """
-
-    name: str
-    title: str
-    told: Told = "training"
-    least: float = -LARGEST_SAID
-    most: float = LARGEST_SAID
-    percent: bool = False
-    decimals: int = 2
-    over_rounds: OverRounds = "last"
-    public: bool = False
-
-    def __post_init__(self) -> None:
-        where, allowed = f"measure {self.name!r}", "at most 60 lower-case letters, digits and single '_'"
-        if not (isinstance(self.name, str) and len(self.name) <= 60 and _NAME.fullmatch(self.name)):
-            raise ConfigError("name", self.name, allowed, where=where)
-        if {self.name, self.column} & _taken_names():
-            raise ConfigError("name", self.name, "another name", which="is one of fedprune's own numbers", where=where)
-        for key, value, values in (
-            ("told", self.told, get_args(Told)),
-            ("over_rounds", self.over_rounds, get_args(OverRounds)),
-        ):
-            if value not in values:
-                raise ConfigError(key, value, ", ".join(values), where=where)
-        if not self.least < self.most:
-            raise ConfigError("least", self.least, f"less than most, {self.most!r}", where=where)
-        if self.told == "evaluation" and self.over_rounds != "last":
-            raise ConfigError(
-                "over_rounds",
-                self.over_rounds,
-                "last",
-                condition="with told='evaluation'",
-                hint="not every round evaluates",
-                where=where,
-            )
-
-    @property
-    def column(self) -> str:
-        return self.name if self.told == "server" else f"{self.name}_mean"
-
-    @cached_property
-    def shown(self) -> Column:
-        scale, unit = (100.0, " %") if self.percent else (1.0, "")
-        title = f"{self.title} (%)" if self.percent else self.title
-        caption = "" if self.told == "server" else "Mean over the clients that told it."
-        return Column(
-            self.column,
-            None if self.told == "server" else mean,
-            Recorded.WHERE_MEASURED,
-            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=600),
-            curve=Curve(self.name, f"{self.title} by round", caption, self.title, self.percent),
-            line=InLine(self.title, format=f".{self.decimals}f", scale=scale, unit=unit),
-        )
-
-    @cached_property
-    def declaration(self) -> Measure | Column:
-        """The number is declared like fedprune's own, but no reply has to tell it."""
-        if self.told == "server":
-            return self.shown
-        return Measure(
-            self.name,
-            self.name,
-            optional=frozenset({Reply[self.told.upper()]}),
-            least=self.least,
-            most=self.most,
-            withheld=not self.public,
-            recorded=Recorded.WHERE_MEASURED,
-            columns=(self.shown,),
-        )
-
-    def number(self, value: object, who: str) -> float:
-        """Return a value as a checked float; tensors and arrays of one number are numbers. ``who`` told it.
-
-        Raises ``ValueError``.
-        """
-        item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
-        return float(bounded(item, f"{who} {self.name!r}", self.least, self.most))
-
-
-def _taken_names() -> set[str]:
-    fields = {measure.wire_name for measure in MEASURES.of_clients.values()}
-    titles = {column.table.key for column in MEASURES.columns.values() if column.table}
-    return {*MEASURES.of_clients, *MEASURES.columns, *fields, *titles, *_OTHER_NAMES}
-
-
-_OTHER_NAMES = frozenset(
-    {"partition", "note", "lost", "declined", "digest"}
-    | {"accuracy", "best_accuracy", "minutes", "rounds"}
-    | {"paper_megabytes", "gigaflops", "epsilon_remark", "label", "system", "dataset", "status", "seeds"}
-)
-
-
-# --- of a system --------------------------------------------------------------------------------------------------
-
-_of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
-
-
-def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
-    """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
-    all_measures = tuple(measures)
-    names = [name for measure in all_measures for name in {measure.name, measure.column}]
-    if duplicates := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError("measures", duplicates[0], "each name once", where=f"system {system!r}")
-    return all_measures
-
-
-def declare(system: str, measures: Iterable[OwnMeasure]) -> None:
-    _of_systems[system] = checked(system, measures)
-
-
-def of_system(system: str) -> tuple[OwnMeasure, ...]:
-    return _of_systems.get(system, ())
-
-
-def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str) -> dict[str, Any]:
-    """Return the fields of a client's reply with the numbers that the system declares checked; ``who`` tells them.
-
-    Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
-    """
-    checked_fields = dict(fields)
-    for measure in of_system(system):
-        value = checked_fields.pop(measure.name, None)
-        if value is not None and (measure.public or not is_private):
-            checked_fields[measure.name] = measure.number(value, who)
-    return checked_fields
-
-
-def all_of(system: str) -> Measures:
-    measures = of_system(system)
-    return Measures((*MEASURES, *(measure.declaration for measure in measures))) if measures else MEASURES
-
-
-# --- in run.json --------------------------------------------------------------------------------------------------
-
-
-def described(system: str) -> list[dict[str, Any]]:
-    return [asdict(measure) for measure in of_system(system)]
-
-
-def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
-    """Return the declarations in a run.json, which a later version may refuse.
-
-    Raises a one-line ``ValueError`` that says ``where`` they are wrong.
-    """
-    declarations = info.get("measures") or []
-    field_names = {field.name for field in fields(OwnMeasure)}
-    try:
-        return tuple(
-            OwnMeasure(**{key: value for key, value in declaration.items() if key in field_names})
-            for declaration in declarations
-        )
-    except (TypeError, ConfigError) as error:
-        raise ValueError(f"{where}: 'measures': {error}") from None

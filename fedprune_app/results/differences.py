@@ -1,8 +1,9 @@
 """How far systems are apart, client by client: intervals over the clients and the seeds that two systems share."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
 from fedprune_app.results.groups import Group, place_of_data
 from fedprune_app.results.reader import Run, last_of_clients
+from fedprune_app.results.remarks import noise_in
 
+OWN = "accuracy_personal_mean"
 DRAWS = 10_000
 _DRAWN_AT_ONCE = 2**15  # pairs, so that memory does not grow with them
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
@@ -30,7 +33,8 @@ class Difference:
 
     ``low`` and ``high`` are a 95 % interval of the mean, see :func:`difference`. With several seeds a
     client of each seed is a pair of its own. ``ahead`` is the share of the pairs in which the first group's client is
-    better, and ``by_seed`` has the mean of each seed.
+    better, and ``by_seed`` has the mean of each seed. ``noise`` is the standard deviation of what clients added to
+    their accuracies, in ``mean``.
     """
 
     mean: float
@@ -39,14 +43,36 @@ class Difference:
     ahead: float
     pairs: int
     by_seed: tuple[float, ...] = ()
+    noise: float = 0.0
 
     @property
     def doubt(self) -> str:
         if self.pairs < FEWEST:
             return f"fewer than {FEWEST} clients"
+        if is_noise(self.mean, self.noise):
+            return f"accuracies have noise of ± {100 * self.noise:.1f} points"
         if self.low <= 0 <= self.high:
             return "the interval holds 0"
         return "" if len({mean > 0 for mean in self.by_seed}) < 2 else "seeds disagree"
+
+
+def half_interval(std: float, count: int) -> float:
+    """Return half of Student's 95 % interval of a mean of ``count`` values with this sample standard deviation."""
+    return float(stdtrit(count - 1, (1 + _LEVEL) / 2)) * std / math.sqrt(count)
+
+
+def is_noise(difference: float, noise: float) -> bool:
+    """Whether a difference is within twice the standard deviation of its noise, so that it says nothing."""
+    return abs(difference) < 2 * noise
+
+
+def noise_between(first: Group, second: Group) -> float:
+    """Return the standard deviation of the noise in the difference of two groups' personal accuracies."""
+    last_rows = (
+        [next((row for row in reversed(run.rounds) if row.get(OWN) is not None), {}) for run in group.runs]
+        for group in (first, second)
+    )
+    return math.hypot(*(noise_in(rows, OWN) for rows in last_rows))
 
 
 def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -> Difference | None:
@@ -66,7 +92,7 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
     if of_other_seeds and len(by_seed) > 1:
         mean = float(np.mean(by_seed))
         # a bootstrap over two or three seeds holds the truth far less often than it says
-        half = float(stdtrit(len(by_seed) - 1, (1 + _LEVEL) / 2) * np.std(by_seed, ddof=1) / np.sqrt(len(by_seed)))
+        half = half_interval(float(np.std(by_seed, ddof=1)), len(by_seed))
         return Difference(mean, mean - half, mean + half, ahead, pairs, by_seed)
     low, high = np.quantile(_resampled_means(differences), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     return Difference(float(differences.mean()), float(low), float(high), ahead, pairs, by_seed)
@@ -105,7 +131,7 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
     for group in candidates:
         distance = difference(accuracies[best.label], accuracies[group.label], of_other_seeds=True)
         if group is not best and distance is not None:
-            distances.append((group, distance))
+            distances.append((group, replace(distance, noise=noise_between(best, group))))
     return best.label, distances
 
 

@@ -10,58 +10,16 @@ declaration says
 
 A number that the server itself counts or measures is a :class:`Column` alone. The order of the declarations is the
 order of the columns in both files. All numbers are shares in [0, 1], bytes, seconds or counts, and null where they were
-not measured. A plug-in declares its own numbers by ``results/declarations.py``.
+not measured. A plug-in declares its own numbers by ``results/own_measures.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
-
-
-class Summary(NamedTuple):
-    """A summary holds mean, population standard deviation and worst decile of one number per client."""
-
-    mean: float
-    std: float
-    worst_decile: float
-
-
-def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
-    """Return the mean of the lowest ceil(n / 10) of n values; for n <= 10 this is the worst client itself.
-
-    The result is NaN for no values, and where a value is NaN: a value that was not measured is never the best or the
-    worst.
-
-    >>> worst_decile([0.9, 0.2, 0.7])
-    0.2
-    """
-    sorted_values = np.sort(np.asarray(values, dtype=np.float64))  # NaN sorts last
-    if sorted_values.size == 0 or np.isnan(sorted_values[-1]):
-        return float("nan")
-    return float(sorted_values[: -(-sorted_values.size // 10)].mean())
-
-
-def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
-    """Return mean over clients (each counts once, not per sample), population standard deviation and worst decile.
-
-    The clients are the population, not a sample of one, hence ``ddof = 0``. All three are NaN for no values
-    (a record shows NaN as null).
-    """
-    array = np.asarray(values, dtype=np.float64)
-    if array.size == 0:
-        return Summary(float("nan"), float("nan"), float("nan"))
-    return Summary(float(array.mean()), float(array.std()), worst_decile(array))
-
-
-# --- measures and columns ---------------------------------------------------------------------------------------------
-
 
 Row = Mapping[str, Any]
 Take = Callable[[Sequence[float]], float | None]
@@ -182,6 +140,7 @@ class Column:
     its view of the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that
     title in the report's table of them. The ``remark`` on rows stands in parentheses wherever people read their number.
     A column that ``is_noised_mean`` is a mean over clients of accuracies whose noise they tell: of those on test data.
+    One that ``needs_open`` numbers is not taken of noised ones: noise alone would spread them.
     """
 
     name: str
@@ -196,6 +155,7 @@ class Column:
     lost: Title | None = None
     remark: Remark | None = None
     is_noised_mean: bool = False
+    needs_open: bool = False
 
     def remarked(self, *rows: Row) -> str:
         """Return the remark on those of the rows that have a number, ready to stand behind the number, or empty."""

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from fedprune_app.core import seals
 from fedprune_app.files import as_path, sha256_of
-from fedprune_app.results import declarations
-from fedprune_app.results.declarations import MEASURES, OwnMeasure
+from fedprune_app.results import own_measures
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind
+from fedprune_app.results.own_measures import OwnMeasure
 
 Row = Mapping[str, Any]
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -117,7 +118,7 @@ class Run:
     @cached_property
     def own_measures(self) -> tuple[OwnMeasure, ...]:
         """The numbers of its own that the system declared, where the system is a plug-in's."""
-        return declarations.from_info(self.info, str(self.folder / "run.json"))
+        return own_measures.from_info(self.info, str(self.folder / "run.json"))
 
     def frame(self, which: str = "rounds") -> Any:
         """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN where a number does not apply.

@@ -25,10 +25,11 @@ from typing import Any, Literal
 
 from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file, sha256_of
-from fedprune_app.results.declarations import MEASURES, noise_of_mean
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
+from fedprune_app.results.statistics import noise_of_mean
 from fedprune_app.results.tracking import TRACKERS, Tracker, check_tracker, scalars
 
 # Accuracies by class are recorded of so many classes at most.
@@ -97,9 +98,11 @@ def round_columns(
     for measure in (declared or MEASURES).told_in(reply):
         if measure.is_evaluated and not reply.is_evaluation:
             continue
-        values = [row[measure.name] for row in _rows_telling(measure, rows, others)]
+        telling_rows = _rows_telling(measure, rows, others)
+        values = [row[measure.name] for row in telling_rows]
+        is_open = all(row.get("accuracy_noise") is None for row in telling_rows)
         for column in measure.columns:
-            if column.take is not None:
+            if column.take is not None and (is_open or not column.needs_open):
                 columns[column.name] = _by_name(values, column.take) if measure.by else column.take(values)
     return columns | (_columns_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
 

@@ -17,14 +17,14 @@ from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.differences import difference_tables, of_the_same_data
+from fedprune_app.results.differences import OWN, difference_tables, is_noise, noise_between, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run, read_info
-from fedprune_app.results.tables import MODELS, OWN, compared_by, final_rows, formatted, perplexity_rows, statistics_of
+from fedprune_app.results.tables import MODELS, compared_by, final_rows, formatted, perplexity_rows, statistics_of
 from fedprune_app.results.texts import windows_of_text
 
 
@@ -331,18 +331,24 @@ def traffic(group: Group) -> Statistic | None:
 
 def _sentences(groups: Sequence[Group]) -> Iterator[str]:
     accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
+    columns_by_key = {column.key: column for column in columns(groups)}
     standalone_groups = [group for group in groups if group.system == "standalone"]
     federated_groups = [group for group in groups if group not in standalone_groups]
     for group in standalone_groups:
-        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average."
+        remark = columns_by_key["personal_accuracy"].remark(group.runs)
+        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average{remark}."
     best = max(federated_groups or standalone_groups, key=lambda group: accuracy[group.label])
     reference = next((group for group in federated_groups if group.system == REFERENCE), best)
     reference_accuracy = accuracy[reference.label]
     if reference in federated_groups:
-        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %."
+        remark = columns_by_key["personal_accuracy"].remark(reference.runs)
+        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %{remark}."
     for group in federated_groups:
         if group is not reference:
-            points = accuracy[group.label] - reference_accuracy
+            points, noise = accuracy[group.label] - reference_accuracy, 100 * noise_between(group, reference)
+            if is_noise(points, noise):
+                yield f"{group.label} cannot be told apart from it: the difference has noise of ± {noise:.0f} points."
+                continue
             beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
     count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"

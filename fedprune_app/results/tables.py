@@ -6,12 +6,15 @@ They are written in Markdown, LaTeX and CSV.
 import csv
 import io
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, epsilon_remark
 from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.differences import OWN, from_best, half_interval, of_the_same_data
 from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
@@ -55,9 +58,6 @@ def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) ->
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows
-
-
-OWN = "accuracy_personal_mean"
 
 
 def compared_by(groups: Sequence[Group]) -> dict[str, str]:
@@ -136,16 +136,25 @@ def markdown(groups: Sequence[Group]) -> str:
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
+    return _markdown_table(
+        list(map(_markdown_cell, header)), [list(map(_markdown_cell, row)) for row in rows], num_texts
+    )
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
     alignment = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
-    lines = [list(map(_markdown_cell, header)), alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in [header, alignment, *rows])
 
 
 def latex(groups: Sequence[Group]) -> str:
     header, rows = final_rows(groups)
-    lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
-    lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
-    lines += [" & ".join(map(_latex_cell, row)) + " \\\\" for row in rows]
+    return _latex(map(_latex_cell, header), [list(map(_latex_cell, row)) for row in rows], num_texts=3)
+
+
+def _latex(header: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int) -> str:
+    titles = list(header)
+    lines = [f"\\begin{{tabular}}{{{'l' * num_texts}{'r' * (len(titles) - num_texts)}}}", "\\toprule"]
+    lines += [" & ".join(titles) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
@@ -185,6 +194,64 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     for name, text in texts.items():
         replace_file(out_dir / name, text.encode("utf-8", errors="replace"))
     return [out_dir / name for name in texts]
+
+
+# --- a table for a paper ----------------------------------------------------------------------------------------------
+
+PAPER_COLUMNS = ("personal_accuracy", "megabytes_up", "gigaflops", "density")
+
+
+def paper_rows(
+    groups: Sequence[Group], keys: Sequence[str], intervals: bool, best_bold: bool
+) -> tuple[list[str], list[list[str]], set[str]]:
+    """Return the titles and rows of a table of few columns, and the labels of the rows in bold.
+
+    With ``intervals`` a number of several seeds has half of Student's 95 % interval behind ± in place of the standard
+    deviation. ``best_bold`` marks the most accurate personal models, and all that no clear difference sets apart from
+    them. Raises :class:`ConfigError` for a column that there is not.
+    """
+    known_columns = {column.key: column for column in columns(groups)}
+    for key in keys:
+        if key not in known_columns:
+            raise ConfigError("--columns", key, ", ".join(known_columns))
+    shown_columns = [known_columns[key] for key in keys]
+    rows = []
+    for group in groups:
+        cells = []
+        for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
+            if intervals and statistic is not None and statistic.std is not None:
+                statistic = replace(statistic, std=half_interval(statistic.std, len(group.runs)))
+            cells.append(formatted(statistic, column) + (column.remark(group.runs) if statistic else ""))
+        rows.append([group.label, *cells])
+    return ["System", *(column.title for column in shown_columns)], rows, _best_labels(groups) if best_bold else set()
+
+
+def _best_labels(groups: Sequence[Group]) -> set[str]:
+    labels = set()
+    for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
+        best, distances = from_best(family)
+        labels |= {best, *(group.label for group, distance in distances if distance.doubt)}
+    return labels
+
+
+def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]], bold: Collection[str]) -> str:
+    """Return the table as LaTeX, CSV or Markdown, as the suffix of a file says; CSV has no bold."""
+    if suffix == ".csv":
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
+        return text.getvalue()
+    if suffix == ".tex":
+        lines = [[_latex_cell(cell) for cell in row] for row in rows]
+        lines = [
+            [f"\\textbf{{{cell}}}" for cell in line] if row[0] in bold else line
+            for row, line in zip(rows, lines, strict=True)
+        ]
+        return _latex(map(_latex_cell, header), lines, num_texts=1)
+    lines = [[_markdown_cell(cell) for cell in row] for row in rows]
+    lines = [
+        [f"**{cell}**" for cell in line] if row[0] in bold else line for row, line in zip(rows, lines, strict=True)
+    ]
+    return _markdown_table([_markdown_cell(cell) for cell in header], lines, num_texts=1)
 
 
 def _markdown_cell(text: str) -> str:

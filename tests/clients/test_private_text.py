@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 
-from clients import fedspallm
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app.config import parse_config
 from fedprune_app.data import text as texts
+from fedprune_app.learning import text_cache
 from fedprune_app.models.llm import LanguageModel
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
@@ -85,7 +85,7 @@ def test_the_clients_of_a_process_read_each_file_and_tokenise_each_document_once
 def test_segments_outlive_the_documents(counted):
     segments = [counted(partition).segments()[0] for partition in range(CLIENTS)]
     before = dict(counted.count)
-    fedspallm.forget_documents()
+    text_cache.forget_documents()
     for partition in range(CLIENTS):
         assert torch.equal(counted(partition).segments()[0], segments[partition])
     assert counted.count == before
@@ -114,9 +114,9 @@ def test_a_client_with_text_of_its_own_reads_it_once(counted):
 
 
 def test_memory_is_bounded(counted, monkeypatch):
-    monkeypatch.setattr(fedspallm, "_MOST_CLIENTS", 2)
+    monkeypatch.setattr(text_cache, "_MOST_CLIENTS", 2)
     for seed in range(4):
         for partition in range(CLIENTS):
             client = counted(partition, seed=seed)
             assert torch.equal(client.segments()[0], expected(client)[0])
-    assert len(fedspallm._segments[client.model]) == 2
+    assert len(text_cache._segments[client.model]) == 2

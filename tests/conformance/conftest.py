@@ -39,9 +39,8 @@ VARIANTS = {
         "drop-probability": 0.4,
     },
     "dispfl: private": {"system": "dispfl", "dispfl.growth": "random", **PRIVATE},
-    "fedavg: clipped, cropped, weight decay": {
+    "fedavg: cropped, weight decay": {
         "system": "fedavg",
-        "robust-norm": 1.0,
         "augmentation": "crop-flip",
         "weight-decay": 1e-3,
         "momentum": 0.9,

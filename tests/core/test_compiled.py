@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fedprune_app.core import masked_tensors
+from fedprune_app.core import compiled
 from hatch_build import compile_libraries
 
 SOURCE = "const char *fedprune_source(void) { return SOURCE; }\nint one(void) { return 1; }\n"
@@ -18,32 +18,32 @@ has_compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang"
 @pytest.fixture
 def native(tmp_path, monkeypatch):
     """A folder of one small source of one's own."""
-    monkeypatch.setattr(masked_tensors, "FOLDER", tmp_path)
-    masked_tensors.library.cache_clear()
+    monkeypatch.setattr(compiled, "FOLDER", tmp_path)
+    compiled.library.cache_clear()
     (tmp_path / "one.c").write_text(
         "const char *fedprune_source(void) { return SOURCE; }\nint one(void) { return 1; }\n"
     )
     yield tmp_path
-    masked_tensors.library.cache_clear()
+    compiled.library.cache_clear()
 
 
 @pytest.mark.skipif(not has_compiler, reason="needs a C compiler")
 def test_a_library_of_another_source_is_no_library(native):
     assert compile_libraries(native)
-    assert masked_tensors.library("one").one() == 1
-    masked_tensors.library.cache_clear()
+    assert compiled.library("one").one() == 1
+    compiled.library.cache_clear()
     (native / "one.c").write_text((native / "one.c").read_text() + "\n")
-    assert masked_tensors.library("one") is None
+    assert compiled.library("one") is None
 
 
 def test_without_a_library_there_is_none(native):
-    assert masked_tensors.library("one") is None
-    assert masked_tensors.library("two") is None
+    assert compiled.library("one") is None
+    assert compiled.library("two") is None
 
 
 def test_a_library_that_does_not_say_its_source_is_no_library(native):
     shutil.copy(np._core._multiarray_umath.__file__, native / "libone.so")  # a library, of somebody else
-    assert masked_tensors.library("one") is None
+    assert compiled.library("one") is None
 
 
 def test_a_compiler_that_fails_makes_no_library(native, monkeypatch):
@@ -56,7 +56,7 @@ def test_a_compiler_that_fails_makes_no_library(native, monkeypatch):
 def test_a_compiler_with_arguments_is_called_with_them(native, monkeypatch):
     monkeypatch.setenv("CC", f"{has_compiler} -DUNUSED=1")
     assert compile_libraries(native)
-    assert masked_tensors.library("one").one() == 1
+    assert compiled.library("one").one() == 1
 
 
 @pytest.mark.skipif(not has_compiler, reason="needs a C compiler")
@@ -64,4 +64,4 @@ def test_two_can_compile_at_once_and_leave_nothing_else_behind(native):
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(compile_libraries, [native] * 8))
     assert sorted(path.name for path in native.iterdir()) == ["libone.so", "one.c"]
-    assert masked_tensors.library("one").one() == 1
+    assert compiled.library("one").one() == 1

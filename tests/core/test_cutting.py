@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from fedprune_app.core.structured import cut_inputs
+from fedprune_app.core.cutting import cut_inputs
 
 
 def problem(num_inputs=8, num_outputs=5, seed=0):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from fedprune_app.core import masked_tensors as compiled_library
+from fedprune_app.core import compiled as compiled_library
 from fedprune_app.core import sparse_linear
 from fedprune_app.core.sparse_linear import DTYPES, LEVELS, instructions, linear, pack
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from clients.images import CropFlip
+from fedprune_app.data.augmentation import CropFlip
 
 BLACK = torch.tensor([-2.0, -3.0, -4.0])
 

@@ -54,6 +54,25 @@ def test_every_row_is_a_run_with_its_clients():
                 assert found == pytest.approx(float(row["personal"]), abs=0.01)
 
 
+def test_two_settings_are_level_where_two_one_sided_tests_pass():
+    """The 90 % interval lies within the margin exactly where each one-sided t test gives less than 5 %."""
+    for by_seed in (
+        (0.004, -0.002, 0.003),
+        (0.02, -0.01, 0.0),
+        (0.008, 0.009, 0.0085),
+        (-0.0095, -0.006, -0.008, -0.007),
+    ):
+        apart = difference(
+            dict(zip(((seed, 0) for seed in range(9)), by_seed, strict=False)),
+            {(seed, 0): 0.0 for seed in range(9)},
+            of_other_seeds=True,
+        )
+        low, high = evidence.within(CLAIM, apart)
+        above = ttest_1samp(by_seed, -0.01, alternative="greater").pvalue
+        below = ttest_1samp(by_seed, 0.01, alternative="less").pvalue
+        assert (max(-low, high) < 0.01) == (max(above, below) < 0.05)
+
+
 CLAIM = Claim("x", "somewhere", "more", "none", {"system": "dispfl"}, {"system": "standalone"}, seeds=2, margin=1.0)
 
 

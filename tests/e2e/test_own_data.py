@@ -194,7 +194,7 @@ def test_a_number_that_the_server_makes_up_begins_no_fresh_ledger(own, folders):
 
 
 @pytest.mark.full
-def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_have_another(own, folders, tmp_path, caplog):
+def test_a_folder_with_an_image_more_keeps_its_ledger_and_other_images_have_another(own, folders, tmp_path, caplog):
     ledgers = tmp_path / "ledgers"
     private = PRIVATE | {"dp.ledger-dir": str(ledgers)}
     own(places(folders[:1]), name="first", **private)

@@ -24,7 +24,7 @@ from devtools.faults.schedule import SAME_MESSAGES, Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
 from devtools.faults.story import BETWEEN, STOPS, Kind, Story
 from devtools.faults.tour import write_tour
-from fedprune_app import files, server, testing
+from fedprune_app import files, resuming, testing
 from fedprune_app.cli import main
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
@@ -275,7 +275,7 @@ def digests_unchecked():
 
 
 def records_unchecked():
-    return server, "check_records", lambda folder, marks: []
+    return resuming, "check_records", lambda folder, marks: []
 
 
 def later_rows_kept():
@@ -594,7 +594,7 @@ def test_seeds_draw_settings_of_what_a_system_has_and_keep_what_is_given():
         check_settings([system], given)
         return [drawn_settings(system, group * SAME_MESSAGES, given) for group in range(3)]
 
-    assert drawn("fedavg") == [{}, {"holdout-clients": 1}, {"robust-norm": 1.0}]
+    assert drawn("fedavg") == [{}, {"holdout-clients": 1}, testing.PRIVATE]
     assert {"dispfl.gossip": "client"} in drawn("dispfl")
     assert [found.get("fedspallm.merge") for found in drawn("fedspallm")] == [None, "masks", "hessians"]
     assert all(found["seed"] == 3 for found in drawn("fedavg", seed=3))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprune_app.core.aggregate import perm_k_owners
+from fedprune_app.core.fedp3 import perm_k_owners
 from tests.laws.theorem1 import iterate, perm_k, perm_k_mean, rand_k, theorem1_bound, theorem1_step_size
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedprune_app.core.aggregate import perm_k_owners
+from fedprune_app.core.fedp3 import perm_k_owners
 
 
 def perm_k(vector: Tensor, owners: Tensor, client: int, num_clients: int) -> Tensor:

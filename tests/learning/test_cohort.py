@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from clients.images import CropFlip
 from fedprune_app.core import cohort
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning import training
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clients.images import CropFlip
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.rng import generator
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning import grouped
 from fedprune_app.learning.device import fast_layout
 from fedprune_app.learning.sgd import SGD

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.core import cohort
-from fedprune_app.core.flops import computation_key, forward_flops
+from fedprune_app.core.flops import forward_flops
+from fedprune_app.core.modules import computation_key
 from fedprune_app.core.rng import generator, global_draws_of
 from fedprune_app.learning import training
 from fedprune_app.learning.evaluate import dense_gradient, evaluate

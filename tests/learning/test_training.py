@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clients.images import CropFlip
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning.evaluate import Evaluation, dense_gradient, evaluate
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 from fedprune_app.learning.sgd import SGD

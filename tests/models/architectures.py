@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fedprune_app.models.embedded import byte_tokenizer
-from fedprune_app.models.llm import import_transformers
+from fedprune_app.models.transformers import import_transformers
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 256,

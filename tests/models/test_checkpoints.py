@@ -11,15 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedprune_app.models.checkpoints import Checkpoint, TensorFiles, resolve_checkpoint
+from fedprune_app.models.checkpoints import Checkpoint, TensorFiles
 from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.sources import resolve_checkpoint
 from tests.models.hub import local_hub
 from tests.models.tiny_llm import FAMILIES, text_folder, tiny_byte_model
 
 NAME = "someone/tiny"
 ASK = f"""
 import sys
-from fedprune_app.models.checkpoints import resolve_checkpoint
+from fedprune_app.models.sources import (resolve_checkpoint)
 print("ready", flush=True)
 sys.stdin.readline()
 print(resolve_checkpoint({NAME!r}, download=True))

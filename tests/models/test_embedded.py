@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from fedprune_app.models.embedded import Recipe, byte_tokenizer, embedded_folder, train_embedded
-from fedprune_app.models.llm import LanguageModel, import_transformers
+from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.transformers import import_transformers
 from fedprune_app.preflight import can_start
 from tests.models.tiny_llm import perplexity
 

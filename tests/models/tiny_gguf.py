@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 
 from fedprune_app.models.embedded import byte_tokenizer
-from fedprune_app.models.llm import import_transformers
+from fedprune_app.models.transformers import import_transformers
 from tests.models.tiny_llm import drawn_model
 
 

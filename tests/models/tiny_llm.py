@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedprune_app.models.embedded import byte_tokenizer
-from fedprune_app.models.llm import import_transformers, perplexities
+from fedprune_app.models.llm import perplexities
+from fedprune_app.models.transformers import import_transformers
 
 FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral", "phi")
 _NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

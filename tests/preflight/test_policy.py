@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from clients import images
 from fedprune_app import cli, client_app
@@ -244,14 +248,15 @@ NODE_RUN = {"system": "fedavg", "model": "mlp4", "dp.enabled": True, "dp.noise-m
 
 @pytest.fixture
 def introduced():
-    """``introduced(folder, state, **run)``: what a node of own data says first, whose policy bounds each run by 0.01.
+    """``introduced(folder, state, policy, **run)``: what a node of own data says first, bounded by an ε of 0.01.
 
     Or the error that leaves it.
     """
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
-    def introduce(folder, state, **run):
+    def introduce(folder, state, policy=None, **run):
         node = {"data-dir": str(folder), "state-dir": str(state), "require-dp": True, "epsilon-budget": 0.01}
+        node |= policy or {}
         context = Context(1, 7, node, RecordDict(), {**NODE_RUN, **run})
         message = Message(wire.pack(None, {"partition": 0, "run-key": KEY, "round": 0}), 1, "query")
         try:
@@ -314,6 +319,70 @@ def test_a_private_node_does_not_count_a_word_for_a_server_that_brings_the_token
         said.append(introduced(folder, tmp_path / f"state-{words}", **run))
     assert said[0] == said[1]
     assert said[0]["num-examples"] == 10**6
+
+
+TEXT_RUN = {"system": "fedspallm", "dataset": "text", "dp.accuracies": "none", "num-server-rounds": 1}
+TEXT_RUN |= {"fedspallm.merge": "hessians", "fedspallm.segments": 2, "fedspallm.segment-length": 8}
+
+
+def test_a_node_opens_the_models_of_the_digests_that_its_operator_allows(introduced, tmp_path, caplog):
+    """A tokenizer of a stranger's is another model, though its weights are the same."""
+    models = [tiny_byte_model(tmp_path / name, "llama") for name in ("mine", "theirs")]
+    tokenizer = models[1] / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    (tmp_path / "own").mkdir()
+    for name in "ab":
+        (tmp_path / "own" / f"{name}.txt").write_text("The patient is well. " * 9)
+
+    def said(model, *digests):
+        policy = {"allowed-models": " ".join(digests)}
+        return introduced(tmp_path / "own", tmp_path / "state", policy, **TEXT_RUN, model=str(model))
+
+    def declined(model):
+        return f"the node declines the run: model is {str(model)!r}, allowed by its allowed-models: SHA-256 "
+
+    command = "LC_ALL=C; sha256sum * | sha256sum"
+    printed = subprocess.run(["bash", "-c", command], cwd=models[0], capture_output=True, check=True).stdout
+    digest = printed.decode().split()[0]
+    assert said(models[0], "0" * 64) == declined(models[0]) + "0" * 64
+    assert f"model {str(models[0])!r} has the SHA-256 {digest}" in caplog.text
+    assert said(models[0], "0" * 64, digest)["num-examples"] == 2
+    assert said(models[1], digest) == declined(models[1]) + digest
+
+
+def test_a_tokenizer_that_fails_at_a_word_leaves_out_its_document_in_a_private_run(introduced, tmp_path, caplog):
+    """An error would tell whether the word is there."""
+    model, said = tiny_byte_model(tmp_path / "model", "llama"), []
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "HIV": 10**6}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    for word in ("ill", "HIV"):
+        folder = tmp_path / f"own-{word}"
+        folder.mkdir()
+        for name in "ab":
+            (folder / f"{name}.txt").write_text(f"{word} " * 9)
+        said.append(introduced(folder, tmp_path / f"state-{word}", **TEXT_RUN, model=str(model)))
+    assert said[0] == said[1]
+    assert said[0]["num-examples"] == 2
+    assert "the tokenizer fails" in caplog.text
+
+
+def test_the_digest_of_a_folder_that_a_run_names_stays_on_the_node(introduced, tmp_path):
+    """Who guesses what is in a private file could check the guess."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "a.txt").write_text("HIV positive")
+    folder = str(tmp_path / "own")
+    said = introduced(folder, tmp_path / "state", {"allowed-models": "none"}, **TEXT_RUN, model=folder)
+    assert said == f"the node declines the run: model is {folder!r}, allowed by its allowed-models: SHA-256 none"
+
+
+def test_a_node_downloads_nothing_where_its_operator_says_so():
+    run, node = {"dataset": "mnist", "data-dir": "/data"}, {"partition-id": 0, "num-partitions": 2, "data-dir": "/data"}
+    for settings in (run, {"system": "fedspallm", "dataset": "text", "model": "facebook/opt-125m"}):
+        assert node_settings({**settings, "download": True}, node)[0].download
+        assert not node_settings(settings, {**node, "downloads": False})[0].download
+        with refuses("download", True, condition="downloads", where="declines the run"):
+            node_settings({**settings, "download": True}, {**node, "downloads": False})
 
 
 def test_no_error_of_a_node_with_data_of_its_own_says_what_is_in_them(introduced, tmp_path, caplog):

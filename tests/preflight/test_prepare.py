@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fedprune_app.exports.find import find_model
+from fedprune_app.preflight.can_start import doubts
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare, prepare_all
 from fedprune_app.results.reader import read_info
@@ -56,3 +59,16 @@ def test_nodes_of_a_rehearsal_get_what_their_operators_would_give_them():
     assert place.nodes[1] == {"data-dir": "/mine", "allowed-label-columns": config.label_column}
     assert place.nodes[2] == {"partition-id": 2, "num-partitions": 3, "policy-file": "/p"}
     assert place.shares_data is False
+
+
+NOISED = {"system": "fedavg", "dp.enabled": True, "dp.noise-multiplier": 1.0, "test-split": "holdout"}
+
+
+@pytest.mark.parametrize(
+    ("more", "is_said"), [({}, True), ({"dp.accuracies": "open"}, False), ({"dp.count-scale": 0.1}, False)]
+)
+def test_how_much_of_noised_accuracies_is_noise_is_said_before_the_start(more, is_said, tmp_path):
+    run = prepare(Given(on_command_line={**NOISED, **more}, out=tmp_path / "run"))
+    said = [line for line in doubts(run.config, Placement("inprocess", 10)) if "accuracies are told with noise" in line]
+    assert bool(said) == is_said
+    assert not said or "± 16 for the mean over 10 clients" in said[0]

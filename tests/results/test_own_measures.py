@@ -11,10 +11,10 @@ import torch
 
 import fedprune_app
 from fedprune_app import cli
-from fedprune_app.results import declarations
-from fedprune_app.results.declarations import OwnMeasure
+from fedprune_app.results import own_measures
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
+from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import write_report
 from fedprune_app.results.tables import comma_separated, final_rows, markdown
@@ -58,7 +58,7 @@ def test_numbers_of_ones_own_are_recorded_and_shown_where_the_plug_in_is_not(run
     assert last["gain_mean"] == pytest.approx(sum(gains) / 5)
     assert "gain_mean" not in first
     assert first["server_step"] > 0
-    declarations.declare("fedavg-drift", [])
+    own_measures.declare("fedavg-drift", [])
     groups = group_runs([load_run(tmp_path / "run")])
     header, (cells,) = final_rows(groups)
     shown = dict(zip(header, cells, strict=True))
@@ -141,7 +141,7 @@ def test_a_number_that_cannot_be_is_an_error_with_its_name(run, old, new, said):
 
 def test_the_server_checks_what_a_client_says(federate):
     """Another program may answer in place of our client."""
-    declarations.declare("fedavg", [OwnMeasure("mood", "Mood", least=0, most=1)])
+    own_measures.declare("fedavg", [OwnMeasure("mood", "Mood", least=0, most=1)])
 
     def says(request, reply, partition):
         reply.content["fields"]["mood"] = 7.0 if partition == 1 else 0.5
@@ -180,8 +180,8 @@ def test_a_declaration_that_cannot_be_is_refused(given, key):
 
 def test_a_name_that_is_given_twice_is_refused():
     with refuses("measures", "a_mean", where="system 'x'"):
-        declarations.declare("x", [OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")])
-    assert declarations.of_system("x") == ()
+        own_measures.declare("x", [OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")])
+    assert own_measures.of_system("x") == ()
 
 
 def test_a_field_of_the_client_is_no_name_for_a_number(run):
@@ -203,4 +203,4 @@ def test_a_run_json_with_wrong_declarations_is_refused(make_run, measures, said)
     folder = make_run("run", rounds=1)
     info = json.loads((folder / "run.json").read_text())
     with pytest.raises(ValueError, match=re.escape(said)):
-        declarations.from_info({**info, "measures": measures}, "run.json")
+        own_measures.from_info({**info, "measures": measures}, "run.json")

@@ -388,6 +388,15 @@ def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_p
     assert "With fedprox" not in said  # its clients have other data
 
 
+def test_accuracies_within_twice_their_noise_are_not_told_apart(make_run, tmp_path):
+    noise = {"accuracy_noise": 0.4, "config": {"dp.enabled": True, "dp.noise-multiplier": 0.5}, "noise": 0.5}
+    folders = [make_run("dense", "fedavg", plateau=0.8, **noise), make_run("pruned", "subfedavg", plateau=0.7, **noise)]
+    page = Elements(page_of(folders, tmp_path / "report.html")).text
+    assert "subfedavg cannot be told apart from it: the difference has noise of ± 57 points." in page
+    assert "no: accuracies have noise of ± 56.6 points" in page
+    assert "points below" not in page
+
+
 @pytest.mark.parametrize(
     ("ratio", "words"),
     [(0.001, "next to none of"), (0.666, "0.67 of"), (1.001, "all of"), (2.13, "2.1 times"), (41.7, "42 times")],

@@ -5,22 +5,28 @@ import io
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import stdev
 
 import pytest
+from scipy.stats import ttest_1samp
 
 from fedprune_app.config import OPTIONS
 from fedprune_app.results.columns import best_on_validation, columns, paper_bytes
 from fedprune_app.results.groups import Statistic, group_runs
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
+    PAPER_COLUMNS,
     _latex_cell,
     comma_separated,
     final_rows,
     latex,
     markdown,
+    paper_rows,
+    paper_table,
     statistics_of,
     write_tables,
 )
+from tests.refusing import refuses
 
 
 def run(
@@ -356,3 +362,25 @@ def test_a_table_for_latex_has_no_character_that_latex_does_not_know():
     titles = [column.title for column in columns([])]
     assert any("δ" in title for title in titles)
     assert all(_latex_cell(title).isascii() for title in (*titles, "ptb: first 64 of 900 × 128 tokens"))
+
+
+def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is_clearly_ahead(make_run):
+    folders = [make_run(f"best{seed}", "fedavg", seed, plateau=0.8) for seed in (0, 1, 2)]
+    folders += [make_run(f"same{seed}", "fedprox", seed, plateau=0.8) for seed in (0, 1, 2)]
+    folders += [make_run(f"behind{seed}", "subfedavg", seed, plateau=0.4) for seed in (0, 1, 2)]
+    groups = group_runs([load_run(folder) for folder in folders])
+    header, rows, bold = paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True)
+    assert header == ["System", "Personal (%)", "MB up", "GFLOPs per client and round", "Density, whole model"]
+    assert bold == {"fedavg", "fedprox"}
+    own = [100 * load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in folders[:3]]
+    half = ttest_1samp(own, 0).confidence_interval(0.95)[1] - sum(own) / 3
+    assert rows[0][1] == f"{sum(own) / 3:.2f} ± {half:.2f}"
+    deviations = paper_rows(groups, ("personal_accuracy",), intervals=False, best_bold=False)[1]
+    assert deviations[0][1] == f"{sum(own) / 3:.2f} ± {stdev(own):.2f}"
+    tex = paper_table(".tex", header, rows, bold)
+    assert "\\textbf{fedavg} & \\textbf{" in tex
+    assert "\nsubfedavg & " in tex
+    assert "| **fedprox** | **" in paper_table(".md", header, rows, bold)
+    assert next(csv.reader(io.StringIO(paper_table(".csv", header, rows, bold)))) == header
+    with refuses("--columns", "acuracy"):
+        paper_rows(groups, ("acuracy",), intervals=True, best_bold=False)

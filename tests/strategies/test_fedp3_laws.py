@@ -437,10 +437,6 @@ def test_a_clients_capacity_bounds_what_is_deployed_to_it(federation, monkeypatc
         ({"fedp3_densities": "0.5 0"}, ("fedp3.densities", "0.5 0")),
         ({"fedp3_capacities": "much"}, ("fedp3.capacities", "much")),
         ({"fedp3_layer_set": "capacity", "fedp3_capacities": "0.01"}, ("fedp3.layer-set", "capacity")),
-        (
-            {"robust_norm": 1.0, "fedp3_aggregation": "weighted-literal", "fraction_train": 1.0},
-            ("robust-norm", 1.0),
-        ),
     ],
     ids=str,
 )

@@ -21,8 +21,8 @@ from fedprune_app.core.codec import unpack
 from fedprune_app.engine import wire
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.simulated_grid import run_in_process
-from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
+from fedprune_app.models.transformers import import_transformers
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.groups import group_runs

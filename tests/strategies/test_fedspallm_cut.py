@@ -12,8 +12,9 @@ from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app.config import parse_config
 from fedprune_app.models.cutting import Cut
-from fedprune_app.models.llm import LanguageModel, import_transformers
+from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed
+from fedprune_app.models.transformers import import_transformers
 from tests.models.tiny_llm import perplexity, text_folder, tiny_byte_model, tokens
 from tests.refusing import refuses
 

@@ -260,7 +260,6 @@ def test_the_same_seed_gives_the_same_run_and_another_another(federation):
     [
         ({"dp.enabled": False}, ("dp.enabled", False)),
         ({"dp.noise-multiplier": 0.0}, ("dp.noise-multiplier", 0.0)),
-        ({"robust-norm": 1.0}, ("robust-norm", 1.0)),
         ({"model": "cnn-small-bn"}, ("model", "cnn-small-bn")),
     ],
 )

@@ -19,8 +19,9 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Group, Statistic
-from fedprune_app.results.measures import MEGABYTE, worst_decile
+from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import last_of_clients
+from fedprune_app.results.statistics import worst_decile
 
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from fedprune_app.results import measures
 from fedprune_app.results.columns import epsilon_remark, own_measures_of
-from fedprune_app.results.declarations import MEASURES, OwnMeasure
+from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, joining, line, text_of
 from fedprune_app.results.groups import Group
 from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import compared_by
 

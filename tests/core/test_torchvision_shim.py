@@ -16,32 +16,34 @@ def python(code: str) -> str:
 
 
 @pytest.mark.programs
-def test_after_import_fedprune_app_torchvision_imports():
+def test_once_it_was_made_ready_torchvision_imports():
     said = python(
-        "import fedprune_app, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "from fedprune_app.core.torchvision_shim import prepare_torchvision; prepare_torchvision()\n"
         "from torchvision import datasets, models, transforms; import importlib.resources, torchvision\n"
         "print(len(torchvision.__path__), importlib.resources.files('torchvision').is_dir())"
     )
     assert said == "1 True\n"
 
 
-def test_looking_whether_torchvision_is_there_does_not_import_torch():
+def test_importing_fedprune_imports_neither_torch_nor_numpy():
+    python("import fedprune_app, sys; assert not {'torch', 'numpy', 'torchvision'} & set(sys.modules)")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("first", ["fedprune_app", "transformers"])
+def test_transformers_finds_its_models_whoever_imported_it_first(first):
     python(
-        "import fedprune_app, sys; from importlib.util import find_spec\n"
-        "assert find_spec('torchvision').loader.name == 'torchvision' and 'torch' not in sys.modules"
+        f"import {first}\n"
+        "from fedprune_app.models.transformers import import_transformers\n"
+        "import_transformers().LlamaConfig(); import_transformers().LlamaForCausalLM"
     )
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("first", ["fedprune_app, transformers", "transformers, fedprune_app"])
-def test_transformers_finds_its_models_in_whatever_order_both_are_imported(first):
-    python(f"import {first}; transformers.LlamaConfig(); transformers.LlamaForCausalLM")
-
-
-def test_one_hook_is_enough():
-    before = list(sys.meta_path)
-    torchvision_shim.prepare_when_imported()
-    assert sys.meta_path == before
+def test_a_plug_in_may_import_torchvision(tmp_path):
+    plugin = tmp_path / "seen.py"
+    plugin.write_text("from torchvision.models import resnet18\n")
+    python(f"from fedprune_app import plugins; plugins.load({{'plugins': {str(plugin)!r}}})")
 
 
 @pytest.mark.parametrize("loaded", [True, False])

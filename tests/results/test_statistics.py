@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprune_app.results.measures import summary, worst_decile
+from fedprune_app.results.statistics import summary, worst_decile
 
 shares = st.lists(st.floats(0, 1), min_size=1, max_size=60)
 

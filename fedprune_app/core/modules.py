@@ -1,0 +1,64 @@
+"""What every network can be asked or given: its key, its traced operations, its mode, a copy to try things on."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+
+import torch
+from torch import fx, nn
+
+_KNOWN = ("torch.nn.", "torchvision.", "fedprune_app.")
+_ELSEWHERE = {"training", "_parameters", "_buffers", "_modules"}
+
+
+def computation_key(model: nn.Module) -> Hashable | None:
+    """Return a key that two networks share only if they compute the same in training, but for their values.
+
+    The key has the types of all modules, their attributes, hooks included, and the shapes of their tensors. A module of
+    a user's class may compute by more than that, so the key then has the traced operations as well. Return None where
+    there are such modules and torch.fx cannot follow the network.
+    """
+    modules = tuple((name, type(module), _attributes(module)) for name, module in model.named_modules())
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
+    if all(kind.__module__.startswith(_KNOWN) for _, kind, _ in modules):
+        return modules, shapes
+    try:
+        return modules, shapes, str(traced(model))
+    except Exception:  # torch.fx may raise anything
+        return None
+
+
+def _attributes(module: nn.Module) -> str:
+    return repr({name: value for name, value in vars(module).items() if name not in _ELSEWHERE})
+
+
+def traced(model: nn.Module) -> fx.Graph:
+    """Return the operations of a network in training, which may be others than in a test. It stays as it is."""
+    return fx.Tracer().trace(deepcopy(model).train())
+
+
+@contextmanager
+def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put all modules in train or eval mode meanwhile; afterwards each one is back in its own mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.no_grad()
+def generic_copy(model: nn.Module, draw: torch.Generator) -> nn.Module:
+    """Return a copy in train mode that trains all parameters, with values at which no gradient is 0 by chance.
+
+    First values may be: a last layer of zeros hides all others from the loss.
+    """
+    copy = deepcopy(model).train().requires_grad_(True)
+    for parameter in copy.parameters():
+        fan_in = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else 4
+        noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype) / max(fan_in, 1) ** 0.5
+        parameter.add_(noise.to(parameter.device))
+    return copy

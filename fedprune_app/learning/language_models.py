@@ -1,0 +1,98 @@
+"""A run's language model is opened, and measured on its test texts."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.data.text import (
+    perplexity_texts,
+    stdlib_training_text,
+    windows_of,
+)
+from fedprune_app.models.checkpoints import checkpoint_digest
+from fedprune_app.models.cutting import CUT_BY
+from fedprune_app.models.embedded import embedded_folder
+from fedprune_app.models.layer_pruning import same_inputs
+from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
+from fedprune_app.models.llm import perplexities as measured_perplexities
+from fedprune_app.models.sources import resolve_checkpoint
+from fedprune_app.results.texts import OWN_TEXT
+
+
+def language_model(config: Config, device: torch.device | str = "cpu", policy: Policy = NO_POLICY) -> LanguageModel:
+    """Open the dense model that a run begins with.
+
+    Raises ``ValueError`` where it is not on this machine, and :class:`~fedprune_app.config.PolicyError` where the
+    ``policy`` does not allow it.
+    """
+    if config.model == "auto":
+        folder = embedded_folder([document.text for document in stdlib_training_text()])
+        if not folder.is_dir():
+            raise ValueError(
+                "model 'auto' is not trained yet on this machine: `fedprune demo --llm` does it in minutes"
+            )
+    else:
+        folder = resolve_checkpoint(config.model, config.download)
+    if policy.allowed_models:
+        policy.check_model(config.model, checkpoint_digest(config.model, folder))
+    return open_model(folder, config.fedspallm.dtype, str(device))
+
+
+def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
+    """Return the run's test texts by name, each with the largest number of windows (0: all).
+
+    ``ValueError`` for one that cannot be read, or that has the name of clients' own.
+    """
+    texts = perplexity_texts(config.dataset, config.data_dir, config.fedspallm.more_texts())
+    if OWN_TEXT in texts:
+        raise ValueError(f"a test text is called {OWN_TEXT!r}, allowed: any other name; clients' own are called so")
+    return texts
+
+
+def evaluation_windows(
+    config: Config, model: LanguageModel, text: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return by test text all of its windows, and those on which perplexity is measured.
+
+    A ``text`` that is given is the only one. ``ValueError`` for a text that is shorter than a window.
+    """
+    options = config.fedspallm
+    texts = evaluation_texts(config) if text is None else {OWN_TEXT: (text, 0)}
+    all_windows, measured_windows = {}, {}
+    for name, (content, max_windows) in texts.items():
+        max_windows = min(max_windows or options.test_windows, options.test_windows or max_windows)
+        try:
+            windows = windows_of(model.encode(content), model.sequence_length(options.window))
+        except ValueError as error:
+            raise ValueError(f"test text '{name}': {error}") from None
+        all_windows[name], measured_windows[name] = windows, windows[:max_windows] if max_windows else windows
+    return all_windows, measured_windows
+
+
+def perplexities(
+    config: Config, model: LanguageModel, own_layers: LayerTensors | None, text: str | None = None
+) -> dict[str, Perplexity]:
+    """Return the perplexities of ``model``, by test text, with the matrices of ``own_layers`` in place of its own.
+
+    Without ``own_layers`` they are those of the dense model. A ``text`` that is given is the only one, and has a name
+    that no other may have: what is measured on it is compared with nothing else.
+    """
+    all_windows, measured_windows = evaluation_windows(config, model, text)
+    if own_layers is None:
+        results = dense_perplexities(model, measured_windows, config.batch_size)
+    else:
+        results = measured_perplexities(
+            model,
+            lambda layer: {**model.layer_tensors(layer), **own_layers(layer)},
+            measured_windows,
+            config.batch_size,
+        )
+    return {name: replace(result, windows_in_text=len(all_windows[name])) for name, result in results.items()}
+
+
+def observed_inputs(config: Config, model: LanguageModel) -> list[list[str]]:
+    """Return the matrices of a layer, in groups of the same inputs, of whose inputs clients send Hessians."""
+    groups, has_all = same_inputs(model), config.fedspallm.observes_all()
+    return [names for names in groups if has_all or names[0].split(".")[-2] in CUT_BY]

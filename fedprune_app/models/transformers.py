@@ -1,0 +1,24 @@
+"""The package transformers, which is optional, is imported in one place."""
+
+from typing import Any
+
+from fedprune_app.core.torchvision_shim import prepare_torchvision
+
+
+def import_transformers() -> Any:
+    """Import the package transformers, which then works beside a CPU-only torch.
+
+    ``ValueError`` where it is not installed.
+    """
+    prepare_torchvision()
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("language models need the package transformers: install the extra fedprune[llm]") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,202 @@
+"""A plug-in's system declares numbers of its own; a run writes the declarations into its run.json."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from fedprune_app.config import ConfigError
+from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.measures import (
+    Column,
+    Curve,
+    InLine,
+    InTable,
+    Measure,
+    Measures,
+    Recorded,
+    Reply,
+)
+from fedprune_app.results.statistics import mean
+
+Told = Literal["training", "evaluation", "server"]
+
+
+OverRounds = Literal["last", "total", "mean"]
+
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+
+
+@dataclass(frozen=True)
+class OwnMeasure:
+    """A number that a plug-in's system reports: ``register_system(..., measures=[...])``.
+
+    A run writes the declarations into its run.json. So a report of the run shows the numbers where the plug-in is not
+    installed, and imports no code.
+
+    ``name`` is the number's name in replies and in clients.jsonl. The mean over clients is the column ``name_mean`` of
+    rounds.jsonl. ``title`` names the number in tables and figures.
+
+    * ``told`` says where the number comes from. With "training" or "evaluation" each client tells it, in what its
+      method ``report`` or ``evaluation`` returns. With "server" the strategy tells it by ``self.tell(round, name,
+      value)``, and ``name`` itself is the column.
+    * ``least`` and ``most`` bound the number. A reply with another number is refused.
+    * ``percent`` says that the number is a share, of which 1 is shown as 100 %.
+    * ``decimals`` is how many decimals are shown.
+    * ``over_rounds`` says what the table shows of all rounds: the "last" number, their "total" or their "mean". Total
+      and mean are shown where every round has the number.
+    * ``public`` says that the number does not depend on a client's data. A private run drops all other numbers before
+      the reply leaves the client.
+
+    Raises :class:`ConfigError` for a name that is taken, and for other values than these.
+    """
+
+    name: str
+    title: str
+    told: Told = "training"
+    least: float = -LARGEST_SAID
+    most: float = LARGEST_SAID
+    percent: bool = False
+    decimals: int = 2
+    over_rounds: OverRounds = "last"
+    public: bool = False
+
+    def __post_init__(self) -> None:
+        where, allowed = f"measure {self.name!r}", "at most 60 lower-case letters, digits and single '_'"
+        if not (isinstance(self.name, str) and len(self.name) <= 60 and _NAME.fullmatch(self.name)):
+            raise ConfigError("name", self.name, allowed, where=where)
+        if {self.name, self.column} & _taken_names():
+            raise ConfigError("name", self.name, "another name", which="is one of fedprune's own numbers", where=where)
+        for key, value, values in (
+            ("told", self.told, get_args(Told)),
+            ("over_rounds", self.over_rounds, get_args(OverRounds)),
+        ):
+            if value not in values:
+                raise ConfigError(key, value, ", ".join(values), where=where)
+        if not self.least < self.most:
+            raise ConfigError("least", self.least, f"less than most, {self.most!r}", where=where)
+        if self.told == "evaluation" and self.over_rounds != "last":
+            raise ConfigError(
+                "over_rounds",
+                self.over_rounds,
+                "last",
+                condition="with told='evaluation'",
+                hint="not every round evaluates",
+                where=where,
+            )
+
+    @property
+    def column(self) -> str:
+        return self.name if self.told == "server" else f"{self.name}_mean"
+
+    @cached_property
+    def shown(self) -> Column:
+        scale, unit = (100.0, " %") if self.percent else (1.0, "")
+        title = f"{self.title} (%)" if self.percent else self.title
+        caption = "" if self.told == "server" else "Mean over the clients that told it."
+        return Column(
+            self.column,
+            None if self.told == "server" else mean,
+            Recorded.WHERE_MEASURED,
+            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=600),
+            curve=Curve(self.name, f"{self.title} by round", caption, self.title, self.percent),
+            line=InLine(self.title, format=f".{self.decimals}f", scale=scale, unit=unit),
+        )
+
+    @cached_property
+    def declaration(self) -> Measure | Column:
+        """The number is declared like fedprune's own, but no reply has to tell it."""
+        if self.told == "server":
+            return self.shown
+        return Measure(
+            self.name,
+            self.name,
+            optional=frozenset({Reply[self.told.upper()]}),
+            least=self.least,
+            most=self.most,
+            withheld=not self.public,
+            recorded=Recorded.WHERE_MEASURED,
+            columns=(self.shown,),
+        )
+
+    def number(self, value: object, who: str) -> float:
+        """Return a value as a checked float; tensors and arrays of one number are numbers. ``who`` told it.
+
+        Raises ``ValueError``.
+        """
+        item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+        return float(bounded(item, f"{who} {self.name!r}", self.least, self.most))
+
+
+def _taken_names() -> set[str]:
+    fields = {measure.wire_name for measure in MEASURES.of_clients.values()}
+    titles = {column.table.key for column in MEASURES.columns.values() if column.table}
+    return {*MEASURES.of_clients, *MEASURES.columns, *fields, *titles, *_OTHER_NAMES}
+
+
+_OTHER_NAMES = frozenset(
+    {"partition", "note", "lost", "declined", "digest"}
+    | {"accuracy", "best_accuracy", "minutes", "rounds"}
+    | {"paper_megabytes", "gigaflops", "epsilon_remark", "label", "system", "dataset", "status", "seeds"}
+)
+
+
+_of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
+
+
+def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
+    """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
+    all_measures = tuple(measures)
+    names = [name for measure in all_measures for name in {measure.name, measure.column}]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError("measures", duplicates[0], "each name once", where=f"system {system!r}")
+    return all_measures
+
+
+def declare(system: str, measures: Iterable[OwnMeasure]) -> None:
+    _of_systems[system] = checked(system, measures)
+
+
+def of_system(system: str) -> tuple[OwnMeasure, ...]:
+    return _of_systems.get(system, ())
+
+
+def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str) -> dict[str, Any]:
+    """Return the fields of a client's reply with the numbers that the system declares checked; ``who`` tells them.
+
+    Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
+    """
+    checked_fields = dict(fields)
+    for measure in of_system(system):
+        value = checked_fields.pop(measure.name, None)
+        if value is not None and (measure.public or not is_private):
+            checked_fields[measure.name] = measure.number(value, who)
+    return checked_fields
+
+
+def all_of(system: str) -> Measures:
+    measures = of_system(system)
+    return Measures((*MEASURES, *(measure.declaration for measure in measures))) if measures else MEASURES
+
+
+def described(system: str) -> list[dict[str, Any]]:
+    return [asdict(measure) for measure in of_system(system)]
+
+
+def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
+    """Return the declarations in a run.json, which a later version may refuse.
+
+    Raises a one-line ``ValueError`` that says ``where`` they are wrong.
+    """
+    declarations = info.get("measures") or []
+    field_names = {field.name for field in fields(OwnMeasure)}
+    try:
+        return tuple(
+            OwnMeasure(**{key: value for key, value in declaration.items() if key in field_names})
+            for declaration in declarations
+        )
+    except (TypeError, ConfigError) as error:
+        raise ValueError(f"{where}: 'measures': {error}") from None

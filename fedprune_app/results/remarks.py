@@ -1,0 +1,53 @@
+"""What a reader of a number has to know stands in parentheses behind it: its noise, and of how many clients it is."""
+
+from collections.abc import Iterable, Sequence
+
+from fedprune_app.results.measures import (
+    Remark,
+    Row,
+)
+from fedprune_app.results.statistics import noise_of_mean
+
+
+def noise_remark(rows: Sequence[Row], column: str) -> str:
+    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
+    words = {None: "noise unknown", 0: "", 1: "simulated"}
+    return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
+
+
+def noise_in(rows: Sequence[Row], column: str) -> float:
+    """Return the standard deviation of the noise in the mean of the rows' accuracies; 0 where they have none."""
+    deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
+    return noise_of_mean([deviation or 0 for deviation in deviations]) or 0.0
+
+
+def accuracy_remark(rows: Sequence[Row], column: str) -> str:
+    """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
+    noise = noise_in(rows, column)
+    return f"noise ± {100 * noise:.1f}" if noise else ""
+
+
+def noised_remark(rows: Sequence[Row], column: str) -> str:
+    """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
+    return _each_once("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
+
+
+def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
+    """Say over how many clients a mean is, where they are fewer than the run has.
+
+    ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
+    """
+
+    def remark(row: Row) -> str:
+        count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
+        return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
+
+    return _each_once(map(remark, rows))
+
+
+def both(*remarks: Remark) -> Remark:
+    return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
+
+
+def _each_once(texts: Iterable[str]) -> str:
+    return ", ".join(sorted({text for text in texts if text}))

@@ -1,0 +1,176 @@
+"""A run's strategy is built from what its clients say of their data: over images, or over a language model."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from clients.fedspallm import segment_noise
+from fedprune_app import plugins
+from fedprune_app.config import ConfigError
+from fedprune_app.config.fedspallm import CUT
+from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
+from fedprune_app.federation.round import RunContext
+from fedprune_app.learning.device import device_of
+from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
+from fedprune_app.models.cutting import Cut
+from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.models.names import chosen_name
+from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
+from fedprune_app.models.vision import prunable_names, state_tensors
+from fedprune_app.registry import SYSTEMS
+from strategies.base import FederatedStrategy
+from strategies.fedspallm import FedSpaLLM
+
+Build = Callable[[RunContext], FederatedStrategy]
+
+
+CLIENT_INFOS: dict[str, type[ClientInfo]] = {"images": ImageClientInfo, "text": TextClientInfo}
+
+
+def image_strategy(context: RunContext) -> FederatedStrategy:
+    """Build the system's strategy over the common initial network."""
+    config, first = context.config, next(iter(context.clients.values()))
+    assert isinstance(first, ImageClientInfo)
+    model = initial_model(
+        config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
+    )
+    facts = _facts_of_data(context)
+    tensors = state_tensors(model, include_buffers=True)
+    layers = hashlib.sha256(repr([(name, *tensor.shape) for name, tensor in sorted(tensors.items())]).encode())
+    _require_same_network(context, layers.hexdigest())
+    shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
+    if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
+        raise ConfigError("batch-norm", "local", "averaged", condition="with a model that has no BatchNorm layer")
+    if digest := _digest_of_data(context):
+        context.recorder.annotate(data_sha256=digest)
+    context.recorder.annotate(
+        model={
+            "name": chosen_name(config.model, config.dataset),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "layers_sha256": layers.hexdigest(),
+            "classes": first.num_classes,
+            "image_shape": list(first.image_shape),
+            **({"class_names": list(first.classes)} if first.classes else {}),
+            **facts,
+        }
+    )
+    return SYSTEMS[config.system].strategy(context, shared, frozenset(prunable_names(model)))
+
+
+def _require_same_network(context: RunContext, layers: str) -> None:
+    """Raise :class:`ConfigError` where a run is resumed with a network of other layers, as its code has changed."""
+    info = context.recorder.info
+    if (info.get("model") or {}).get("layers_sha256", layers) != layers:
+        changed = plugins.changed(context.config.to_dict(), info.get("plugins", {}))
+        raise ConfigError(
+            "model",
+            context.config.model,
+            "the network that the run began with",
+            condition="when resuming",
+            which="has other layers now",
+            hint="; ".join(changed.values()),
+        )
+
+
+def other_data(difference: str) -> ConfigError:
+    """Return the error of a resumed run whose clients do not have the data that it began with."""
+    return ConfigError(
+        "the clients' data",
+        ...,
+        "the same clients and data",
+        condition="when resuming",
+        which="is not what it was when the run began",
+        hint=difference,
+    )
+
+
+def _as_most_tell(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -> Any:
+    """Return a fact as most clients tell it, so that a single client that says something else changes nothing."""
+    told = [fact(info) for info in context.clients.values() if isinstance(info, ImageClientInfo)]
+    ((value, _),) = Counter(told).most_common(1)
+    return value
+
+
+def _facts_of_data(context: RunContext) -> dict[str, Any]:
+    """Return what run.json tells of the data with the model, which are the facts that an export needs.
+
+    These are how images are normalised, and a table's columns or a digest of them; what clients do not tell is left
+    out. Raises :class:`ConfigError` where a run is resumed with other columns, or with the same ones in another order.
+    """
+    means, stds = _as_most_tell(context, lambda info: (info.mean, info.std))
+    features, digest = _as_most_tell(context, lambda info: (info.features, info.features_digest))
+    columns = {key: value for key, value in (("features", list(features)), ("features_digest", digest)) if value}
+    recorded = context.recorder.info.get("model") or {}
+    if any(recorded.get(key, value) != value for key, value in columns.items()):
+        raise other_data("the columns of the tables differ, or their order")
+    return columns | ({"normalisation": {"mean": list(means), "std": list(stds)}} if means else {})
+
+
+def _digest_of_data(context: RunContext) -> str:
+    """Return the digest of the dealt data that most clients tell; empty where clients tell none.
+
+    Raises :class:`ConfigError` where a run is resumed with other data, which may have the same labels.
+    """
+    digest: str = _as_most_tell(context, lambda info: info.data_sha256)
+    if digest and context.recorder.info.get("data_sha256", digest) != digest:
+        raise other_data("its digest differs")
+    return digest
+
+
+def text_strategy(context: RunContext) -> FederatedStrategy:
+    """Build the strategy over a dense language model on this machine."""
+    config, recorder = context.config, context.recorder
+    model, options = language_model(config, device_of(config)), config.fedspallm
+    cut = Cut(model, config.density) if options.pattern == CUT else None
+
+    def measure(layers: PrunedLayers) -> Mapping[str, Any]:
+        return perplexities(config, model, lambda layer: layers(layer).tensors)
+
+    def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
+        # a layer that nobody could afford to observe is whole
+        removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
+        return {
+            "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
+            "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
+        }
+
+    parameters, prunable = model.num_parameters()
+    recorder.annotate(
+        model={
+            "name": str(model.folder.name) if config.model == "auto" else config.model,
+            "parameters": parameters,
+            "prunable": prunable,
+            "layers": model.num_layers,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        },
+    )
+    if "dense_perplexity" not in recorder.info:
+        dense_perplexities = perplexities(config, model, None)
+        recorder.annotate(
+            dense_perplexity={
+                name: {
+                    "value": p.value,
+                    "window": p.window,
+                    "windows": p.windows,
+                    "windows_in_text": p.windows_in_text,
+                    "tokens": p.window * p.windows,
+                }
+                for name, p in dense_perplexities.items()
+            }
+        )
+    return FedSpaLLM(
+        context,
+        model,
+        measure,
+        write,
+        list(recorder.info["dense_perplexity"]),
+        partial(observed_inputs, config, model),
+        partial(segment_noise, config),
+        cut,
+    )
+
+
+BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

@@ -1,0 +1,242 @@
+"""The laws that every system keeps, whatever it computes; a plug-in proves them with one line.
+
+>>> def test_my_system():
+...     check_system("my-prox", plugins="my_prox.py")
+
+The laws are those of fedprune's own systems: a run completes and records what is declared; replies hold declared fields
+alone; the same settings give the same models, with clients trained one by one or in cohorts; a run that was killed
+after any round resumes to the same models and records; replies that are late, malformed, not finite, huge, for another
+message or sent twice leave everything as if their clients had not been asked. All runs are real ones, in this process
+and on the embedded digits unless ``settings`` say otherwise.
+"""
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from flwr.app import MessageType
+from torch import Tensor
+
+from clients.base import Update
+from clients.node import Kind as ReplyKind
+from clients.node import fields_of, undeclared
+from fedprune_app.config import ConfigError, Scalar, paths_from_here
+from fedprune_app.engine import simulated_grid, wire
+from fedprune_app.engine.simulated_grid import InProcessGrid
+from fedprune_app.engine.store import State
+from fedprune_app.files import scratch_folder
+from fedprune_app.learning.training import TrainingResult
+from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import System
+from fedprune_app.results import own_measures
+from fedprune_app.terminal import Terminal
+from fedprune_app.testing.misbehaving import Failing, Misbehaving, Twice, patient_clock
+from fedprune_app.testing.runs import (
+    CLIENTS,
+    PRIVATE,
+    QUICK,
+    ROUNDS,
+    ObservedRun,
+    cut_after,
+    lasting,
+    misrecorded,
+    run_with,
+)
+
+_ALL_REPLY: Mapping[str, Scalar] = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
+_KINDS: Mapping[str, ReplyKind] = {
+    MessageType.QUERY: "introduction",
+    MessageType.TRAIN: "training",
+    MessageType.EVALUATE: "evaluation",
+}
+
+
+_LEAVES_MODEL = type(None)  # what a hook returns that leaves its result in self.model
+_OF_SERVER: Mapping[str, type] = {
+    "state": State,
+    "doubts": list,
+    "expect": wire.Schema,
+    "send": Iterable,
+    "prepare": _LEAVES_MODEL,
+    "end": _LEAVES_MODEL,
+}
+_OF_CLIENT: Mapping[str, type] = {
+    "begin": dict,
+    "train": TrainingResult,
+    "local_update": Update,
+    "report": dict,
+    "masks": dict,
+    "personal_model": dict,
+    "evaluation": tuple,
+}
+"""What the hooks that a plug-in's system may override return."""
+
+
+class BrokenLawError(AssertionError):
+    """A system breaks a law; the message says which one, and how."""
+
+
+def check_system(
+    name: str,
+    *,
+    plugins: str | Iterable[str] = (),
+    engines: Iterable[str] = (),
+    settings: Mapping[str, Scalar] | None = None,
+) -> None:
+    """Hold a system to all laws, in runs of five clients and three rounds.
+
+    ``plugins`` are modules and files that register the system. ``settings`` are keys with values that the system needs
+    beside :data:`QUICK`. On each of the ``engines``, such as "ray", the run has to end with the same models as in this
+    process; that takes some seconds more. Raises :class:`BrokenLawError`.
+    """
+    files = [plugins] if isinstance(plugins, str) else list(plugins)
+    with scratch_folder() as folder, simulated_grid.quiet():
+        values: dict[str, Scalar] = {**(settings or {}), "system": name, "plugins": ",".join(files)}
+        laws = _Laws(folder, {**QUICK, **paths_from_here(values)})
+        laws.completes()
+        laws.replies_are_declared()
+        laws.is_deterministic()
+        laws.resumes()
+        laws.bad_replies_change_nothing()
+        for engine in engines:
+            laws.is_the_same_on(engine)
+
+
+class _Laws:
+    def __init__(self, folder: Path, settings: Mapping[str, Scalar]) -> None:
+        self._folder = folder
+        self._settings = settings
+        self._count = 0
+        with _check_returns(prepare(Given(settings)).system):
+            self._whole = self._run(_ALL_REPLY)
+
+    def _run(
+        self, changes: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid
+    ) -> ObservedRun:
+        self._count += 1
+        values = {**self._settings, **(changes or {})}
+        folder = Path(str(values.get("resume-from") or self._folder / str(self._count)))
+        return run_with(values, folder, grid)
+
+    def completes(self) -> None:
+        run = self._whole
+        _must(run.info["status"] == "completed", "a run completes", f"its status is {run.info['status']!r}")
+        evaluated = {row["partition"] for row in run.clients if row["round"] == ROUNDS}
+        _must(
+            evaluated == set(range(CLIENTS)), "all clients are evaluated in the end", f"only {sorted(evaluated)} were"
+        )
+        system = str(self._settings["system"])
+        measures = own_measures.all_of(system)
+        wrong_names = misrecorded(run.rounds, measures.columns, measures)
+        wrong_names += misrecorded(run.clients, {"round", "partition", *measures.of_clients}, measures)
+        _must(not wrong_names, "all that is recorded is declared", f"{', '.join(wrong_names)} is not")
+        missing_names = [
+            measure.name
+            for measure in own_measures.of_system(system)
+            if all(row.get(measure.column) is None for row in run.rounds)
+        ]
+        _must(
+            not missing_names, "every number that the system declares is recorded", f"{', '.join(missing_names)} is not"
+        )
+
+    def replies_are_declared(self) -> None:
+        """Check that replies hold what the client's class declares; a private client's as much as any other's."""
+        prepared = prepare(Given(self._settings))
+        config, client = prepared.config, prepared.system.client
+        runs = {config.dp.enabled: self._whole}
+        try:
+            prepare(Given({**self._settings, **PRIVATE}))
+        except ConfigError:  # it cannot be private
+            runs[False] = self._whole
+        else:
+            runs[True] = self._whole if config.dp.enabled else self._run({**_ALL_REPLY, **PRIVATE})
+        for is_private, run in runs.items():
+            for kind, replies in run.replies.items():
+                allowed = fields_of(client, config.system).allowed(_KINDS[kind], is_private)
+                wrong_names = undeclared(set().union(*replies), allowed)
+                _must(
+                    not wrong_names,
+                    f"a reply of {_KINDS[kind]} holds declared fields",
+                    f"{', '.join(wrong_names)} is not",
+                )
+
+    def is_deterministic(self) -> None:
+        for cohort in (0, 2):
+            sha256 = self._run({"cohort": cohort}).sha256
+            _must(sha256 == self._whole.sha256, "the same settings give the same models", f"not with cohort={cohort}")
+
+    def resumes(self) -> None:
+        for round in range(1, ROUNDS):
+            cut = cut_after(self._whole, round, self._folder / f"cut-{round}")
+            resumed = self._run({"resume-from": str(cut)})
+            law = f"a run killed after round {round} resumes to the same"
+            _must(
+                resumed.sha256 == self._whole.sha256, law, "its models are others: state() and restore() lose something"
+            )
+            for name in ("rounds", "clients"):
+                is_same = lasting(getattr(resumed, name)) == lasting(getattr(self._whole, name))
+                _must(is_same, law, f"{name}.jsonl is another")
+
+    def bad_replies_change_nothing(self) -> None:
+        """Bad replies leave everything as if their clients had not been asked, and a reply counts once."""
+        settings: dict[str, Scalar] = {"deadline-seconds": 5.0, "evaluate-every": ROUNDS}
+        with patient_clock():
+            without, with_bad = (self._run(settings, grid) for grid in (Failing, Misbehaving))
+        law = "bad replies leave everything as if their clients had not been asked"
+        failures = [[row["failures"] for row in run.rounds] for run in (without, with_bad)]
+        _must(failures[0] == failures[1], law, f"{failures[1]} replies a round are refused, of {failures[0]}")
+        _must(with_bad.sha256 == without.sha256, law, "the models are others")
+        _must(
+            self._run(grid=Twice).sha256 == self._whole.sha256,
+            "a reply that comes twice counts once",
+            "the models are others",
+        )
+
+    def is_the_same_on(self, engine: str) -> None:
+        from fedprune_app.running import run
+
+        folder = self._folder / engine
+        prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
+        sha256 = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
+        _must(sha256 == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
+
+
+@contextmanager
+def _check_returns(system: System) -> Iterator[None]:
+    """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
+
+    def checked_hook(owner: type, name: str, kind: type) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            value = hook(*arguments, **keywords)
+            if kind is _LEAVES_MODEL:
+                _check_model(arguments[0].model, f"{owner.__name__}.{name}()")
+            elif not isinstance(value, kind):
+                result = "nothing" if value is None else f"a value of type {type(value).__name__}"
+                raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
+            return value
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, kinds in ((system.strategy, _OF_SERVER), (system.client, _OF_CLIENT)):
+            for name, kind in kinds.items():
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, checked_hook(owner, name, kind)))
+        yield
+
+
+def _check_model(model: object, method: str) -> None:
+    if not (isinstance(model, dict) and all(isinstance(tensor, Tensor) for tensor in model.values())):
+        text = reprlib.repr(model)
+        raise TypeError(f"{method} leaves self.model as {text}, allowed: a dict of tensors by name")
+
+
+def _must(holds: bool, law: str, finding: str) -> None:
+    if not holds:
+        raise BrokenLawError(f"{law}: {finding}")
