@@ -17,6 +17,7 @@ from fedprune_app.learning.device import device_of
 from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
 from fedprune_app.models.cutting import Cut
 from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
@@ -130,12 +131,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
 
     def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
-        # a layer that nobody could afford to observe is whole
-        removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
-        return {
-            "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
-            "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
-        }
+        return write_models(model, layers, folder, cut)
 
     parameters, prunable = model.num_parameters()
     recorder.annotate(
@@ -171,6 +167,16 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         partial(segment_noise, config),
         cut,
     )
+
+
+def write_models(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None) -> dict[str, int]:
+    """Write a model into a run's folder of models, and return the bytes of its weights."""
+    # a layer that nobody could afford to observe is whole
+    removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
+    return {
+        "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
+        "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
+    }
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

@@ -28,7 +28,7 @@ ROOF = [  # from the top: a room imports those of lower floors alone, and all th
 FILES = {  # the same of the files in a room
     "preflight": [{"describe", "node"}, {"prepare"}, {"can_start"}, {"given", "combinations"}],
     "plugins": [{"loading"}, {"registering"}],
-    "exports": [{"formats", "predict"}, {"find"}, {"file"}],
+    "exports": [{"compressed", "formats", "predict"}, {"find"}, {"file"}],
     "launching": [{"local"}, {"simulation", "credentials"}, {"processes"}],
     "sweeps": [{"sweep"}, {"matrix"}],
     "testing": [{"laws", "audit"}, {"misbehaving", "runs"}],
