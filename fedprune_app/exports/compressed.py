@@ -38,7 +38,8 @@ def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> dict[str, A
         raise ValueError(f"run {str(run)!r} is none that can be compressed, allowed: fedspallm.keep-sums, completed")
     for key in changes.keys() - {_BITS, *_SHAPE}:
         raise ConfigError(key, changes[key], f"no value here; {', '.join((_BITS, *_SHAPE))} may change")
-    config = prepare(replace(of_run(info, ()), on_command_line=changes)).config
+    no_recovery = {"num-server-rounds": 1, "fedspallm.recovery-rounds": 0}
+    config = prepare(replace(of_run(info, ()), on_command_line={**no_recovery, **changes})).config
     values, options = config.to_dict(), config.fedspallm
     is_same = info["config"][_BITS] == 16 and all(values[key] == info["config"][key] for key in _SHAPE)
     if not is_same and options.layers_per_exchange:

@@ -8,7 +8,11 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import load_file
 
+from clients.fedspallm import FedSpaLLMClient
+from clients.node import Place
+from fedprune_app.core import hessians
 from fedprune_app.exports.compressed import compress
+from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
 from fedprune_app.results.reader import load_run
@@ -36,11 +40,10 @@ def run(federation, texts, llm):
             system="fedspallm",
             dataset="text",
             data_dir=str(texts),
-            model=str(llm),
             fedspallm_segments=4,
             fedspallm_segment_length=16,
             fedspallm_window=32,
-            **{"num_server_rounds": 1, "density": 0.5, **ALL, **more},
+            **{"model": str(llm), "num_server_rounds": 1, "density": 0.5, **ALL, **more},
         )
 
     return go
@@ -93,18 +96,40 @@ def test_the_sums_of_all_layers_are_those_of_the_dense_model(run, llm):
     assert len(list((result.folder / "sums").iterdir())) == model.num_layers
 
 
-def test_layers_of_one_exchange_follow_the_pruned_ones_before_the_first_of_them(run):
-    """With one layer in an exchange it is the run that is known; with two of two, that of all layers but for names."""
-    sequential = run(fedspallm_layers_per_exchange=1)
-    together = run(fedspallm_layers_per_exchange=2)
-    assert sequential.info["final_sha256"] != together.info["final_sha256"]
-    sent = [message for message in together.wiretap.messages if message.kind == "train"]
-    assert not any(message.down.tensors for message in sent)
+def test_layers_of_one_exchange_follow_the_pruned_ones_before_the_first_of_them(run, tmp_path):
+    llm = tiny_byte_model(tmp_path / "llm", "llama", num_layers=4)
+    result = run(model=str(llm), fedspallm_layers_per_exchange=2, fraction_train=1.0)
+    model, pruned = LanguageModel(llm), LanguageModel(result.folder / "models" / "global")
+    sent = {(m.partition, m.round - 1): m for m in result.wiretap.messages if m.kind == "train"}
+    for partition in range(3):
+        segments = FedSpaLLMClient(result.config, Place(partition, 3, tmp_path)).segments()[0]
+        hidden = model.embed(segments, 4)
+        for layer in range(4):
+            received = {int(name.partition("/")[0]) for name in sent[partition, layer].down.tensors}
+            assert received == ({0, 1} if layer == 2 else set())
+            if layer == 2:
+                hidden = model.embed(segments, 4)
+                for before in (0, 1):
+                    hidden = model.pass_through(pruned.layer(before, pruned.layer_tensors(before)), hidden, 4)
+            module = model.layer(layer, model.layer_tensors(layer))
+            expected = hessians.encoded(input_matrices(model, module, model.prunable(layer), hidden, 4))
+            for name, tensor in sent[partition, layer].up.tensors.items():
+                torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
+            hidden = model.pass_through(module, hidden, 4)
+
+
+@pytest.mark.parametrize("form", ["int8", "diagonal"])
+def test_hessians_in_fewer_bits_travel_as_such_and_prune_to_the_density(run, form):
+    result, plain = run(fedspallm_hessian_form=form), run()
+    assert result.rounds[-1]["bytes_up"] < (0.5 if form == "int8" else 0.25) * plain.rounds[-1]["bytes_up"]
+    assert result.rounds[-1]["density_global"] == pytest.approx(0.5)
+    if form == "int8":
+        assert result.rounds[-1]["perplexity_global"] == pytest.approx(plain.rounds[-1]["perplexity_global"], rel=0.02)
 
 
 def test_a_recovered_model_is_rounded_as_it_is(run, tmp_path):
     recovered = run(
-        fedspallm_pattern="cut", num_server_rounds=2, fedspallm_recovery_rounds=1, fedspallm_recovery_steps=2
+        fedspallm_pattern="cut", num_server_rounds=2, fedspallm_recovery_rounds=1, fedspallm_recovery_segments=8
     )
     compress(recovered.folder, {"fedspallm.bits": 8}, tmp_path / "new")
     assert check_codes(tmp_path / "new") == {"Q8_0"}
@@ -124,6 +149,6 @@ def test_a_run_that_pruned_layer_by_layer_can_only_be_rounded(run, tmp_path):
 def test_what_cannot_be_compressed_is_refused(run, tmp_path):
     with refuses("seed", 7):
         compress(run().folder, {"seed": 7}, tmp_path / "new")
-    with pytest.raises(ValueError, match="none that can be compressed, allowed: fedspallm.keep-sums"):
+    with pytest.raises(ValueError, match=r"none that can be compressed, allowed: fedspallm.keep-sums"):
         compress(run(fedspallm_keep_sums=False).folder, {}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
