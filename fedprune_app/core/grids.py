@@ -91,7 +91,7 @@ class Quantized:
 
     def weights(self) -> Tensor:
         """Return the weights (out, in), float32, as llama.cpp has them."""
-        blocks = self.levels.unflatten(1, (-1, BLOCK)).float() * self.scales.float()[..., None]
+        blocks = self.levels.view(len(self.levels), -1, BLOCK).float() * self.scales.float()[..., None]
         return (blocks + self.minimums.float()[..., None]).flatten(1)
 
     def packed(self) -> Tensor:
@@ -101,7 +101,7 @@ class Quantized:
         the second half of the block. In Q8_0 each level has a byte. Source: the structures ``block_q4_0`` to
         ``block_q8_0`` in ggml.
         """
-        levels = self.levels.unflatten(1, (-1, BLOCK))  # (out, blocks, 32)
+        levels = self.levels.view(len(self.levels), -1, BLOCK)  # (out, blocks, 32)
         head = [self.scales] if not self.grid.has_minimums else [self.scales, self.minimums]
         parts = [each[..., None].contiguous().view(torch.uint8) for each in head]
         if self.grid.gguf_type == "Q8_0":
@@ -111,7 +111,7 @@ class Quantized:
             codes = levels if self.grid.has_minimums else levels + 2 ** (num_bits - 1)
             codes = codes.view(torch.uint8)
             if num_bits == 5:
-                fifth_bits = (codes >> 4).unflatten(2, (-1, 8)) << torch.arange(8, dtype=torch.uint8)
+                fifth_bits = (codes >> 4).view(*codes.shape[:2], -1, 8) << torch.arange(8, dtype=torch.uint8)
                 parts.append(fifth_bits.sum(dim=3, dtype=torch.uint8))
             first, second = (codes & 15).chunk(2, dim=2)
             parts.append(first | second << 4)
