@@ -3,8 +3,9 @@
 A deployment on this machine (TLS, node keys, a process for each message, as on real machines), whose clients send back
 what they get, at once: all that is left is the platform, and how soon the server sees a reply. ``send_and_receive``,
 with which FedAvg in Flower runs its rounds, asks for replies every 3 seconds; rounds with it and with
-``engine.exchange.exchange`` take turns, in one ServerApp. Printed: the seconds of a round, and ours over Flower's; ours
-over the floor, the time at which the last reply was made (all processes read one clock); and how often either asked.
+``engine.exchange.send_and_receive`` take turns, in one ServerApp. Printed: the seconds of a round, and ours over
+Flower's; ours over the floor, the time at which the last reply was made (all processes read one clock); and how often
+either asked.
 
 Example: ``python benchmarks/polling.py --rounds 8``.
 """
@@ -60,7 +61,7 @@ class Counting:
 def main(grid: Grid, context: Context) -> None:
     """Rounds of either kind in turn; one line of JSON each into ``out-dir``."""
     from fedprune_app.engine import wire
-    from fedprune_app.engine.exchange import exchange, message_to
+    from fedprune_app.engine.exchange import message_to, send_and_receive
 
     counting = Counting(grid)
     out = Path(str(context.run_config["out-dir"]))
@@ -77,7 +78,7 @@ def main(grid: Grid, context: Context) -> None:
         messages = [(node, message_to(node, record, MessageType.TRAIN, number, _DEADLINE)) for node in nodes]
         counting.pulls, started, at = 0, time.monotonic(), time.time()
         if kind == "exchange":
-            answers = exchange(grid, messages, _DEADLINE, reply_bytes=arrays.nbytes)
+            answers = send_and_receive(grid, messages, _DEADLINE, reply_bytes=arrays.nbytes)
             contents = [answer.content for answer in answers]
         else:
             replies = grid.send_and_receive([message for _, message in messages], timeout=_DEADLINE)

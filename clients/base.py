@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from clients.images import SAID_OF_IMAGES, Images
-from clients.node import Node, Place, ReplyFields
-from clients.privacy import Spending, open_privacy
+from clients.node import Node, ReplyFields
+from clients.place import Place
+from clients.privacy import Dependencies, Spending, own_settings
 from clients.task import Task
-from fedprune_app.config import OPTIONS, Config, has_effect
+from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.payload import Payload
@@ -160,7 +161,7 @@ class ImageClient(Node):
         self.prunable = vision.prunable_names(self.model)
         self.costs = Costs(config, self.dataset, self.num_examples)
         self.tested = Evaluation(0, 0, 0.0)  # the last test of a model, as it was counted
-        self.privacy = open_privacy(self, self.images.record_digests, config.partition)
+        self.privacy = self.open_privacy(self.images.record_digests, config.partition)
 
     def local_images(self) -> Images:
         """Return what the client learns from, decides by and is tested on."""
@@ -294,8 +295,16 @@ class ImageClient(Node):
         if self.privacy is not None:
             begin = vision.state_tensors(self.model, include_buffers=True)
             public = grouped(begin=begin, masks=how.get("masks") or how.get("active") or {})
-            dependencies = f"{settings} {task.digest()} {depends_on}{_own_settings(config)}"
-            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, dependencies)
+            dependencies = Dependencies(
+                settings,
+                task.digest(),
+                depends_on,
+                own_settings(config),
+                self.privacy.noise_multiplier,
+                config.dp.clip_norm,
+                self.privacy.sample_rate,
+            )
+            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, str(dependencies))
         result = train(
             self.model,
             images,
@@ -426,18 +435,3 @@ class ImageClient(Node):
                 scores["accuracy-validation"] = self.accuracy(task, "validation")
             remember_scores(path, digest, scores)
         return scores
-
-
-def _own_settings(config: Config) -> str:
-    """Return the settings of systems that are not at their default: seeded noise is other noise with others."""
-    settings = {
-        key: value
-        for key, value in config.to_dict().items()
-        if "." in key
-        and not key.startswith("dp.")
-        and value != (option := OPTIONS[key]).default
-        and option.changes_results
-        and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
-        and has_effect(key, config)
-    }
-    return f" {sorted(settings.items())}" if settings else ""

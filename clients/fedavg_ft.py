@@ -11,9 +11,10 @@ from torch import Tensor
 
 from clients.base import ImageClient
 from clients.fedavg import FedAvgClient
-from clients.privacy import Spending, num_evaluations
+from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.engine.store import State
+from fedprune_app.learning.planned_noise import num_evaluations
 from fedprune_app.models import vision
 
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from clients.base import LocalTraining, Update
 from clients.fedp3 import FedP3Client
-from clients.node import Place, never_private
+from clients.node import never_private
+from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng

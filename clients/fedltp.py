@@ -15,13 +15,14 @@ from torch import Tensor
 from clients.base import Scores, Update
 from clients.fedavg import FedAvgClient
 from clients.node import ReplyFields
-from clients.privacy import Spending, planned_rounds
+from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.planned_noise import planned_rounds
 from fedprune_app.models import vision
 
 

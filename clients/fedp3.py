@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from clients.base import ImageClient, Scores, Update
-from clients.node import Place, parts_not_private
+from clients.node import parts_not_private
+from clients.place import Place
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from clients.node import Node, Place, ReplyFields
-from clients.privacy import ClientPrivacy, Spending, noise_multiplier, open_privacy, planned_rounds
+from clients.node import Node, ReplyFields
+from clients.place import Place
+from clients.privacy import ClientPrivacy, Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
@@ -58,13 +59,6 @@ class LayerUpdate:
     metrics: Mapping[str, Any]
 
 
-def segment_noise(config: Config, num_releases: int) -> float:
-    """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
-    if not config.dp.enabled:
-        return 0.0
-    return noise_multiplier(config, 1.0, planned_rounds(config) * num_releases)
-
-
 class SegmentPrivacy(ClientPrivacy):
     """An example is a calibration segment, all of which are in each release; an "epoch" is one release."""
 
@@ -97,7 +91,7 @@ class FedSpaLLMClient(Node):
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )
-        self.privacy = open_privacy(self, self.record_digests, self.options.deal)
+        self.privacy = self.open_privacy(self.record_digests, self.options.deal)
 
     # --- privacy ------------------------------------------------------------------------------------------------
 

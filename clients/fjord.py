@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from clients.base import ImageClient, Update
 from clients.fedp3 import FJORD_SHARES, OrderedDropout
-from clients.node import Place, parts_not_private
+from clients.node import parts_not_private
+from clients.place import Place
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import Config

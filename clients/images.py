@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.node import Place, ReplyFields
+from clients.node import ReplyFields
+from clients.place import Place
 from clients.privacy import split_secret
 from fedprune_app.config import Config
 from fedprune_app.data.augmentation import CropFlip

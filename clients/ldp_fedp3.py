@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from clients.base import ImageClient, Scores, Update
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers

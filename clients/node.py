@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from flwr.client import NumPyClient
 
-from clients.privacy import ClientPrivacy, Spending
+from clients.place import Place
+from clients.privacy import ClientPrivacy, Spending, data_of, ledger_path
 from clients.task import NDArrays, Task, names_of
-from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.simulated_grid import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
@@ -94,43 +94,13 @@ _SPENT = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place says which client of a run a node is, and what its operator gives it.
-
-    * ``client_id``: the client's number.
-    * ``num_clients``: how many clients share the data. It is 0 where the client has data of its own.
-    * ``state_dir``: the folder below which the client keeps its state.
-    * ``capacity``: the density that the node can bear, where its operator says so.
-    * ``run_key``: the name of the run that the client is in.
-    * ``policy``: what its operator asks of every run.
-    """
-
-    client_id: int
-    num_clients: int
-    state_dir: Path
-    capacity: float | None = None
-    run_key: str = ""
-    policy: Policy = NO_POLICY
-
-    @property
-    def has_own_data(self) -> bool:
-        """Say whether the client has data of its own, all of which it takes."""
-        return self.num_clients == 0
-
-    @property
-    def share(self) -> tuple[int, int]:
-        """The part of the data that the client has: k and n, for part k of n."""
-        return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)
-
-
 class Node(NumPyClient):
     """A node is one client of a run, with its state below ``place.state_dir``.
 
     Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
     :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report`; and :meth:`evaluation`.
 
-    ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :func:`clients.privacy.open_privacy` opens.
+    ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :meth:`open_privacy` opens.
     """
 
     versions_kept = 3  # of its state, below the one the server last took in
@@ -212,6 +182,20 @@ class Node(NumPyClient):
         ``not_private``, or by this method where its options decide.
         """
         return never_private(config, cls.not_private) if cls.not_private else ""
+
+    def open_privacy(self, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
+        """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
+
+        ``records`` gives a digest of each record of the client's data, all parts of them. ``dealing`` says for readers
+        of the ledger how data are dealt to clients. Raises ``ValueError`` where the ledger is damaged, and where the
+        noise is less than the node asks for.
+        """
+        config, place = self.config, self.place
+        if not config.dp.enabled:
+            return None
+        data = data_of(config, place, records(), dealing)
+        path, spending = ledger_path(config, place, data, self.store.folder), self.spending()
+        return self.privacy_kind(config, self.client_id, self.num_examples, spending, path, data, place.policy)
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 

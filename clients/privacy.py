@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fedprune_app.config import NO_POLICY, Config, Policy
+from clients.place import Place
+from fedprune_app.config import NO_POLICY, OPTIONS, Config, Policy, Scalar, has_effect
 from fedprune_app.files import kept_secret
+from fedprune_app.learning.planned_noise import noise_multiplier, num_evaluations, planned_rounds
+from fedprune_app.learning.sgd import SGD
 from fedprune_app.privacy import noise as noises
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
-    from clients.node import Node, Place
-    from fedprune_app.privacy.accounting import Release, Spent
+    from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.ledger import Data
 
@@ -41,29 +43,41 @@ class Spending:
     more_counts: int = 0
 
 
-def planned_rounds(config: Config) -> int:
-    return config.dp.planned_rounds or config.num_server_rounds
+@dataclass(frozen=True)
+class Dependencies:
+    """The seeded noise of a training depends on these, beside seed, role, client, round and the tensors it begins with.
 
-
-def num_evaluations(config: Config) -> int:
-    """Return how often all clients are evaluated, in a run that has all its rounds."""
-    rounds, interval = config.num_server_rounds, config.evaluate_every
-    return -(-rounds // interval) if interval else 1
-
-
-def noise_multiplier(
-    config: Config, sample_rate: float, steps: int, extra_releases: tuple[tuple[Release, int], ...] = ()
-) -> float:
-    """Return the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
-
-    ``steps`` and ``extra_releases`` are all that a client plans to release.
+    Where one of them is other, the noise is other: two results under one noise would give their difference away. As
+    text they are a part of the noise's key, so that a change of the text changes all seeded private results.
     """
-    options = config.dp
-    if not options.target_epsilon:
-        return options.noise_multiplier
-    from fedprune_app.privacy.accounting import noise_for
 
-    return noise_for(options.target_epsilon, options.delta, sample_rate, steps, options.accountant, extra_releases)
+    sgd: SGD
+    task_digest: str  # of all payloads that the server sent
+    of_system: object  # what else the system says that its training depends on
+    own_settings: list[tuple[str, Scalar]]
+    noise_multiplier: float
+    clip_norm: float
+    sample_rate: float
+
+    def __str__(self) -> str:
+        own_text = f" {self.own_settings}" if self.own_settings else ""
+        noise_text = f"{self.noise_multiplier} {self.clip_norm} {self.sample_rate}"
+        return f"{self.sgd} {self.task_digest} {self.of_system}{own_text} {noise_text}"
+
+
+def own_settings(config: Config) -> list[tuple[str, Scalar]]:
+    """Return the settings of systems that are not at their default: seeded noise is other noise with others."""
+    settings = {
+        key: value
+        for key, value in config.to_dict().items()
+        if "." in key
+        and not key.startswith("dp.")
+        and value != (option := OPTIONS[key]).default
+        and option.changes_results
+        and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
+        and has_effect(key, config)
+    }
+    return sorted(settings.items())
 
 
 class ClientPrivacy:
@@ -156,7 +170,7 @@ class ClientPrivacy:
 
         self.ledger.require(self.steps(epochs))
         multiplier, clip_norm, rate = self.noise_multiplier, self.options.clip_norm, self.sample_rate
-        noise = self.noise(role, round, public, f"{settings} {multiplier} {clip_norm} {rate}")
+        noise = self.noise(role, round, public, settings)
         method, count = self.options.grad_sample, self.num_examples
         return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, method, num_examples=count)
 
@@ -254,22 +268,6 @@ class ClientPrivacy:
 # --- where the ledger is, and whose -----------------------------------------------------------------------------------
 
 
-def open_privacy(node: Node, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
-    """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
-
-    ``records`` gives a digest of each record of the client's data, all parts of them. ``dealing`` says for readers of
-    the ledger how data are dealt to clients. Raises ``ValueError`` where the ledger is damaged, and where the noise is
-    less than the node asks for.
-    """
-    config, place = node.config, node.place
-    if not config.dp.enabled:
-        return None
-    data = _data(config, place, records(), dealing)
-    path = _path(config, place, data, node.store.folder)
-    spending, count = node.spending(), node.num_examples
-    return node.privacy_kind(config, node.client_id, count, spending, path, data, place.policy)
-
-
 def split_secret(config: Config, place: Place) -> str:
     """Return the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
 
@@ -281,7 +279,7 @@ def split_secret(config: Config, place: Place) -> str:
     return kept_secret(Path(dp.ledger_dir or place.state_dir) / "split.secret")
 
 
-def _data(config: Config, place: Place, records: list[bytes], dealing: str) -> Data:
+def data_of(config: Config, place: Place, records: list[bytes], dealing: str) -> Data:
     """Say whose ledger the client's is: its data's, known by their content.
 
     Where the node's operator says where the ledger is, there is one for all data. Elsewhere a client's own data may
@@ -302,7 +300,7 @@ def _is_one_for_all(place: Place) -> bool:
     return bool(place.policy.ledger_dir or place.policy.epsilon_budget)
 
 
-def _path(config: Config, place: Place, data: Data, folder: Path) -> Path:
+def ledger_path(config: Config, place: Place, data: Data, folder: Path) -> Path:
     """Return the path of the client's ledger: in its ``folder``, or in ``dp.ledger-dir`` for all runs on the data.
 
     The name of a ledger of own data follows from the data. The client's number, which the server gives, plays no part

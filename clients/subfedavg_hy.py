@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from clients.base import Update
-from clients.node import Place, ReplyFields, never_private
+from clients.node import ReplyFields, never_private
+from clients.place import Place
 from clients.subfedavg import SubFedAvgClient, pruned
 from clients.task import Task
 from fedprune_app.config import Config

@@ -8,7 +8,8 @@ from typing import Any
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.node import Kind, Node, Place, check_reply
+from clients.node import Kind, Node, check_reply
+from clients.place import Place
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.config import PolicyError

@@ -8,7 +8,8 @@ from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
 from clients.fjord import FjORDClient
 from clients.gossip import GossipClient
-from clients.node import Place, ReplyFields
+from clients.node import ReplyFields
+from clients.place import Place
 from clients.privacy import Spending
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
@@ -19,8 +20,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.exchanges import ask_for, exchange
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.learning.training import TrainingResult, proximal
 from fedprune_app.models.vision import load_state_tensors, state_tensors
@@ -41,7 +42,6 @@ __all__ = [
     "Dataset",
     "DisPFL",
     "DisPFLClient",
-    "Exchanges",
     "FedAvg",
     "FedAvgClient",
     "FederatedStrategy",
@@ -55,6 +55,7 @@ __all__ = [
     "OwnMeasure",
     "Payload",
     "Place",
+    "Reply",
     "ReplyFields",
     "Round",
     "RunContext",
@@ -70,7 +71,9 @@ __all__ = [
     "TrainingResult",
     "Update",
     "aggregate",
+    "ask_for",
     "dense_gradient",
+    "exchange",
     "grouped",
     "layers",
     "load_state_tensors",

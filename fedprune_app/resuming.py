@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedprune_app.config import Config, ConfigError, check_resumable
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, exchange, message_to
+from fedprune_app.engine.exchange import Answer, message_to, send_and_receive
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
 from fedprune_app.federation.clients import Roster
 from fedprune_app.registry import SYSTEMS
@@ -114,7 +114,7 @@ def ask_for_states(
 
     return {
         answer.client: _lost_versions(answer, versions_by_client[answer.client])
-        for answer in exchange(grid, questions(), deadline_seconds)
+        for answer in send_and_receive(grid, questions(), deadline_seconds)
     }
 
 

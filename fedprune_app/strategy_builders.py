@@ -2,24 +2,17 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from clients.fedspallm import segment_noise
 from fedprune_app import plugins
 from fedprune_app.config import ConfigError
-from fedprune_app.config.fedspallm import CUT
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
-from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
-from fedprune_app.models.cutting import Cut
+from fedprune_app.learning.language_models import language_model, perplexities
 from fedprune_app.models.initial import initial_model, shared_names
-from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
 from strategies.base import FederatedStrategy
@@ -124,15 +117,7 @@ def _digest_of_data(context: RunContext) -> str:
 def text_strategy(context: RunContext) -> FederatedStrategy:
     """Build the strategy over a dense language model on this machine."""
     config, recorder = context.config, context.recorder
-    model, options = language_model(config, device_of(config)), config.fedspallm
-    cut = Cut(model, config.density) if options.pattern == CUT else None
-
-    def measure(layers: PrunedLayers) -> Mapping[str, Any]:
-        return perplexities(config, model, lambda layer: layers(layer).tensors)
-
-    def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
-        return write_models(model, layers, folder, cut)
-
+    model = language_model(config, device_of(config))
     parameters, prunable = model.num_parameters()
     recorder.annotate(
         model={
@@ -157,26 +142,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                 for name, p in dense_perplexities.items()
             }
         )
-    return FedSpaLLM(
-        context,
-        model,
-        measure,
-        write,
-        list(recorder.info["dense_perplexity"]),
-        partial(observed_inputs, config, model),
-        partial(segment_noise, config),
-        cut,
-    )
-
-
-def write_models(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None) -> dict[str, int]:
-    """Write a model into a run's folder of models, and return the bytes of its weights."""
-    # a layer that nobody could afford to observe is whole
-    removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
-    return {
-        "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
-        "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
-    }
+    return FedSpaLLM(context, model)
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

@@ -51,19 +51,15 @@ class DADPFL(fp.DisPFL):
             gap, next_round = round(gap / 3), next_round + round(gap / 3)
         return next_round == number
 
-    def to_wave(self, round: fp.Round, wave: tuple[int, ...]) -> Iterator[fp.Outgoing]:
-        """Yield the messages to a wave, with what was published before it."""
-        for message in super().send(replace(round, participants=wave)):
-            yield replace(message, fields={"prunes": self.prunes(round.number)})
-
-    def before(self, round: fp.Round, exchanges: fp.Exchanges) -> None:
-        """Train all waves but the last, one after the other."""
-        for wave in self.waves(round)[:-1]:
-            exchanges.train(f"round {round.number}", round, self.to_wave(round, wave), self.reply_bytes(round))
+    def train(self, round: fp.Round) -> None:
+        """Train the waves one after the other; each is sent what those before it have published."""
+        for wave in self.waves(round):
             self.release_updates()
+            super().train(replace(round, participants=wave))
 
     def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return self.to_wave(round, self.waves(round)[-1])
+        for message in super().send(round):
+            yield replace(message, fields={"prunes": self.prunes(round.number)})
 
     def end(self, round: fp.Round) -> None:
         threshold, rows = self.config.table(DADPFLOptions).threshold, round.log.clients.values()

@@ -64,8 +64,8 @@ class FedDST(fp.FederatedStrategy):
     def begin(self, round: fp.Round) -> None:
         self.mean = fp.aggregate.MaskedMean(len(round.participants), max(c.num_examples for c in self.clients.values()))
 
-    def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
-        self.mean.add(update, self.clients[client].num_examples)
+    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
+        self.mean.add(reply.update, reply.num_examples)
 
     def end(self, round: fp.Round) -> None:
         mean, holder_masks = self.mean.mixed(), self.mean.held(self.masks)

@@ -41,14 +41,15 @@ class SparsyFed(fp.FedAvg):
     def __init__(self, context: fp.RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
         self.exponent = self.config.table(SparsyFedOptions).exponent
-        if momentum := self.config.momentum:
-            raise fp.ConfigError("momentum", momentum, "0", condition="with system 'sparsyfed'")
+        if self.config.momentum:
+            raise fp.ConfigError("momentum", self.config.momentum, "0", condition="with system 'sparsyfed'")
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like(self.model, masked=self.prunable)
 
-    def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
-        super().receive(round, client, fp.Payload(power(update.tensors, self.prunable, 1 / self.exponent)))
+    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
+        tensors = power(reply.update.tensors, self.prunable, 1 / self.exponent)
+        self.mean.add(fp.Payload(tensors), self.weight_of(reply.client))
 
     def end(self, round: fp.Round) -> None:
         self.model = power(self.mean.mean(self.model), self.prunable, self.exponent)
@@ -96,8 +97,7 @@ class SparsyFedClient(fp.ImageClient):
         def on_parameters(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
             roots = power(values, self.prunable, 1 / exponent)
             slope = {name: exponent * roots[name].abs() ** (exponent - 1) * gradients[name] for name in self.prunable}
-            new_weights = power({name: roots[name] - rate * slope[name] for name in slope}, slope, exponent)
-            for name, weight in new_weights.items():
+            for name, weight in power({n: roots[n] - rate * slope[n] for n in slope}, slope, exponent).items():
                 gradients[name].copy_((values[name] - weight) / rate)
 
         def objective(network: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor) -> Tensor:

@@ -28,19 +28,19 @@ class SSFL(fp.FedAvg):
         super().__init__(context, model, prunable)
         self.masks: dict[str, Tensor] = {}
 
-    def before(self, round: fp.Round, exchanges: fp.Exchanges) -> None:
-        """Ask everybody for scores, in round 1, and choose the mask."""
-        if round.number > 1:
-            return
+    def train(self, round: fp.Round) -> None:
+        if round.number == 1:
+            self.choose_mask(round)
+        super().train(round)
+
+    def choose_mask(self, round: fp.Round) -> None:
+        """Ask everybody for scores, and choose the mask."""
         scores = {name: tensor for name, tensor in self.model.items() if name in self.prunable}
         mean = fp.aggregate.MaskedMean(len(self.clients), max(client.num_examples for client in self.clients.values()))
-        exchanges.ask_for(
-            "saliency",
-            round,
-            fp.Outgoing.to_each(self.clients, fp.Payload(self.model)),
-            fp.Schema.like(scores),
-            lambda client, update: mean.add(update, self.clients[client].num_examples),
-        )
+        outgoing = fp.Outgoing.to_each(self.clients, fp.Payload(self.model))
+        for reply in fp.ask_for(round, "saliency", outgoing, fp.Schema.like(scores)):
+            with round.log.refusing(reply):
+                mean.add(reply.update, reply.num_examples)
         self.masks = fp.masks.magnitude_masks_across(mean.mean(scores), self.config.density)
         self.model = dict(fp.Payload.pruned(self.model, self.masks).tensors)
 
@@ -58,8 +58,9 @@ class SSFL(fp.FedAvg):
         """Expect the values of the kept weights; the server knows their places."""
         return fp.Schema.like(fp.masks.packed(self.model, self.masks))
 
-    def receive(self, round: fp.Round, client: int, update: fp.Payload) -> None:
-        super().receive(round, client, fp.Payload(fp.masks.unpacked(update.tensors, self.masks, self.model)))
+    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
+        reply.update = fp.Payload(fp.masks.unpacked(reply.update.tensors, self.masks, self.model))
+        super().receive(round, reply)
 
     def paper_bytes(self, round: fp.Round) -> tuple[float, float]:
         num_bytes = 4.0 * len(round.participants) * self.sparse().num_kept()

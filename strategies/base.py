@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
@@ -23,12 +23,16 @@ from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
-from fedprune_app.federation import exchanges, loop
-from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.participation import Budgets, Participation, check_min_replies
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation import loop
+from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.exchanges import exchange
+from fedprune_app.federation.metrics import ImageMetrics, Metrics
+from fedprune_app.federation.participation import Participation, check_min_replies
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.results import own_measures
 from fedprune_app.results.statistics import noise_of_mean
+
+log = logging.getLogger("flwr.fedprune")
 
 
 class StreamedStrategy(Strategy):
@@ -56,13 +60,13 @@ class StreamedStrategy(Strategy):
         self.run(grid, num_rounds=num_rounds)
         return Result()
 
+    def summary(self) -> None:
+        log.info("%s starts", type(self).__name__)
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("replies are streamed: call start, which runs all rounds")
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse
-
-
-log = logging.getLogger("flwr.fedprune")
 
 
 class FederatedStrategy(StreamedStrategy):
@@ -75,7 +79,6 @@ class FederatedStrategy(StreamedStrategy):
 
     headline = "accuracy_personal_mean"  # the number that the system is judged by
     has_global_model = True
-    exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
     fine_tunes = False  # whether clients train once more for every test
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
@@ -92,6 +95,7 @@ class FederatedStrategy(StreamedStrategy):
         self.participation = Participation(self.config, self.clients, self.budgets)
         check_min_replies(self.config, self.participation.most, len(self.participation.members))
         self.measures = own_measures.all_of(self.config.system)
+        self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
@@ -143,8 +147,11 @@ class FederatedStrategy(StreamedStrategy):
     def begin(self, round: Round) -> None:
         """Get ready for the replies of a round."""
 
-    def before(self, round: Round, exchanges: Exchanges) -> None:
-        """Exchange what comes before the round's training messages, and is part of the round's bytes."""
+    def train(self, round: Round) -> None:
+        """Have clients train: by default the participants, in one exchange."""
+        for reply in exchange(round, self.send(round), self.expect):
+            with round.log.refusing(reply):
+                self.receive(round, reply)
 
     @abstractmethod
     def send(self, round: Round) -> Iterator[Outgoing]:
@@ -154,27 +161,12 @@ class FederatedStrategy(StreamedStrategy):
     def expect(self, round: Round, client: int) -> wire.Schema:
         """Return what the reply of a participant must hold; any other reply is left out of the round."""
 
-    def reply_bytes(self, round: Round) -> int:
-        """Return the decoded size of the largest reply: a larger one is refused unread."""
-        return max(self.expect(round, client).max_bytes for client in round.participants)
-
-    def accept(self, round: Round, client: int, content: RecordDict) -> None:
-        """Decode a reply, check it once, and :meth:`receive` it. ``ValueError`` refuses the reply."""
-        schema = self.expect(round, client)
-        update = wire.payload_of(content, schema.max_bytes)
-        schema.check(update)
-        self.receive(round, client, update)
-
     @abstractmethod
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        """Take in one valid reply, in order of arrival, and keep nothing of it. ``ValueError`` refuses the reply."""
+    def receive(self, round: Round, reply: Reply) -> None:
+        """Process one valid reply, in order of arrival, and keep nothing of it. ``ValueError`` refuses the reply."""
 
     def end(self, round: Round) -> None:
-        """Make the new model, after the last reply."""
-
-    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        """Exchange what else the system exchanges once the round is closed; return columns of the round's record."""
-        return {}
+        """Make the new model, after the last reply; further exchanges are part of the round."""
 
     def finish(self) -> None:
         """Write what else the run leaves in its folder, after the last round."""
@@ -190,7 +182,7 @@ class FederatedStrategy(StreamedStrategy):
         if name not in measures:
             allowed = ", ".join(measures) or "none here"
             raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
-        round.log.own_measures[name] = measures[name].number(value, f"{type(self).__name__} tells that")
+        round.log.columns[name] = measures[name].number(value, f"{type(self).__name__} tells that")
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's, if it has one."""
@@ -203,7 +195,15 @@ class FederatedStrategy(StreamedStrategy):
 
     def traffic(self, round: Round) -> dict[str, Any]:
         """Return who carried how much. In a star the busiest node is the server, in one direction."""
-        return exchanges.star_traffic(round.log, self.paper_bytes(round))
+        log, (paper_down, paper_up) = round.log, self.paper_bytes(round)
+        node_bytes = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
+        return {
+            "busiest_node_bytes": max(log.bytes_up, log.bytes_down),
+            "node_bytes_mean": sum(node_bytes) / max(len(node_bytes), 1),
+            "paper_bytes_down": paper_down,
+            "paper_bytes_up": paper_up,
+            "paper_busiest_bytes": max(paper_down, paper_up),
+        }
 
     # --- state and results ------------------------------------------------------------------------------------------
 
@@ -217,7 +217,8 @@ class FederatedStrategy(StreamedStrategy):
     def restore(self, state: State) -> None:
         """Continue from a state that :meth:`state` gave."""
         self.model = {name: state.tensors[name] for name in self.model}
-        self.state_rounds = state_rounds_of(state.meta)
+        self.state_rounds.clear()  # whoever has this dict has the new rounds
+        self.state_rounds |= state_rounds_of(state.meta)
         self.budgets.restore(state.meta)
 
     @classmethod
@@ -253,9 +254,6 @@ class FederatedStrategy(StreamedStrategy):
         self.summary()
         loop.run(self, grid, num_rounds or self.config.num_server_rounds, rounds_completed)
 
-    def summary(self) -> None:
-        log.info("%s: %d clients, %d tensors", type(self).__name__, len(self.clients), len(self.model))
-
 
 def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
     """Return whose reply of which round a checkpoint had taken in."""
@@ -277,8 +275,8 @@ class AveragingStrategy(FederatedStrategy):
         largest = max(map(self.weight_of, round.participants))
         self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        self.mean.add(update, weight=self.weight_of(client))
+    def receive(self, round: Round, reply: Reply) -> None:
+        self.mean.add(reply.update, weight=self.weight_of(reply.client))
 
     def end(self, round: Round) -> None:
         self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is as it was

@@ -13,7 +13,7 @@ import torch
 from fedprune_app.config import FedP3Options
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import LARGEST, Schema
-from fedprune_app.federation.round import Round
+from fedprune_app.federation.round import Reply, Round
 from fedprune_app.models.variational import product_with_standard_normal
 from strategies.fedp3 import FedP3
 
@@ -42,8 +42,9 @@ class FedCR(FedP3):
         super().begin(round)
         self.experts: dict[int, Payload] = {}  # small, and summed in ascending order of clients
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        experts = {name: update.tensors[name] for name in (PRECISION, WEIGHTED)}
+    def receive(self, round: Round, reply: Reply) -> None:
+        tensors = dict(reply.update.tensors)
+        experts = {name: tensors.pop(name) for name in (PRECISION, WEIGHTED)}
         precision, weighted = experts[PRECISION], experts[WEIGHTED]
         if not bool(((precision >= 0) & (precision <= _MOST_PRECISE)).all()):
             raise ValueError(
@@ -55,8 +56,9 @@ class FedCR(FedP3):
                 f"tensor '{WEIGHTED}' has magnitude {float(weighted.abs().max()):g}, "
                 f"allowed: at most {LARGEST:g} times the precision"
             )
-        super().receive(round, client, Payload({n: t for n, t in update.tensors.items() if n not in experts}))
-        self.experts[client] = Payload(experts)
+        reply.update = Payload(tensors)
+        super().receive(round, reply)
+        self.experts[reply.client] = Payload(experts)
 
     def end(self, round: Round) -> None:
         """Return the product of all clients' experts and N(0, 1)."""

@@ -7,13 +7,12 @@ section 3, as Dis-PFL compares with it. The client half is ``clients/fedfomo.py`
 from collections.abc import Iterator, Mapping
 
 import torch
-from flwr.app import RecordDict
 from torch import Tensor
 
 from fedprune_app.core import rng
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from strategies.gossip import Relay
 
 _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
@@ -52,19 +51,18 @@ class FedFomo(Relay):
         for client in round.participants:
             yield Outgoing(client, peer_updates=self.updates_of(self.candidates(round, client), round.log))
 
-    def accept(self, round: Round, client: int, content: RecordDict) -> None:
-        fields = wire.fields_of(content)
-        names, worth = fields.get("candidates", []), fields.get("worth", [])
+    def receive(self, round: Round, reply: Reply) -> None:
+        names, worth = reply.fields.get("candidates", []), reply.fields.get("worth", [])
         if not (isinstance(names, list) and isinstance(worth, list) and len(names) == len(worth)):
             raise ValueError("fields 'candidates' and 'worth' are not lists of one length")
         are_clients = all(type(name) is int for name in names) and len(set(names)) == len(names)
-        if not (are_clients and set(names) <= set(self.candidates(round, client))):
+        if not (are_clients and set(names) <= set(self.candidates(round, reply.client))):
             raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent, each once")
         if not all(isinstance(value, float) and abs(value) <= _MOST_WORTH for value in worth):
             raise ValueError(f"field 'worth' is {worth!r}, allowed: numbers from -{_MOST_WORTH:g} to {_MOST_WORTH:g}")
-        super().accept(round, client, content)
+        super().receive(round, reply)
         for name, value in zip(names, worth, strict=True):
-            self.affinity[client, name] += value
+            self.affinity[reply.client, name] += value
 
     def state(self) -> State:
         return State({"affinity": self.affinity}, super().state().meta)

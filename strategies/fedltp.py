@@ -25,10 +25,8 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
 
 import numpy as np
-from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedprune_app.config import Config, ConfigError, FedLTPOptions
@@ -42,8 +40,8 @@ from fedprune_app.data.splits import data_config, public_part
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.exchanges import Exchanges
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.exchanges import exchange
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.learning.device import device_of
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.sgd import SGD
@@ -52,6 +50,7 @@ from fedprune_app.learning.training import adam
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name
+from fedprune_app.results.measures import Reply as Kind
 from strategies.dpfed import DPFed
 
 _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
@@ -123,39 +122,41 @@ class FedLTP(DPFed):
         """Expect the values of the coordinates that the client has; the server knows their places."""
         return wire.Schema.like(packed(self.model, self.masks(self.drawn[client])))
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        masks = self.masks(self.drawn[client])
-        tensors = unpacked(update.tensors, masks, self.model)  # where the client has nothing, it moved nothing
-        average_masks = masks if self.options.average == "holders" else self.masks(1)
-        super().receive(round, client, Payload(tensors, average_masks))
+    def receive(self, round: Round, reply: Reply) -> None:
+        masks = self.masks(self.drawn[reply.client])
+        tensors = unpacked(reply.update.tensors, masks, self.model)  # where the client has nothing, it moved nothing
+        reply.update = Payload(tensors, masks if self.options.average == "holders" else self.masks(1))
+        super().receive(round, reply)
 
     # --- equations 17 to 19: validation -----------------------------------------------------------------------------
 
-    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        """Ask for the new model's scores, and keep the model if they are the best so far."""
+    def end(self, round: Round) -> None:
+        super().end(round)
         if self.options.validators == "none":
             self.best, self.best_model = (round.number, 0.0), self.model
-            return {}
+        else:
+            self._validate(round)
+
+    def _validate(self, round: Round) -> None:
+        """Ask for the new model's scores, and keep the model if they are the best so far."""
         up_before, down_before = round.log.bytes_up, round.log.bytes_down
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
-        def read(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
-            score, num_examples = self._score(client, fields)
-            scores.append((score, num_examples))
-            return {}
-
-        exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
-        columns: dict[str, Any] = {"validations": len(scores), "validation_score": None}
+        name = f"validation after round {round.number}"
+        for reply in exchange(round, self._questions(round), name=name, kind=Kind.EVALUATION):
+            with round.log.refusing(reply):
+                scores.append(self._score(reply))
+        score = None
         if scores:
             score = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
-            columns["validation_score"] = score
             if self.best[0] == 0 or score > self.best[1]:
                 self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:
             self.best_model = self.model
             round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
-        return {
-            **columns,
+        round.log.columns |= {
+            "validations": len(scores),
+            "validation_score": score,
             "validation_bytes_up": round.log.bytes_up - up_before,
             "validation_bytes_down": round.log.bytes_down - down_before,
             "best_round": self.best[0],
@@ -166,17 +167,17 @@ class FedLTP(DPFed):
         clients = round.participants if self.options.validators == "selected" else eligible
         return Outgoing.to_each(clients, Payload(self.model, self.masks(1)), asks="score")
 
-    def _score(self, client: int, fields: wire.Fields) -> tuple[int, int]:
+    def _score(self, reply: Reply) -> tuple[int, int]:
         """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
         share = self.config.validation_fraction
-        info = self.clients[client]
+        info = self.clients[reply.client]
         limit = most_held_out(info.num_examples, share)  # num_examples are the rest, those to train on
         if info.own_data or self.config.dp.enabled:  # each is drawn by itself: up to ten deviations more
             mean = share / (1 - share) * info.num_examples
             limit = int(mean + 10 * math.sqrt(mean / (1 - share)) + 10)
-        num_examples = int(wire.number(fields, "num-validation", 1, limit))
+        num_examples = int(wire.number(reply.fields, "num-validation", 1, limit))
         noise = _SCALES * self.config.dp.count_scale if self.config.dp.enabled else 0.0
-        score = int(wire.number(fields, "score", 0 - noise, num_examples + noise))
+        score = int(wire.number(reply.fields, "score", 0 - noise, num_examples + noise))
         return score, num_examples
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:

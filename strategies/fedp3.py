@@ -28,7 +28,7 @@ from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
@@ -153,13 +153,13 @@ class FedP3(AveragingStrategy):
         """Return N_i, the number of layers that weighted averaging counts."""
         return len(self.assigned(client)[0]) + (self.options.aggregation == "weighted-with-head")
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
+    def receive(self, round: Round, reply: Reply) -> None:
         if self.options.aggregation == "attention":
-            self.kept[client] = update
+            self.kept[reply.client] = reply.update
             return
-        weight = 1 if self.options.aggregation == "simple" else self.num_layers(client)
-        self.mean.add(update, weight)
-        for layer in (*self.assigned(client)[0], self.head):
+        weight = 1 if self.options.aggregation == "simple" else self.num_layers(reply.client)
+        self.mean.add(reply.update, weight)
+        for layer in (*self.assigned(reply.client)[0], self.head):
             self.contributed[layer] += weight
 
     def end(self, round: Round) -> None:

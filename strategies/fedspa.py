@@ -29,7 +29,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
@@ -93,8 +93,10 @@ class FedSPA(DPFed):
             self.momentum = {name: torch.zeros_like(self.model[name]) for name in self.parameters}
             self.variance = {name: torch.zeros_like(self.model[name]) for name in self.parameters}
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        super().receive(round, client, Payload(unpacked(update.tensors, self.coordinates(round, client), self.model)))
+    def receive(self, round: Round, reply: Reply) -> None:
+        coordinates = self.coordinates(round, reply.client)
+        reply.update = Payload(unpacked(reply.update.tensors, coordinates, self.model))
+        super().receive(round, reply)
 
     def end(self, round: Round) -> None:
         mean = self.mean.mean(self.model)

@@ -24,7 +24,7 @@ from fedprune_app.core.structured import (
     zero_padded,
 )
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 
@@ -68,10 +68,10 @@ class FjORD(AveragingStrategy):
         reach = self.extents_of(client)
         return Schema.like({name: leading_block(tensor, reach.get(name)) for name, tensor in self.model.items()})
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        masks = leading_masks(self.extents_of(client), self.shapes)
-        payload = Payload(zero_padded(update.tensors, self.shapes), masks)
-        super().receive(round, client, payload)
+    def receive(self, round: Round, reply: Reply) -> None:
+        masks = leading_masks(self.extents_of(reply.client), self.shapes)
+        reply.update = Payload(zero_padded(reply.update.tensors, self.shapes), masks)
+        super().receive(round, reply)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         total = 4.0 * sum(t.numel() for k in round.participants for t in self.sub_network(k).values())

@@ -6,10 +6,11 @@ peer-to-peer one, from the sizes of the updates that neighbours exchange, and wh
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, RecordDict
+from flwr.app import ArrayRecord
 from torch import Tensor
 
 from fedprune_app.config import Config, GossipOptions
@@ -19,13 +20,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.topology import links, neighbours
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
-from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RoundLog, RunContext
 from fedprune_app.federation.update_store import UpdateStore
 from strategies.base import FederatedStrategy, state_rounds_of
 
 
 class Relay(FederatedStrategy):
-    """A relay puts replies into the update store as they came; :meth:`update_of` returns them in later rounds."""
+    """A relay puts updates into its store as they came; :meth:`update_of` returns them in later rounds."""
 
     has_global_model = False
     reads_updates = True  # whether the server checks what it passes on
@@ -65,22 +66,14 @@ class Relay(FederatedStrategy):
                     log.note(client, f"its update is lost: {error}")
         return updates
 
-    def accept(self, round: Round, client: int, content: RecordDict) -> None:
-        schema = self.expect(round, client)
-        update = wire.arrays_of(content)
-        if update is None:
+    def receive(self, round: Round, reply: Reply) -> None:
+        client = reply.client
+        if reply.encoded is None:
             raise ValueError(f"the message has no record '{wire.PAYLOAD}'")
-        if not self.reads_updates:
-            self.updates.put(client, round.number, update, schema.max_bytes)
-        else:
-            payload = wire.from_arrays(update, schema.max_bytes)
-            schema.check(payload)
-            self.updates.put(client, round.number, update, schema.max_bytes)
-            self.updates.remember(client, round.number, payload)
-        self._received_bytes[client] = wire.item_bytes(wire.peer_update_name(client), update)
-
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        """Take in nothing: :meth:`accept` keeps updates as they came."""
+        self.updates.put(client, round.number, reply.encoded, self.expect(round, client).max_bytes)
+        if self.reads_updates:
+            self.updates.remember(client, round.number, reply.update)
+        self._received_bytes[client] = wire.item_bytes(wire.peer_update_name(client), reply.encoded)
 
     @classmethod
     def resume_points(
@@ -194,16 +187,14 @@ class Gossip(Relay):
         """Return what the models that clients publish must hold."""
 
     def expect(self, round: Round, client: int) -> wire.Schema:
-        return self.published()
+        return replace(self.published(), unread=not self.reads_updates)
 
     def read_update(self, client: int) -> Payload:
         """Return a published model, decoded and, where nobody has done so yet, checked. ``ValueError`` if it is bad."""
         round = self.update_rounds[client]
         if (update := self.updates.remembered(client, round)) is not None:
             return update
-        schema = self.published()
-        update = wire.from_arrays(self.update_of(client), schema.max_bytes)
-        schema.check(update)
+        update = self.published().read(self.update_of(client))
         self.updates.remember(client, round, update)
         return update
 

@@ -22,7 +22,7 @@ from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from strategies.base import FederatedStrategy
 
 
@@ -57,9 +57,9 @@ class LDPFedP3(FederatedStrategy):
         count = self.owners.bincount(minlength=len(self.places))[self.places[client]]
         return Schema({"part": torch.Size([int(count)])}, {"part": self.next.dtype})
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        is_own = self.owners == self.places[client]  # no other client's: the sum has one term
-        self.next[is_own] = update.tensors["part"] / len(self.places)
+    def receive(self, round: Round, reply: Reply) -> None:
+        is_own = self.owners == self.places[reply.client]  # no other client's: the sum has one term
+        self.next[is_own] = reply.update.tensors["part"] / len(self.places)
 
     def end(self, round: Round) -> None:
         parts = torch.split(self.next, [self.model[name].numel() for name in self.order])

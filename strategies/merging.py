@@ -16,15 +16,15 @@ own.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedprune_app.config import Config
+from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.alps import alps
@@ -34,15 +34,14 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import wanda_mask
 from fedprune_app.core.sparsegpt import sparsegpt_together
 from fedprune_app.engine.layers import LayerFiles
-from fedprune_app.engine.store import owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster
+from fedprune_app.learning.language_models import observed_inputs
+from fedprune_app.learning.planned_noise import segment_noise
 from fedprune_app.models.cutting import Cut, narrowed
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import write_codes
 from strategies.pruned_model import PrunedModel
-
-CODES = Path("models") / "codes"  # in a run's folder: its rounded matrices
 
 
 class MeanMerge:
@@ -50,7 +49,9 @@ class MeanMerge:
 
     clients_prune = True
 
-    def __init__(self, config: Config, model: PrunedModel) -> None:
+    cut: Cut | None = None
+
+    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
         self.config, self.model = config, model
         self._mean = L0Mean(1)
 
@@ -105,17 +106,17 @@ class MaskMerge(MeanMerge):
 class Compression:
     """A compression makes a layer of the dense one and of the Hessians of its inputs: pruned or cut, and rounded.
 
-    ``groups`` are the matrices of a layer that have the same inputs. ``std`` is that of the noise in a client's sums,
-    0 for none. With ``cut`` heads and units go, not weights.
+    ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise,
+    whose standard deviation the server knows. With ``cut`` heads and units go, not weights.
     """
 
-    def __init__(
-        self, config: Config, dense: LanguageModel, groups: Sequence[Sequence[str]], std: float, cut: Cut | None
-    ) -> None:
-        self.config, self.options, self.dense, self.cut = config, config.fedspallm, dense, cut
-        self.groups, self.std = groups, std
+    def __init__(self, config: Config, dense: LanguageModel) -> None:
+        self.config, self.options, self.dense = config, config.fedspallm, dense
+        self.cut = Cut(dense, config.density) if config.fedspallm.pattern == CUT else None
+        self.groups = observed_inputs(config, dense)
         shapes = dense.layer_like(0)
-        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in groups}  # numbers of inputs
+        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in self.groups}  # numbers of inputs
+        self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
 
     def hessians_of(self, sums: Mapping[str, hessians.HessianSum]) -> dict[str, Tensor]:
         """Return the Hessians, on the model's device, that all clients' sequences give together."""
@@ -172,16 +173,13 @@ class Compression:
 
 
 class HessianMerge:
-    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians.
-
-    Rounded matrices go to ``folder``, and the sums to ``kept_sums`` with ``fedspallm.keep-sums``.
-    """
+    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians."""
 
     clients_prune = False
 
-    def __init__(self, compression: Compression, clients: Roster, folder: Path, kept_sums: LayerFiles) -> None:
-        self.compression, self.clients, self.folder, self.kept_sums = compression, clients, folder, kept_sums
-        self.options = compression.options
+    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
+        self.compression, self.model, self.clients = Compression(config, model.dense), model, clients
+        self.cut, self.options = self.compression.cut, config.fedspallm
         self._sums: dict[str, hessians.HessianSum] = {}
 
     def answer(self, layer: int) -> Schema:
@@ -204,20 +202,15 @@ class HessianMerge:
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         if self.options.keep_sums:
-            save_sums(self.kept_sums, layer, self._sums)
+            save_sums(self.model.sums, layer, self._sums)
         hessian_of = self.compression.hessians_of(self._sums)
         self._sums = {}
         payload = self.compression.pruned(layer, hessian_of)
         if self.options.bits < 16:
             payload, quantized_of = self.compression.rounded(payload, hessian_of)
-            write_codes(self.folder, self.compression.dense, layer, quantized_of)
+            write_codes(self.model.codes, self.model.dense, layer, quantized_of)
         row["weights"] = payload.num_elements()
         return payload
-
-
-def sum_files(folder: Path, run_key: str) -> LayerFiles:
-    """Return the files of a run's sums."""
-    return LayerFiles(folder / "sums", owner("sums", run_key))
 
 
 def save_sums(files: LayerFiles, layer: int, sums: Mapping[str, hessians.HessianSum]) -> None:
@@ -231,3 +224,10 @@ def load_sums(files: LayerFiles, layer: int, compression: Compression) -> dict[s
     sizes, is_noised = compression.sizes, compression.config.dp.enabled
     tensors = files.load(layer, 1, sum(16 * (size + 1) ** 2 for size in sizes.values())).tensors
     return {name: hessians.HessianSum.of(name, tensors, size, is_noised) for name, size in sizes.items()}
+
+
+MERGES: dict[str, type[MeanMerge] | type[HessianMerge]] = {
+    "mean": MeanMerge,
+    "masks": MaskMerge,
+    "hessians": HessianMerge,
+}

@@ -34,9 +34,9 @@ class MTL(Relay):
         return wire.Schema.like(self.model)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        max_bytes, models = wire.Schema.like(self.model).max_bytes, {}
+        schema, models = wire.Schema.like(self.model), {}
         for client, update in self.updates_of(sorted(self.update_rounds), round.log).items():
-            tensors = wire.from_arrays(update, max_bytes).tensors
+            tensors = schema.read(update).tensors
             models[client] = torch.cat([tensors[name].reshape(-1) for name in self.model])  # in the server's order
         members = list(models)
         if len(members) < 2:

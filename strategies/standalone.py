@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import Outgoing, Reply, Round
 from strategies.base import FederatedStrategy
 
 
@@ -24,8 +24,8 @@ class Standalone(FederatedStrategy):
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({})
 
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        """Take in nothing: there is nothing in the reply."""
+    def receive(self, round: Round, reply: Reply) -> None:
+        """There is nothing in the reply."""
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         return 0.0, 0.0

@@ -171,15 +171,6 @@ def with_method(name, method):
     ("method", "said"),
     [
         ("Client.personal_model(self, task, state): return {}", "Client.personal_model() lacks tensor 'conv1.bias'"),
-        ("Server.send(self, round): yield Outgoing(99)", "yields a message to client 99 with a payload"),
-        (
-            "Server.send(self, round): yield from [Outgoing(0)] * 2",
-            "to client 0 with a payload of type Payload, al",
-        ),
-        (
-            "Server.send(self, round): yield Outgoing(0, self.model)",
-            "with a payload of type dict, allowed: one",
-        ),
         ("Server.send(self, round): yield Outgoing(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
         ("Server.send(self, round): yield Outgoing(0, fields={'x': None})", "field 'x' of a message is None, allowed"),
         ("Client.report(self, task, update): return {'loss': None}", "field 'loss' of a message is None, allowed: a n"),
@@ -728,8 +719,8 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
         ),
         # a reply counts in the state although it is refused
         (
-            "def accept(self, round, client, content):\n        self.seen = getattr(self, 'seen', 0) + 1\n"
-            "        super().accept(round, client, content)\n\n"
+            "def expect(self, round, client):\n        self.seen = getattr(self, 'seen', 0) + 1\n"
+            "        return super().expect(round, client)\n\n"
             "    def end(self, round):\n        super().end(round)\n"
             "        self.model = {n: t * (1 + self.seen / 999) for n, t in self.model.items()}\n        self.seen = 0",
             "pass",

@@ -33,9 +33,9 @@ with atheris.instrument_imports(
     from fedprune_app.engine import replies, wire
     from fedprune_app.engine.store import State, read_tensors, write_tensors
     from fedprune_app.exports.file import ExportInfo, encode_export, full_density, load_model, read_export_info
-    from fedprune_app.federation import exchanges
+    from fedprune_app.federation import evaluation
+    from fedprune_app.federation.budgets import Budgets
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
-    from fedprune_app.federation.participation import Budgets
     from fedprune_app.models.vision import build_model, state_tensors
     from fedprune_app.preflight.given import Given
     from fedprune_app.results.measures import Reply
@@ -318,7 +318,7 @@ def statement(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         kept += [row_of(Reply.TRAINING, fields), Budgets.check(fields)]
     with contextlib.suppress(ValueError):
-        kept += [exchanges.digest_in(fields), row_of(Reply.EVALUATION, fields, layers={"fc.weight"})]
+        kept += [evaluation.digest_in(fields), row_of(Reply.EVALUATION, fields, layers={"fc.weight"})]
     assert len(json.dumps(kept, allow_nan=False)) < 5000
 
 

@@ -49,7 +49,7 @@ class _SentMessage:
     deadline: float
 
 
-def exchange(
+def send_and_receive(
     grid: Grid,
     messages: Iterable[tuple[int, Message]],
     deadline_seconds: float,

@@ -166,9 +166,7 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
             number = name.removeprefix(_PEER_UPDATE)
             if not (number.isdecimal() and peer_update_name(int(number)) == name):
                 raise ValueError("its name is no client's")
-            update = payload_of(content, schema.max_bytes, name)
-            schema.check(update)
-            updates[int(number)] = update
+            updates[int(number)] = schema.read(arrays_of(content, name))
         except ValueError as error:
             refusals.append(f"{name} is left out: {error}")
     return dict(sorted(updates.items())), refusals
@@ -192,13 +190,14 @@ class Schema:
     """A schema says what a reply must hold: exactly these tensors, and masks for exactly the ``masked`` ones.
 
     Values are finite, with a magnitude of at most :data:`LARGEST`. The ``unscaled`` tensors, which are no weights, only
-    have to be finite.
+    have to be finite. A payload that is passed on ``unread`` is nowhere decoded but where it ends.
     """
 
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]
     masked: frozenset[str] = frozenset()
     unscaled: frozenset[str] = frozenset()
+    unread: bool = False
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], masked: frozenset[str] = frozenset()) -> Schema:
@@ -214,6 +213,17 @@ class Schema:
         """The decoded size of a payload of this schema is that of its values, and one byte per mask element."""
         sizes = ((codec.counted(shape), self.dtypes[name].itemsize) for name, shape in self.shapes.items())
         return sum(count * (size + 1) for count, size in sizes)
+
+    def read(self, arrays: ArrayRecord | None) -> Payload:
+        """Decode a payload and check it; it is empty where there is none, or where it is passed on unread.
+
+        Raises ``ValueError`` for one that cannot be decoded or does not fit.
+        """
+        if self.unread:
+            return Payload({})
+        payload = Payload({}) if arrays is None else from_arrays(arrays, self.max_bytes)
+        self.check(payload)
+        return payload
 
     def check(self, payload: Payload) -> None:
         """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""

@@ -6,21 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clients.fedspallm import segment_noise
 from fedprune_app.config import ConfigError, Scalar
-from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import checkpoint_store, new_run_key
 from fedprune_app.learning.device import device_of, prepare_torch
-from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
-from fedprune_app.models.cutting import Cut
+from fedprune_app.learning.language_models import language_model, perplexities
 from fedprune_app.models.saving import write_codes
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import Recorder
-from fedprune_app.strategy_builders import write_models
-from strategies.merging import CODES, Compression, load_sums, sum_files
+from strategies.merging import Compression, load_sums
 from strategies.pruned_model import PrunedModel
 
 _BITS, _SHAPE = "fedspallm.bits", ("density", "fedspallm.pattern", "fedspallm.refine")  # the keys that may change
@@ -46,11 +42,7 @@ def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> dict[str, A
         raise ConfigError("fedspallm.layers-per-exchange", options.layers_per_exchange, "0", condition="in the run")
     prepare_torch(config)
     model = language_model(config, device_of(config))
-    cut = Cut(model, config.density) if options.pattern == CUT else None
-    groups = observed_inputs(config, model)
-    noise = segment_noise(config, model.num_layers * len(groups))
-    compression = Compression(config, model, groups, noise * config.dp.clip_norm, cut)
-    sums, old = sum_files(run, info["run_key"]), PrunedModel(model, run, info["run_key"])
+    compression, old = Compression(config, model), PrunedModel(model, run, info["run_key"])
     checkpoints = checkpoint_store(run, info["run_key"])
     old.versions = {int(i): n for i, n in checkpoints.read(info["rounds_completed"]).meta["versions"].items()}
 
@@ -61,15 +53,15 @@ def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> dict[str, A
     for layer in range(model.num_layers):
         payload = old.layer(layer) if is_same else Payload({})
         if not is_same or options.bits < 16:
-            hessian_of = compression.hessians_of(load_sums(sums, layer, compression))
+            hessian_of = compression.hessians_of(load_sums(old.sums, layer, compression))
             payload = payload if is_same else compression.pruned(layer, hessian_of)
             if options.bits < 16:
                 payload, quantized_of = compression.rounded(payload, hessian_of)
-                write_codes(out / CODES, model, layer, quantized_of)
+                write_codes(new.codes, model, layer, quantized_of)
         new.install(1, layer, payload, 1)
     results = perplexities(config, model, lambda layer: new.layer(layer).tensors)
     recorder.annotate(
-        final_model=write_models(model, new.layer, out / "models", cut),
+        final_model=new.write(compression.cut),
         perplexity={name: result.value for name, result in results.items()},
     )
     digests = new.digest() * (1 + len(info["partition"]))  # the clients' model is the server's

@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.serverapp import Grid
 
 from fedprune_app.config import has_effect
-from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies, require
 from fedprune_app.engine.store import State, make_states_durable, state_folder
-from fedprune_app.federation.exchanges import Exchanges, exchange_columns
-from fedprune_app.federation.round import Round
+from fedprune_app.federation.evaluation import evaluate, last_phase, newcomers
+from fedprune_app.federation.round import Channel, Round
 from fedprune_app.results.texts import summary_line
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy
 
 log = logging.getLogger("flwr.fedprune")
-NOTES_KEPT = 20  # per round, in the record
+NOTES_KEPT = REASONS_KEPT = 20  # per round, in the record
 
 
 def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_completed: int = 0) -> None:
@@ -28,74 +29,87 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
 
     Raises :class:`TooFewReplies` when a round has fewer than ``min-replies`` good replies.
     """
-    exchanges = strategy.exchanges(strategy, grid)
+    context, participation = strategy.context, strategy.participation
+    config = context.config
     if not rounds_completed:
-        strategy.context.recorder.note(strategy.doubts())
+        context.recorder.note(strategy.doubts())
         strategy.prepare()
+    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.measures)
     last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
-        if not strategy.participation.eligible(number):
+        if not participation.eligible(number):
             log.info("every client has spent its privacy budget: %d rounds of %d", number - 1, num_rounds)
             break
         start = time.monotonic()
 
         # 1. Sample the participants.
-        last_round = round = strategy.participation.round(number)
+        last_round = round = replace(participation.round(number), channel=channel)
         strategy.begin(round)
-        strategy.before(round, exchanges)
 
-        # 2. and 3. Send to them, and collect their replies as they arrive.
-        columns = exchanges.train_round(round)
+        # 2. and 3. Send to them, and receive their replies as they arrive.
+        strategy.train(round)
+        num_good = round.log.replies + len(round.log.declined)
+        require(num_good, config.min_replies, f"round {number}", round.log.failures)
 
         # 4. Close the round: the new model.
         if round.log.replies:
             strategy.end(round)
-        columns |= strategy.after(round, exchanges)
-        columns = {**exchange_columns(round), **strategy.traffic(round), **columns, **round.log.own_measures}
+        columns = {**strategy.traffic(round), **strategy.metrics.training_columns(round), **strategy.budgets.columns()}
+        columns = {**exchange_columns(round), **columns, **round.log.columns}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - start, **columns}
 
         # 5. Have clients evaluate.
         failure = None
-        if round.evaluates or strategy.participation.is_last(number):
+        if round.evaluates or participation.is_last(number):
             try:
-                row |= _evaluate(exchanges, round)
+                row |= _evaluate(strategy, round)
             except TooFewReplies as error:
-                if not strategy.context.config.dp.enabled:
+                if not config.dp.enabled:
                     raise
                 failure = error  # the round itself is not repeated on a resume: its privacy is spent
 
-        config = strategy.context.config
-        ends = strategy.participation.is_last(number) and failure is None
+        ends = participation.is_last(number) and failure is None
         if ends and has_effect("last-phase", config) and config.last_phase:
-            row |= exchanges.last_phase(round)
+            row |= last_phase(strategy, round)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
         state = strategy.state()
-        marks = strategy.context.recorder.marks  # of the records that were written before it
-        strategy.context.checkpoints.save(number, State(state.tensors, {**state.meta, "records": marks}))
+        marks = context.recorder.marks  # of the records that were written before it
+        context.checkpoints.save(number, State(state.tensors, {**state.meta, "records": marks}))
         if failure is not None:
             raise failure
         log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.measures))
 
     _require_somebody(strategy, last_round)
     if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
-        evaluates = strategy.participation.evaluates(rounds_completed)
-        _evaluate(exchanges, Round(rounds_completed, sampled=(), evaluates=evaluates))
+        evaluates = participation.evaluates(rounds_completed)
+        _evaluate(strategy, Round(rounds_completed, sampled=(), evaluates=evaluates, channel=channel))
     for client in sorted(strategy.clients.keys() - strategy.digests.keys()):
-        strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
+        context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
 
 
-def _evaluate(exchanges: Exchanges, round: Round) -> dict[str, Any]:
+def _evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     """Have the members evaluate; after the last round, those that were held out join and are tested too."""
     start = time.monotonic()
-    columns = {**exchanges.evaluate(round), "evaluation_seconds": time.monotonic() - start}
-    participation = exchanges.strategy.participation
-    if participation.holdouts and participation.is_last(round.number):
-        columns |= exchanges.newcomers(round)
+    columns = {**evaluate(strategy, round), "evaluation_seconds": time.monotonic() - start}
+    if strategy.participation.holdouts and strategy.participation.is_last(round.number):
+        columns |= newcomers(strategy, round)
     return columns
+
+
+def exchange_columns(round: Round) -> dict[str, Any]:
+    return {
+        "replies": round.log.replies,
+        "failures": len(round.log.failures),
+        "stragglers": round.log.stragglers,
+        "failure_reasons": round.log.failures[:REASONS_KEPT],
+        "bytes_up": round.log.bytes_up,
+        "bytes_down": round.log.bytes_down,
+        "dropped": len(round.dropped),
+    }
 
 
 def _record(strategy: FederatedStrategy, round: Round, row: Mapping[str, Any]) -> None:

@@ -8,12 +8,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import POLL_SECONDS, TooFewReplies, exchange, message_to
+from fedprune_app.engine.exchange import POLL_SECONDS, Answer, TooFewReplies, message_to, send_and_receive
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
@@ -44,82 +45,109 @@ def register_clients(
     none of the first ``min_clients`` can start, the run itself is most likely wrong, so that is raised at once. Raises
     ``ValueError`` where as many clients differ from the others as not (:meth:`ClientInfo.difference`).
     """
+    registration = _Registration(grid, startup_seconds, run_key, kind, min_clients, numbers, ids, say)
     num_nodes = getattr(grid, "num_nodes", math.inf)  # in a simulation nobody comes later
-    deadline, next_time = time.monotonic() + startup_seconds, 0.0
-    number_by_node: dict[int, int] = {}  # the number of each node that was asked
-    answers: dict[int, ClientInfo | str] = {}  # what each of them said of itself, or why that is not usable
-    clients: Roster = {}
-    errors: list[str] = []
-    status = ""
+    deadline = time.monotonic() + startup_seconds
     while True:
-        connected = sorted(node for node in grid.get_node_ids() if numbers is None or node in numbers)
-        accepted = {info.node_id for info in clients.values()}
-        candidates = [node for node in connected if node not in accepted]
-        is_time = time.monotonic() > next_time or not number_by_node.keys() >= set(candidates)
-        if not number_by_node and len(connected) < min_clients:
-            status = _tell(f"waiting for clients: {len(connected)} of {min_clients} connected", status, say)
-        elif candidates and is_time:
-            for node in candidates:
-                number_by_node.setdefault(node, numbers[node] if numbers else len(number_by_node))
-            # an operator may have started a node anew, with another id
-            answers = {node: answer for node, answer in answers.items() if node in accepted or node in connected}
-            answers |= _introductions(grid, candidates, startup_seconds, run_key, kind, number_by_node)
-            infos = [answer for answer in answers.values() if not isinstance(answer, str)]
-            failures = [answer for answer in answers.values() if isinstance(answer, str)]
-            if failures and not infos:
-                raise TooFewReplies(f"no client could start: {failures[0]}")
-            previous_errors = errors
-            clients, misfits = _select_clients(infos, ids)
-            errors = failures + misfits
-            log_left_out(reason for reason in errors if reason not in previous_errors)
-            if len(clients) >= min_clients:
-                return clients, errors
-            status = _tell(f"waiting for clients: {len(clients)} of {min_clients} can take part", status, say)
-            next_time = time.monotonic() + _AGAIN_SECONDS
-        if time.monotonic() > deadline or len(number_by_node) >= num_nodes:
-            break
+        connected = registration.connected()
+        if not registration.number_by_node and len(connected) < min_clients:
+            registration.report(f"{len(connected)} of {min_clients} connected")
+        elif nodes := registration.to_ask(connected):
+            registration.ask(nodes, connected)
+            if len(registration.clients) >= min_clients:
+                return registration.clients, registration.errors
+            registration.report(f"{len(registration.clients)} of {min_clients} can take part")
+        if time.monotonic() > deadline or len(registration.number_by_node) >= num_nodes:
+            raise registration.too_few(len(connected))
         time.sleep(POLL_SECONDS[1])
-    if not number_by_node:
-        raise TooFewReplies(
-            f"{len(connected)} of the {min_clients} clients that the run waits for connected within "
-            f"startup-seconds = {startup_seconds:g}"
-        )
-    reason = f"; first reason: {errors[0]}" if errors else ""
-    raise TooFewReplies(f"{len(clients)} of the {min_clients} clients that the run waits for can take part{reason}")
+
+
+@dataclass
+class _Registration:
+    """What is known of the nodes so far, and which of them are clients of the run."""
+
+    grid: Grid
+    seconds: float
+    run_key: str
+    kind: type[ClientInfo]
+    min_clients: int
+    numbers: Mapping[int, int] | None
+    ids: Collection[int] | None
+    say: Callable[[str], None]
+    number_by_node: dict[int, int] = field(default_factory=dict)  # of each node that was asked
+    # what each of them said of itself, or why that is not usable
+    answers: dict[int, ClientInfo | str] = field(default_factory=dict)
+    clients: Roster = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    next_time: float = 0.0
+    status: str = ""
+
+    def connected(self) -> list[int]:
+        return sorted(node for node in self.grid.get_node_ids() if self.numbers is None or node in self.numbers)
+
+    def to_ask(self, connected: Iterable[int]) -> list[int]:
+        """Return the nodes to ask now: those that are new, and from time to time those that were left out."""
+        candidates = [node for node in connected if node not in self._accepted()]
+        is_time = time.monotonic() > self.next_time or not self.number_by_node.keys() >= set(candidates)
+        return candidates if is_time else []
+
+    def ask(self, nodes: Sequence[int], connected: Collection[int]) -> None:
+        """Ask these nodes who they are, and select the clients anew."""
+        for node in nodes:
+            self.number_by_node.setdefault(node, self.numbers[node] if self.numbers else len(self.number_by_node))
+        # an operator may have started a node anew, with another id
+        known = {*self._accepted(), *connected}
+        self.answers = {node: answer for node, answer in self.answers.items() if node in known}
+        for answer in send_and_receive(self.grid, self._questions(nodes), self.seconds):
+            self.answers[answer.client] = self._read(answer)
+        infos = [answer for answer in self.answers.values() if not isinstance(answer, str)]
+        failures = [answer for answer in self.answers.values() if isinstance(answer, str)]
+        if failures and not infos:
+            raise TooFewReplies(f"no client could start: {failures[0]}")
+        previous_errors = self.errors
+        self.clients, misfits = _select_clients(infos, self.ids)
+        self.errors = failures + misfits
+        log_left_out(reason for reason in self.errors if reason not in previous_errors)
+        self.next_time = time.monotonic() + _AGAIN_SECONDS
+
+    def report(self, text: str) -> None:
+        status = f"waiting for clients: {text}"
+        if status != self.status:
+            log.info(status)
+            self.say(status)
+        self.status = status
+
+    def too_few(self, num_connected: int) -> TooFewReplies:
+        expected = f"of the {self.min_clients} clients that the run waits for"
+        if not self.number_by_node:
+            return TooFewReplies(f"{num_connected} {expected} connected within startup-seconds = {self.seconds:g}")
+        reason = f"; first reason: {self.errors[0]}" if self.errors else ""
+        return TooFewReplies(f"{len(self.clients)} {expected} can take part{reason}")
+
+    def _accepted(self) -> set[int]:
+        return {info.node_id for info in self.clients.values()}
+
+    def _questions(self, nodes: Iterable[int]) -> Iterator[tuple[int, Message]]:
+        for node in nodes:
+            fields = {"round": 0, "run-key": self.run_key, "partition": self.number_by_node[node]}
+            yield node, message_to(node, wire.pack(None, fields), MessageType.QUERY, 0, self.seconds)
+
+    def _read(self, answer: Answer) -> ClientInfo | str:
+        node = answer.client
+        try:
+            if answer.content is None:
+                raise ValueError(f"node {node}: {answer.error}{' (startup-seconds)' * answer.late}")
+            info = self.kind.read(node, wire.fields_of(answer.content))
+            if info.own_data and info.id != self.number_by_node[node]:
+                raise ValueError(f"node {node} says that it is {info.id}, allowed: its {self.number_by_node[node]}")
+        except ValueError as error:
+            return wire.one_line(str(error))
+        return info
 
 
 def log_left_out(reasons: Iterable[str]) -> None:
     for reason in reasons:
         log.warning("a client is left out of the run: %s", reason)
-
-
-def _introductions(
-    grid: Grid,
-    node_ids: Sequence[int],
-    seconds: float,
-    run_key: str,
-    kind: type[ClientInfo],
-    numbers: Mapping[int, int],
-) -> dict[int, ClientInfo | str]:
-
-    def messages() -> Iterator[tuple[int, Message]]:
-        for node in node_ids:
-            request = wire.pack(None, {"round": 0, "run-key": run_key, "partition": numbers[node]})
-            yield node, message_to(node, request, MessageType.QUERY, 0, seconds)
-
-    answers: dict[int, ClientInfo | str] = {}
-    for answer in exchange(grid, messages(), seconds):
-        node = answer.client
-        try:
-            if answer.content is None:
-                raise ValueError(f"node {node}: {answer.error}{' (startup-seconds)' * answer.late}")
-            info = kind.read(node, wire.fields_of(answer.content))
-            if info.own_data and info.id != numbers[node]:
-                raise ValueError(f"node {node} says that it is {info.id}, allowed: its {numbers[node]}")
-            answers[node] = info
-        except ValueError as error:
-            answers[node] = wire.one_line(str(error))
-    return answers
 
 
 def _select_clients(infos: Iterable[ClientInfo], ids: Collection[int] | None) -> tuple[Roster, list[str]]:
@@ -155,10 +183,3 @@ def _select_majority(infos: Sequence[ClientInfo]) -> tuple[list[ClientInfo], lis
         else:
             members.append(info)
     return members, errors
-
-
-def _tell(text: str, last: str, say: Callable[[str], None]) -> str:
-    if text != last:
-        log.info(text)
-        say(text)
-    return text

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from flwr.app import ArrayRecord
+from flwr.serverapp import Grid
 
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer
 from fedprune_app.engine.store import START, ResumePoint, VersionedStore
+from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
+from fedprune_app.results.measures import Measures
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
@@ -40,6 +44,36 @@ class RunContext:
             self.recorder.annotate(losses=[*losses, line])
 
 
+@dataclass(frozen=True)
+class Channel:
+    """The server's way to the clients of a run, and what it has to know of them to send and receive."""
+
+    grid: Grid
+    context: RunContext
+    budgets: Budgets
+    state_rounds: dict[int, int]  # by client, the round of the last update that was received from it
+    measures: Measures  # all numbers that replies of the system may report
+
+
+@dataclass
+class Reply:
+    """A client's reply within a round; :func:`fedprune_app.federation.exchanges.exchange` has checked all of it.
+
+    ``update`` is its payload, and ``encoded`` the same as it came; both last until the next reply is asked for.
+    ``fields`` are its named values. ``row`` is what the record says of the client once the reply counts.
+    """
+
+    client: int
+    num_examples: int
+    exchange: str  # its name in the log
+    is_late: bool = False
+    update: Payload = field(default_factory=lambda: Payload({}))
+    encoded: ArrayRecord | None = None
+    fields: wire.Fields = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict)
+    counts: bool = False  # whether it is neither late, refused nor declined
+
+
 @dataclass
 class RoundLog:
     """What is known so far of the exchanges of one round."""
@@ -52,7 +86,7 @@ class RoundLog:
     bytes_up: int = 0
     bytes_down: int = 0
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
-    own_measures: dict[str, float] = field(default_factory=dict)  # by the strategy of a plug-in, numbers of its own
+    columns: dict[str, Any] = field(default_factory=dict)  # what the system itself records of the round
 
     def count(self, answer: Answer) -> dict[str, Any]:
         """Count the bytes of an answer; return the row of its client, in which they are counted too."""
@@ -63,11 +97,17 @@ class RoundLog:
         row["bytes_down"] += answer.bytes_down
         return row
 
-    def fail(self, exchange: str, answer: Answer, reason: str) -> None:
-        text = f"client {answer.client}: {wire.one_line(reason)}"
-        self.failures.append(text)
-        self.stragglers += answer.late
-        log.warning("%s: %s", exchange, text)
+    @contextmanager
+    def refusing(self, reply: Reply) -> Iterator[None]:
+        """Leave out a reply for which the block raises ``ValueError``, with the error as the reason."""
+        try:
+            yield
+        except ValueError as error:
+            reply.counts = False
+            text = f"client {reply.client}: {wire.one_line(str(error))}"
+            self.failures.append(text)
+            self.stragglers += reply.is_late
+            log.warning("%s: %s", reply.exchange, text)
 
     def note(self, client: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
@@ -90,6 +130,7 @@ class Round:
     participants: tuple[int, ...] = ()  # who is asked to train
     evaluates: bool = False  # whether clients are evaluated after the round
     log: RoundLog = field(default_factory=RoundLog, compare=False)
+    channel: Channel | None = field(default=None, compare=False, repr=False)  # None where nothing is exchanged
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from fedprune_app.learning.training import (
     StepHook,
     Training,
     TrainingResult,
-    cross_entropy,
 )
 from fedprune_app.learning.work import Alone, Grouped
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
 
 
 class HowToTrain(TypedDict, total=False):
-    """These are the arguments of :func:`train` with which a system says how its training differs from plain SGD."""
+    """With these fields of :class:`Training` a system says how its training differs from plain SGD."""
 
     masks: Mapping[str, Tensor] | None
     active: Mapping[str, Tensor] | None
@@ -46,6 +45,16 @@ class HowToTrain(TypedDict, total=False):
     part: Callable[[int], Part] | None
 
 
+class TrainingFields(HowToTrain, total=False):
+    """A run says the rest."""
+
+    augment: Augmenter | None
+    private: DPSGD | None
+    precision: str
+    grouped: bool
+    recorder: CudaGraphs | None
+
+
 def train(
     model: nn.Module,
     images: Tensor,
@@ -53,20 +62,8 @@ def train(
     sgd: SGD,
     *,
     rng: torch.Generator,
-    masks: Mapping[str, Tensor] | None = None,
-    active: Mapping[str, Tensor] | None = None,
-    frozen: Collection[str] = (),
-    augment: Augmenter | None = None,
-    adjust_gradients: GradientHook | None = None,
-    after_step: StepHook | None = None,
-    after_epoch: Callable[[int], None] | None = None,
-    objective: Objective = cross_entropy,
-    part: Callable[[int], Part] | None = None,
-    private: DPSGD | None = None,
     device: torch.device | str | None = None,
-    precision: str = "float32",
-    grouped: bool = True,
-    recorder: CudaGraphs | None = None,
+    **how: Unpack[TrainingFields],
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
 
@@ -110,27 +107,7 @@ def train(
     The same arguments give the same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
-    training = Training(
-        model,
-        images,
-        labels,
-        sgd,
-        rng,
-        masks=masks or {},
-        active=active or {},
-        frozen=frozenset(frozen),
-        augment=augment,
-        adjust_gradients=adjust_gradients,
-        after_step=after_step,
-        after_epoch=after_epoch,
-        objective=objective,
-        part=part,
-        private=private,
-        device=move_to_device(model, device),
-        precision=precision,
-        grouped=grouped,
-        recorder=recorder,
-    )
+    training = Training(model, images, labels, sgd, rng, device=move_to_device(model, device), **how)
     return together(training, train_together, waits=training.form is not None)
 
 
@@ -223,7 +200,7 @@ class _Learner:
             for name in kept.keys() & training.kept.keys():
                 kept[name].copy_(training.kept[name])
         parameters = dict(training.model.named_parameters())
-        for name, mask in training.masks.items():
+        for name, mask in (training.masks or {}).items():
             weight = parameters[name].data
             weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind
 

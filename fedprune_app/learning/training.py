@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
@@ -119,9 +119,9 @@ class Training:
     labels: Tensor
     sgd: SGD
     rng: torch.Generator
-    masks: Mapping[str, Tensor] = field(default_factory=dict)
-    active: Mapping[str, Tensor] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
+    masks: Mapping[str, Tensor] | None = None
+    active: Mapping[str, Tensor] | None = None
+    frozen: Collection[str] = ()
     augment: Augmenter | None = None
     adjust_gradients: GradientHook | None = None
     after_step: StepHook | None = None
@@ -151,7 +151,7 @@ class Training:
 
     @property
     def kept(self) -> Mapping[str, Tensor]:
-        return self.masks or self.active
+        return self.masks or self.active or {}
 
     @property
     def has_plain_steps(self) -> bool:
@@ -248,6 +248,6 @@ class Training:
             and self.form is other.form
             and self.sgd == other.sgd
             and self.batch_size == other.batch_size
-            and self.frozen == other.frozen
+            and set(self.frozen) == set(other.frozen)
             and self.device == other.device
         )

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from clients.base import ImageClient
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said

@@ -40,6 +40,7 @@ class Reply(Enum):
     EVALUATION = "after an evaluation on images"
     LAYER = "after one layer of a language model was pruned"
     PERPLEXITY = "after an evaluation on text"
+    ANSWER = "to a question within a round"
     PRIVACY = "any reply of a private run, beside its own numbers"
 
     @property

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from clients.base import ImageClient, LocalTraining
 from clients.images import Images
-from clients.node import Place
+from clients.place import Place
 from clients.privacy import ClientPrivacy
 from clients.task import Task
 from fedprune_app import client_app, server_app

@@ -11,7 +11,7 @@ import torch
 from clients import node
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
-from clients.node import Place
+from clients.place import Place
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task, reply_from_numpy

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app.config import parse_config
 from fedprune_app.data import text as texts
 from fedprune_app.learning import text_cache

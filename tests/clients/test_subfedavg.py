@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clients.node import Place
+from clients.place import Place
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
 from fedprune_app.config import parse_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients import base
-from clients.node import Place
+from clients.place import Place
 from clients.subfedavg_hy import SubFedAvgHyClient
 from clients.task import Task
 from fedprune_app.config import parse_config

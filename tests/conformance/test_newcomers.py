@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.engine.simulated_grid import InProcessGrid
-from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import cut_after, lasting
 from tests.conformance.conftest import CLIENTS, FIVE, ROUNDS, of_system
@@ -29,7 +28,7 @@ def test_newcomers_are_tested_in_the_end_and_change_nothing(conform, monkeypatch
     assert (last["evaluated"], last["clients"]) == (CLIENTS - 2, CLIENTS - 2)
     most_noise = max([row.get("accuracy_noise") or 0 for row in run.rounds])  # of a share, where the run is private
     assert -8 * most_noise <= last["accuracy_newcomer_mean"] <= 1 + 8 * most_noise
-    monkeypatch.setattr(Exchanges, "newcomers", lambda self, round: {})
+    monkeypatch.setattr("fedprune_app.federation.loop.newcomers", lambda strategy, round: {})
     without = conform(system, grid=Alone, **HELD_OUT)
     members = [row for row in run.clients if row["partition"] not in joined]
     assert lasting(members) == lasting(without.clients)
@@ -49,7 +48,7 @@ def test_a_run_that_is_resumed_has_the_same_newcomers(conform, tmp_path, system,
 
 
 def test_a_held_out_client_whose_model_is_not_in_the_hash_is_a_loss(conform, monkeypatch):
-    monkeypatch.setattr(Exchanges, "newcomers", lambda self, round: {})
+    monkeypatch.setattr("fedprune_app.federation.loop.newcomers", lambda strategy, round: {})
     run = conform("fedavg", grid=Alone, **HELD_OUT)
     tested = {row["partition"] for row in run.clients if row["accuracy_personal"] is not None}
     losses = [line.split(": ")[0] for line in run.info["losses"]]

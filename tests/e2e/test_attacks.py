@@ -10,7 +10,7 @@ import torch
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import read_tensors
-from fedprune_app.federation import exchanges
+from fedprune_app.federation import evaluation
 from fedprune_app.results.measures import Reply
 from fedprune_app.results.recorder import row_of
 from strategies.fedcr import PRECISION, WEIGHTED
@@ -202,7 +202,7 @@ def test_an_evaluation_that_cannot_be_is_left_out_of_the_means(name, value):
 
     def read(fields):
         return {
-            "digest": exchanges.digest_in(fields),
+            "digest": evaluation.digest_in(fields),
             **row_of(Reply.EVALUATION, fields, layers={"conv1.weight"}),
         }
 

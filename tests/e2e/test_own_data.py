@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from clients.node import Place
+from clients.place import Place
 from clients.standalone import StandaloneClient
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config

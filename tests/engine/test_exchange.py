@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
 from fedprune_app.engine import replies, wire
-from fedprune_app.engine.exchange import Answer, TooFewReplies, exchange, message_to, require
+from fedprune_app.engine.exchange import Answer, TooFewReplies, message_to, require, send_and_receive
 from fedprune_app.engine.simulated_grid import InProcessGrid
 
 
@@ -62,7 +62,7 @@ class ScriptedGrid(InProcessGrid):
 def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, Answer]:
     content = wire.pack(None, {"round": 1})
     messages = {node: message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
-    answers = list(exchange(grid, messages.items(), deadline))
+    answers = list(send_and_receive(grid, messages.items(), deadline))
     assert len(answers) == len(grid.script), "each client is answered for exactly once"
     return {answer.client: answer for answer in answers}
 
@@ -116,7 +116,7 @@ def test_a_reply_is_handed_on_before_slower_ones_have_come():
     content = wire.pack(None, {"round": 1})
     messages = {node: message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
     started = time.monotonic()
-    first = next(iter(exchange(grid, messages.items(), 90)))
+    first = next(iter(send_and_receive(grid, messages.items(), 90)))
     assert first.client == 1
     assert time.monotonic() - started < 60
 
@@ -190,7 +190,7 @@ def test_too_few_replies_without_a_failure_say_that_fewer_were_asked():
 
 def test_a_message_is_made_only_when_there_is_room_for_it():
     grid = Window(dict.fromkeys(range(6), 0.0))
-    answers = exchange(grid, grid.messages(), 5, in_flight_bytes=2000)
+    answers = send_and_receive(grid, grid.messages(), 5, in_flight_bytes=2000)
     assert grid.num_made == 0
     for answered in range(1, 7):
         next(answers)
@@ -202,7 +202,7 @@ def test_a_message_is_made_only_when_there_is_room_for_it():
 def test_a_message_is_sent_only_while_what_is_under_way_weighs_less_than_the_limit(in_flight_bytes):
     """So one message may exceed it, the last one sent, and one that is larger than the limit travels alone."""
     grid = Window({node: 0.0 if node % 4 else 0.02 for node in SIZES})
-    answers = list(exchange(grid, grid.messages(SIZES), 5, in_flight_bytes))
+    answers = list(send_and_receive(grid, grid.messages(SIZES), 5, in_flight_bytes))
     assert sorted(answer.client for answer in answers) == sorted(SIZES)
     assert all(answer.content is not None for answer in answers)
     assert max(grid.before_each) < in_flight_bytes
@@ -214,7 +214,7 @@ def test_a_message_is_sent_only_while_what_is_under_way_weighs_less_than_the_lim
 def test_with_and_without_room_each_client_is_answered_for_once(in_flight_bytes):
     kinds = (0.0, "error", "twice", "refuse", 0.05, "never")
     grid = Window({node: kinds[node % len(kinds)] for node in range(30)})
-    answers = list(exchange(grid, grid.messages(SIZES), 0.3, in_flight_bytes))
+    answers = list(send_and_receive(grid, grid.messages(SIZES), 0.3, in_flight_bytes))
     assert sorted(answer.client for answer in answers) == list(range(30))
     by_node = {answer.client: answer for answer in answers}
     for node, what in grid.script.items():
@@ -227,7 +227,7 @@ def test_with_and_without_room_each_client_is_answered_for_once(in_flight_bytes)
 def test_a_message_that_waited_for_room_has_all_of_its_time():
     grid = Window(dict.fromkeys(range(4), 0.2))
     started = time.monotonic()
-    answers = list(exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
+    answers = list(send_and_receive(grid, grid.messages(), 0.5, in_flight_bytes=1))
     assert time.monotonic() - started > 0.7
     assert [answer.error for answer in answers] == [""] * 4
 
@@ -235,27 +235,27 @@ def test_a_message_that_waited_for_room_has_all_of_its_time():
 def test_a_message_that_waited_for_room_has_no_more_than_its_time():
     grid = Window({0: 0.3, 1: "never"})
     started = time.monotonic()
-    answers = list(exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
+    answers = list(send_and_receive(grid, grid.messages(), 0.5, in_flight_bytes=1))
     assert [answer.late for answer in answers] == [False, True]
     assert 0.8 <= time.monotonic() - started < 1.6
 
 
 def test_a_client_that_hangs_gives_its_room_to_the_others_when_its_time_is_up():
     grid = Window({0: "never", 1: 0.0, 2: "never", 3: 0.0})
-    answers = list(exchange(grid, grid.messages(), 0.2, in_flight_bytes=1))
+    answers = list(send_and_receive(grid, grid.messages(), 0.2, in_flight_bytes=1))
     assert [(answer.client, answer.late) for answer in answers] == [(0, True), (1, False), (2, True), (3, False)]
 
 
 def test_a_client_that_hangs_lets_the_others_pass_where_there_is_room_for_two():
     grid = Window({0: "never", **dict.fromkeys(range(1, 8), 0.0)})
-    answers = list(exchange(grid, grid.messages(), 1.0, in_flight_bytes=1500))
+    answers = list(send_and_receive(grid, grid.messages(), 1.0, in_flight_bytes=1500))
     assert [answer.client for answer in answers] == [*range(1, 8), 0]
     assert [answer.late for answer in answers] == [False] * 7 + [True]
 
 
 def test_a_node_that_refuses_its_message_takes_no_room():
     grid = Window({**dict.fromkeys(range(20), "refuse"), 20: 0.0})
-    answers = list(exchange(grid, grid.messages(), 5, in_flight_bytes=1))
+    answers = list(send_and_receive(grid, grid.messages(), 5, in_flight_bytes=1))
     assert [answer.client for answer in answers] == list(range(21))
     assert max(grid.before_each) == 0
 
@@ -263,7 +263,7 @@ def test_a_node_that_refuses_its_message_takes_no_room():
 def test_replies_to_large_messages_are_asked_for_in_smaller_batches(monkeypatch):
     monkeypatch.setattr(replies, "_BATCH_BYTES", 5000)
     grid = Window(dict.fromkeys(range(20), 0.05))
-    list(exchange(grid, grid.messages(), 5))
+    list(send_and_receive(grid, grid.messages(), 5))
     assert max(grid.asked_for) == 4
 
 
@@ -275,12 +275,12 @@ def test_an_error_in_making_a_message_is_not_swallowed():
         raise ValueError("state file 'x' is damaged")
 
     with pytest.raises(ValueError, match="state file 'x' is damaged"):
-        list(exchange(grid, messages(), 5, in_flight_bytes=1))
+        list(send_and_receive(grid, messages(), 5, in_flight_bytes=1))
 
 
 def test_a_reply_that_came_while_the_server_was_busy_is_not_late():
     grid = Window({0: 0.0, 1: 0.2})
-    answers = exchange(grid, grid.messages(), 0.5)
+    answers = send_and_receive(grid, grid.messages(), 0.5)
     first = next(answers)
     time.sleep(0.7)  # taking in the first takes longer than the second may
     assert [first.late, *(answer.late for answer in answers)] == [False, False]
@@ -289,7 +289,7 @@ def test_a_reply_that_came_while_the_server_was_busy_is_not_late():
 def test_large_replies_to_small_messages_are_asked_for_in_smaller_batches(monkeypatch):
     monkeypatch.setattr(replies, "_BATCH_BYTES", 50_000)
     grid = Window(dict.fromkeys(range(20), 0.05))
-    list(exchange(grid, grid.messages(), 5, reply_bytes=10_000))
+    list(send_and_receive(grid, grid.messages(), 5, reply_bytes=10_000))
     assert max(grid.asked_for) == 5
 
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from clients.fedavg_ft import FineTuned
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from clients.fedavg import FedAvgClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare

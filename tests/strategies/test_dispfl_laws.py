@@ -15,7 +15,7 @@ from flwr.app import Message
 
 from clients.dispfl import DisPFLClient
 from clients.gossip import GossipClient
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app import server_app
 from fedprune_app.config import parse_config, read_toml
@@ -298,7 +298,8 @@ def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_rou
 ):
     """With room for one message on its way, each client is sent its own when the one before it has replied."""
     at_once = start(federation, case, RESUMED[case], evaluate_every=0)
-    monkeypatch.setattr(exchanges, "exchange", partial(exchanges.exchange, in_flight_bytes=1))
+    one_by_one = partial(exchanges.send_and_receive, in_flight_bytes=1)
+    monkeypatch.setattr(exchanges, "send_and_receive", one_by_one)
     one_by_one = start(federation, case, RESUMED[case], evaluate_every=0, fresh=True)
     assert one_by_one.sha256 == at_once.sha256
     assert timeless(one_by_one.clients) == timeless(at_once.clients)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.codec import unpack
@@ -208,11 +208,11 @@ def cut_off(wanted, folder, monkeypatch):
     installed = []
     honest = FedSpaLLM._install
 
-    def fail(self, layer, new, row):
+    def fail(self, layer, new):
         installed.append(layer)
         if layer == 1:
             raise KeyboardInterrupt
-        honest(self, layer, new, row)
+        honest(self, layer, new)
 
     config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
     with monkeypatch.context() as patched:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app.config import parse_config
 from fedprune_app.models.cutting import Cut
 from fedprune_app.models.llm import LanguageModel

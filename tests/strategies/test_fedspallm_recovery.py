@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator

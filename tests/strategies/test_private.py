@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from clients.base import ImageClient
-from clients.node import Place
+from clients.place import Place
 from clients.privacy import ClientPrivacy, Spending
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.federation.participation import Budgets
+from fedprune_app.federation.budgets import Budgets
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.place import Place
 from clients.task import Task
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config

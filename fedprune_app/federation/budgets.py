@@ -1,0 +1,104 @@
+"""The server keeps here what clients have spent of their privacy budgets, as they last said."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fedprune_app.engine import wire
+from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.measures import Reply
+from fedprune_app.results.recorder import number_in, round_columns, row_of
+
+# epsilons by the ledger, by each accountant, by the paper's formula and at dp.second-delta: columns, names on disk
+_KEPT_AS = {
+    "epsilon": "epsilons",
+    "epsilon_pld": "pld-epsilons",
+    "epsilon_rdp": "rdp-epsilons",
+    "epsilon_paper": "paper-epsilons",
+    "epsilon_second": "second-epsilons",
+}
+_LOST = 1e-3  # a figure that fell by this share; the grid of privacy losses moves one by less
+_SIMULATED = "epsilon_simulated"
+
+
+class Budgets:
+    """Epsilons by client, and the round after which a client's budget bears no other. Empty without ``dp.enabled``.
+
+    ``simulated`` says by client whether any of its noise derived from the seed.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.epsilons: dict[str, dict[int, float]] = {column: {} for column in _KEPT_AS}
+        self.simulated: dict[int, bool] = {}
+        self.spent: dict[int, int] = {}
+
+    def bears(self, client: int, round: int) -> bool:
+        return self.spent.get(client, round) >= round
+
+    def epsilon_of(self, client: int) -> float | None:
+        """Return what the client last said it had spent, by Rényi divergences; None if it said nothing."""
+        return self.epsilons["epsilon_rdp"].get(client)
+
+    @staticmethod
+    def check(fields: wire.Fields) -> dict[str, float]:
+        """Return the epsilons of a reply by column, and how its noise was drawn.
+
+        Raises ``ValueError`` for a number that cannot be, and for epsilons without a word on the noise.
+        """
+        row = row_of(Reply.PRIVACY, fields)
+        epsilons = {column: value for column, value in row.items() if value is not None}
+        return epsilons | {_SIMULATED: number_in(_SIMULATED, fields)} if epsilons else {}
+
+    def take(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
+        """Enter what a reply of this round says; return the client's columns.
+
+        A client that says that its budget is spent is not asked again. ``note`` is told where a client says less than
+        before.
+        """
+        if not self.enabled:
+            return {}
+        report = self.check(fields)
+        if report:
+            is_simulated = bool(report.pop(_SIMULATED))
+            self.simulated[client] = is_simulated or self.simulated.get(client, False)
+        for column, epsilon in report.items():
+            epsilons = self.epsilons[column]
+            if column != "epsilon_paper" and epsilon < epsilons.get(client, 0.0) * (1 - _LOST):  # it is of no ledger
+                name = MEASURES.of_clients[column].wire_name
+                note(client, f"its {name} was {epsilons[client]:.4g} and is {epsilon:.4g}: a ledger is lost")
+            epsilons[client] = epsilon
+        if fields.get("budget-spent") is True:
+            self.spent.setdefault(client, round)
+        noise = {_SIMULATED: int(self.simulated[client])} if client in self.simulated else {}
+        return {column: epsilons.get(client) for column, epsilons in self.epsilons.items()} | noise
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a round: the largest epsilons of all clients, and how many have spent their budget."""
+        if not self.enabled:
+            return {}
+        rows = [{column: value} for column, epsilons in self.epsilons.items() for value in epsilons.values()]
+        rows += [{_SIMULATED: float(is_simulated)} for is_simulated in self.simulated.values()]
+        return {**round_columns(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
+
+    def noise(self) -> dict[str, list[int]]:
+        """Return for run.json whose noise came from where, by client; nothing before anybody said so."""
+        if not self.simulated:
+            return {}
+        seeded_clients = sorted(client for client, is_simulated in self.simulated.items() if is_simulated)
+        return {"seed": seeded_clients, "operating-system": sorted(self.simulated.keys() - seeded_clients)}
+
+    def state(self) -> dict[str, Mapping[int, float]]:
+        """Return the book for a checkpoint, by name and client; nothing without ``dp.enabled``."""
+        if not self.enabled:
+            return {}
+        epsilons = {name: self.epsilons[column] for column, name in _KEPT_AS.items()}
+        return {**epsilons, "simulated": self.simulated, "spent": self.spent}
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Read back what :meth:`state` gave, with the clients as texts."""
+        self.epsilons = {
+            column: {int(k): float(epsilon) for k, epsilon in meta.get(name, {}).items()}
+            for column, name in _KEPT_AS.items()
+        }
+        self.simulated = {int(k): bool(is_simulated) for k, is_simulated in meta.get("simulated", {}).items()}
+        self.spent = {int(k): int(round) for k, round in meta.get("spent", {}).items()}

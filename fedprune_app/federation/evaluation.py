@@ -1,0 +1,122 @@
+"""Clients test their models after a round; after the last one newcomers do so too, and all after one more phase."""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.federation.exchanges import channel_of, exchange
+from fedprune_app.federation.round import Round, RoundLog
+from fedprune_app.results import measures
+from fedprune_app.results.statistics import mean
+
+if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
+    from strategies.base import FederatedStrategy
+
+EVALUATION = measures.Reply.EVALUATION
+
+
+def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
+    """Have clients evaluate; return the columns of the round's record over those that answered.
+
+    Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
+    """
+    log, participation = RoundLog(notes=round.log.notes), strategy.participation
+    evaluators = participation.evaluators(round.number)
+    outgoing = (message for message in strategy.send_to_evaluate(round) if message.client in evaluators)
+    name, least = f"the evaluation of round {round.number}", strategy.config.min_replies
+    rows_by_client: dict[int, dict[str, Any]] = {}
+    for reply in exchange(replace(round, log=log), outgoing, name=name, kind=EVALUATION, least=least):
+        with log.refusing(reply):
+            reply.row = {"num_examples": reply.num_examples, "digest": digest_in(reply.fields)}
+            reply.row |= strategy.metrics.evaluation_row(reply)
+            rows_by_client[reply.client] = reply.row
+    rows = dict(sorted(rows_by_client.items()))
+    strategy.digests = {client: row.pop("digest") for client, row in rows.items()}
+    columns = {
+        "evaluation_bytes_up": log.bytes_up,
+        "evaluation_bytes_down": log.bytes_down,
+        **strategy.budgets.columns(),
+        "evaluated": len(rows),
+        "clients": len(participation.members),
+        "evaluation_failures": len(log.failures),
+        **strategy.metrics.evaluation_columns(round, rows),
+    }
+    for client, row in rows.items():
+        round.log.clients.setdefault(client, {}).update(row)
+    return columns
+
+
+def newcomers(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
+    """Let the clients that were held out join after the last ``round``; return the columns of its record.
+
+    Each is sent what a participant is sent, and trains for one local phase. Nobody receives its reply. Then it is
+    tested on its own data.
+    """
+    phase = strategy.participation.following(round, strategy.participation.holdouts, round.log)
+    _local_phase(strategy, "the clients that were held out", "accuracy_newcomer", phase)
+    return {**_mean_of("accuracy_newcomer", round.log), **strategy.budgets.columns()}
+
+
+def last_phase(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
+    """Have every member train once more after the last ``round``; return the columns of its record.
+
+    Each is sent what a participant is sent, and nobody receives its reply. It is tested with the model that it has
+    trained, so that nothing is sent for the test. Clients that fine-tune for every test have done so already.
+    """
+    log, name = RoundLog(notes=round.log.notes), "accuracy_last_phase"
+    rows, flops = round.log.clients, None
+    if not strategy.fine_tunes:
+        phase = strategy.participation.following(round, strategy.participation.members, log)
+        flops = _local_phase(strategy, "the last phase", name, phase, Payload({}))
+    tested_rows, key = (rows, "accuracy_personal") if strategy.fine_tunes else (log.clients, name)
+    for client in strategy.participation.members:
+        rows.setdefault(client, {})[name] = tested_rows.get(client, {}).get(key)
+    costs = {"bytes_up": log.bytes_up, "bytes_down": log.bytes_down, "flops": flops}
+    return {**_mean_of(name, round.log), **{f"last_phase_{key}": cost for key, cost in costs.items()}}
+
+
+def _local_phase(
+    strategy: FederatedStrategy, name: str, column: str, phase: Round, tested: Payload | None = None
+) -> float:
+    """Have the participants of ``phase`` train, receive no reply, and test them; return the FLOPs of training.
+
+    A client's accuracy stands in its ``column`` of the log. The payload ``tested`` takes the place of the one that
+    a client is sent for a test; without it the client's model is one of the run's.
+    """
+    channel, flops = channel_of(phase), 0.0
+    phase = replace(phase, channel=replace(channel, state_rounds=dict(channel.state_rounds)))
+    strategy.begin(phase)
+    trained = set[int]()
+    for reply in exchange(phase, strategy.send(phase), strategy.expect, name=name):
+        flops += reply.row["flops"]
+        reply.row = {}
+        trained.add(reply.client)
+    requests = (
+        message if tested is None else replace(message, payload=tested)
+        for message in strategy.send_to_evaluate(phase)
+        if message.client in trained
+    )
+    for reply in exchange(phase, requests, name=name, kind=EVALUATION):
+        with phase.log.refusing(reply):
+            if tested is None:
+                strategy.digests[reply.client] = digest_in(reply.fields)
+            reply.row = {column: strategy.metrics.evaluation_row(reply).get("accuracy_personal")}
+    return flops
+
+
+def digest_in(fields: wire.Fields) -> str:
+    """Return the digest of the client's model. Raises ``ValueError`` for what is none."""
+    digest = fields.get("digest")
+    if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")):
+        raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
+    return digest
+
+
+def _mean_of(column: str, log: RoundLog) -> dict[str, float | None]:
+    """Return the mean of a column over the clients, in ascending order, that have it."""
+    values = [row[column] for _, row in sorted(log.clients.items()) if row.get(column) is not None]
+    return {f"{column}_mean": mean(values) if values else None}

@@ -1,0 +1,42 @@
+"""How much noise a private run adds follows from all that its clients plan to release."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedprune_app.config import Config
+
+if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do without
+    from fedprune_app.privacy.accounting import Release
+
+
+def planned_rounds(config: Config) -> int:
+    return config.dp.planned_rounds or config.num_server_rounds
+
+
+def num_evaluations(config: Config) -> int:
+    """Return how often all clients are evaluated, in a run that has all its rounds."""
+    rounds, interval = config.num_server_rounds, config.evaluate_every
+    return -(-rounds // interval) if interval else 1
+
+
+def noise_multiplier(
+    config: Config, sample_rate: float, steps: int, extra_releases: tuple[tuple[Release, int], ...] = ()
+) -> float:
+    """Return the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
+
+    ``steps`` and ``extra_releases`` are all that a client plans to release.
+    """
+    options = config.dp
+    if not options.target_epsilon:
+        return options.noise_multiplier
+    from fedprune_app.privacy.accounting import noise_for
+
+    return noise_for(options.target_epsilon, options.delta, sample_rate, steps, options.accountant, extra_releases)
+
+
+def segment_noise(config: Config, num_releases: int) -> float:
+    """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
+    if not config.dp.enabled:
+        return 0.0
+    return noise_multiplier(config, 1.0, planned_rounds(config) * num_releases)
