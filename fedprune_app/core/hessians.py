@@ -205,20 +205,12 @@ class HessianSum:
 
         An error leaves the sum as if these tensors had not come.
         """
-        self._count(self.check(name, tensors, weight), weight, 1)
-
-    def remove(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> None:
-        """Remove what :meth:`add` added: the sum is that of the others, to the last bit. An error leaves the sum."""
-        if weight > self.weight:
-            raise ValueError(f"tensor '{HESSIAN}{name}' has weight {weight}, allowed: at most {self.weight}")
-        self._count(decoded(name, tensors, self.size).double() * weight, weight, -1)
-
-    def _count(self, upper: Tensor, weight: int, sign: int) -> None:
+        upper = self.check(name, tensors, weight)
         integers = upper.round()
-        self._whole += sign * integers.long()
-        self._fraction += sign * ((upper - integers) * _FRACTION).round().long()
-        self.weight += sign * weight
-        self.num_added += sign
+        self._whole += integers.long()
+        self._fraction += ((upper - integers) * _FRACTION).round().long()
+        self.weight += weight
+        self.num_added += 1
 
     def check(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> Tensor:
         """Return the upper triangle, float64, that :meth:`add` would add, and add nothing.
