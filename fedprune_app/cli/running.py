@@ -149,10 +149,10 @@ def compress(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],
     overrides: Overrides = None,
 ) -> None:
-    """Make another model of the sums of Hessians that a run kept, without its clients.
+    """Make another model of the sums that a run kept, without its clients.
 
     RUN is the folder of a completed run with fedspallm.keep-sums=true.
-    Each KEY=VALUE is one of density, fedspallm.bits, fedspallm.pattern and fedspallm.refine.
+    The keys are density, fedspallm.bits, .pattern and .refine.
     """
     from fedprune_app.exports.compressed import compress as made
 
