@@ -152,7 +152,7 @@ def compress(
     """Make another model of the sums that a run kept, without its clients.
 
     RUN is the folder of a completed run with fedspallm.keep-sums=true.
-    The keys are density, fedspallm.bits, .pattern and .refine.
+    KEY=VALUE is of density, fedspallm.bits, .pattern or .refine.
     """
     from fedprune_app.exports.compressed import compress as made
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
+from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
 from fedprune_app.exports.compressed import compress
 from fedprune_app.models.layer_pruning import input_matrices
@@ -127,11 +128,12 @@ def test_hessians_in_fewer_bits_travel_as_such_and_prune_to_the_density(run, for
         assert result.rounds[-1]["perplexity_global"] == pytest.approx(plain.rounds[-1]["perplexity_global"], rel=0.02)
 
 
-def test_a_recovered_model_is_rounded_as_it_is(run, tmp_path):
+def test_a_recovered_model_is_rounded_as_it_is(run, tmp_path, fedprune):
     recovered = run(
         fedspallm_pattern="cut", num_server_rounds=2, fedspallm_recovery_rounds=1, fedspallm_recovery_segments=8
     )
-    compress(recovered.folder, {"fedspallm.bits": 8}, tmp_path / "new")
+    code, said = fedprune("compress", recovered.folder, "fedspallm.bits=8", "-o", "new")
+    assert (code, "perplexity:" in said, "new/models/global:" in said) == (0, True, True), said
     assert check_codes(tmp_path / "new") == {"Q8_0"}
     before = weights_in(recovered.folder)
     for name, tensor in weights_in(tmp_path / "new").items():
@@ -144,6 +146,20 @@ def test_a_run_that_pruned_layer_by_layer_can_only_be_rounded(run, tmp_path):
     assert info["final_sha256"] != result.info["final_sha256"]
     with refuses("fedspallm.layers-per-exchange", 1):
         compress(result.folder, {"density": 0.7}, tmp_path / "newer")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "more"),
+    [
+        ("fedspallm.bits", 6, {}),
+        ("fedspallm.bits", 4, {"num-server-rounds": 2, "fedspallm.recovery-rounds": 1}),
+        ("fedspallm.hessian-form", "diagonal", {"fedspallm.refine": True}),
+    ],
+)
+def test_bits_and_forms_that_cannot_be_are_refused(key, value, more):
+    base = {"system": "fedspallm", "dataset": "text", "num-server-rounds": 1, "fedspallm.merge": "hessians"}
+    with refuses(key, value):
+        parse_config({**base, **more, key: value})
 
 
 def test_what_cannot_be_compressed_is_refused(run, tmp_path):
