@@ -63,15 +63,21 @@ class Costs:
         """Return the FLOPs of training for so many epochs, by default a round's, under these masks."""
         return training_flops(self.by_layer, self.examples(epochs), masks)
 
+    def gradient(self, num_examples: int) -> float:
+        """Return the FLOPs of one dense gradient of so many examples."""
+        return training_flops(self.by_layer, num_examples)
+
     def examples(self, epochs: int | None = None) -> int:
         """Return how many examples so many epochs take, by default a round's, counting one as often as it is taken.
 
-        The batches of a private step differ in size. Their expected size is counted, which is public.
+        The batches of a private step differ in size. Their expected size is counted, which is public. A group counts as
+        if it had dp.group-limit examples: its size is private.
         """
         config, settings = self.config, sgd(self.config, self.dataset, self.config.learning_rate)
         per_epoch = settings.examples_per_epoch(self.num_examples)
         if config.dp.enabled:
             per_epoch = settings.steps_of(self.num_examples) * min(config.batch_size, self.num_examples)
+            per_epoch *= config.dp.most_per_unit
         return per_epoch * (config.local_epochs if epochs is None else epochs)
 
 
@@ -304,7 +310,8 @@ class ImageClient(Node):
                 config.dp.clip_norm,
                 self.privacy.sample_rate,
             )
-            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, str(dependencies))
+            groups = self.images.groups.get("train")
+            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, dependencies, groups)
         result = train(
             self.model,
             images,
@@ -333,9 +340,7 @@ class ImageClient(Node):
         """
         if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
             return None
-        images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
-        result = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision)
-        self.tested = result
+        self.tested = result = self.evaluated(split)
         if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):
             return result.accuracy if result.total else None
         total = self.images.sizes[split]
@@ -344,6 +349,12 @@ class ImageClient(Node):
         public = vision.state_tensors(self.model, include_buffers=True)
         count = self.privacy.noised_count if decides else self.privacy.affordable_count
         return count(result.correct, total, split, task.round, public)
+
+    def evaluated(self, split: str) -> Evaluation:
+        """Evaluate the model as it is on ``validation`` or ``test``."""
+        images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
+        precision, groups = self.config.precision, self.images.groups.get(split)
+        return evaluate(self.model, images, labels, device=self.device, precision=precision, groups=groups)
 
     def test_accuracy(
         self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None

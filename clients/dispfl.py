@@ -22,7 +22,6 @@ from clients.gossip import GossipClient
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
-from fedprune_app.core.flops import training_flops
 from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.schedules import cosine_fraction
@@ -82,7 +81,7 @@ class DisPFLClient(GossipClient):
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
         # FLOPs of the dense gradient, which is needed where weights are replaced, and not replaced at random
         needs_gradient = share and self.config.dispfl.growth == "gradient"
-        search_flops = training_flops(self.costs.by_layer, self._search_batch()) if needs_gradient else 0.0
+        search_flops = self.costs.gradient(self._search_batch()) if needs_gradient else 0.0
         return Update(payload, state, result, self.costs.training(masks) + search_flops, metrics)
 
     def share_replaced(self, round: int) -> float:

@@ -21,7 +21,6 @@ from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.planned_noise import planned_rounds
 from fedprune_app.models import vision
 
@@ -83,12 +82,10 @@ class FedLTPClient(FedAvgClient):
 
     def score(self, task: Task) -> dict[str, Any]:
         """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
-        images, labels = self.data.validation_images, self.data.validation_labels
         num_validation = self.images.sizes["validation"]
         if not num_validation:
             raise ValueError("the client has no validation examples to score with")
-        correct = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).correct
-        correct = min(correct, num_validation)  # a draw may have more than were planned
+        correct = min(self.evaluated("validation").correct, num_validation)  # a draw may have more than were planned
         if self.privacy is None:
             return {"score": correct, "num-validation": num_validation}
         public = vision.state_tensors(self.model, include_buffers=True)

@@ -9,11 +9,13 @@ message: it runs its hidden states through its cached dense ones (equation 9) on
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from clients.node import Node, ReplyFields
@@ -60,7 +62,7 @@ class LayerUpdate:
 
 
 class SegmentPrivacy(ClientPrivacy):
-    """An example is a calibration segment, all of which are in each release; an "epoch" is one release."""
+    """An example is a calibration segment, and a group a document. All are in each release; an "epoch" is one."""
 
     has_paper_figure = False
 
@@ -169,7 +171,21 @@ class FedSpaLLMClient(Node):
             length=self.model.sequence_length(options.segment_length),
             seed=self.config.seed,
             may_lack=self.has_own_text and self.config.dp.enabled,
+            most_of_document=self.config.dp.group_limit if self.protects_documents else 0,
         )
+
+    @property
+    def protects_documents(self) -> bool:
+        return self.config.dp.enabled and self.config.dp.unit == "group"
+
+    def by_document_size(self, states: Tensor) -> dict[int, Tensor]:
+        """Return the ``states`` of segments by how many segments their documents have, where these are protected."""
+        if not (self.protects_documents and len(self.segments()[0])):
+            return {1: states}
+        documents = self.segments()[1]
+        counts = Counter(documents)
+        sizes = torch.tensor([counts[document] for document in documents])
+        return {size: states[sizes == size] for size in sorted({*counts.values()})}
 
     def read_text(self) -> list[str]:
         """Read all text that the client learns from and tests on, and return the names of its documents.
@@ -246,13 +262,17 @@ class FedSpaLLMClient(Node):
     ) -> Payload:
         """Return means of clipped second moments over the segments, noised and charged, in place of Hessians.
 
-        ``hidden`` are the hidden states that enter the layer, and ``meta`` is what the state says. One segment changes
-        a sum by at most ``dp.clip-norm`` in the Frobenius norm.
+        ``hidden`` are the hidden states that enter the layer, and ``meta`` is what the state says. One segment, or one
+        document by the mean over its segments, changes a sum by at most ``dp.clip-norm`` in the Frobenius norm.
         """
         clip_norm = self.config.dp.clip_norm
         size = self.config.batch_size
         states = hidden if len(hidden) else hidden.new_zeros(1, *hidden.shape[1:])  # for the shapes of the sums
-        moments = input_matrices(self.model, module, self.observed_matrices, states, size, clip_norm)
+        states_by_size = self.by_document_size(states)
+        moments: dict[str, Tensor] = {}
+        for count, some in states_by_size.items():
+            sums = input_matrices(self.model, module, self.observed_matrices, some, size, clip_norm)
+            moments = {name: total / count + moments.get(name, 0) for name, total in sums.items()}
         model = [self.model.shell_digest(), *(self.model.layer_digest(number) for number in range(layer + 1))]
         received_digests = meta["received"]
         pruned_digests = [received_digests.get(str(number), "") for number in range(layer)]
@@ -260,6 +280,8 @@ class FedSpaLLMClient(Node):
             f"{privacy.noise_multiplier} {clip_norm} {(self.num_examples, *hidden.shape[1:])} {size} "
             + " ".join(model + pruned_digests)
         )
+        if max(states_by_size) > 1:
+            settings += f" {self.config.dp.group_limit} of each document"
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors = {}
         for name, total in moments.items():

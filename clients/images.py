@@ -12,7 +12,15 @@ from clients.place import Place
 from clients.privacy import split_secret
 from fedprune_app.config import Config
 from fedprune_app.data.augmentation import CropFlip
-from fedprune_app.data.splits import client_data, data_config, dataset_of, label_counts, part_sizes, record_digests
+from fedprune_app.data.splits import (
+    client_data,
+    data_config,
+    dataset_of,
+    group_numbers,
+    label_counts,
+    part_sizes,
+    record_digests,
+)
 
 # how many of which class is nobody's business with privacy, and the others may follow from the images
 _OF_THE_DATA = frozenset(
@@ -27,7 +35,11 @@ SAID_OF_IMAGES = ReplyFields(introduction=_OF_THE_SHAPE | _OF_THE_DATA, withheld
 
 
 class Images:
-    """A client's part of a ``dataset`` of images or of rows of a table: ``data`` to train, decide and test on."""
+    """A client's part of a ``dataset`` of images or of rows of a table: ``data`` to train, decide and test on.
+
+    ``sizes`` are how many examples count as being in each part, or groups where these are protected. ``groups`` then
+    say by part to which group each example belongs.
+    """
 
     def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         self.config, self.place = config, place
@@ -35,6 +47,7 @@ class Images:
         self.dataset = dataset_of(self.data_config, place.share[1])
         self.data = client_data(self.data_config, *place.share, device)
         self.sizes = part_sizes(self.data_config, *place.share)
+        self.groups = group_numbers(self.data_config, *place.share)
 
     def record_digests(self) -> list[bytes]:
         return record_digests(self.data_config, *self.place.share)

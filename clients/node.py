@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from flwr.app import ArrayRecord, Message, MessageType
 from flwr.client import NumPyClient
 
 from clients.place import Place
 from clients.privacy import ClientPrivacy, Spending, data_of, ledger_path
-from clients.task import NDArrays, Task, names_of
+from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
-from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
 from fedprune_app.results import own_measures
 
@@ -143,12 +144,12 @@ class Node(NumPyClient):
         }
 
     @abstractmethod
-    def message_schema(self) -> Schema:
+    def message_schema(self) -> wire.Schema:
         """Return the largest payload that the server may send to the client."""
 
-    def peer_schema(self) -> Schema:
+    def peer_schema(self) -> wire.Schema:
         """Return what other clients' updates must hold, in systems where clients see them."""
-        return Schema.like({})
+        return wire.Schema.like({})
 
     @abstractmethod
     def local_update(self, task: Task, state: State) -> Any:
@@ -210,6 +211,24 @@ class Node(NumPyClient):
         return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
     # --- answers and state --------------------------------------------------------------------------------------
+
+    def reply_to(self, message: Message) -> Message:
+        """Train or evaluate as a message asks, and pack the reply."""
+        task = Task.from_message(message.content, self.message_schema(), self.peer_schema())
+        if message.metadata.message_type == MessageType.EVALUATE:
+            _, num_examples, fields = self.evaluate(*task.to_numpy())
+            return self.pack(message, "evaluation", {**fields, "num-examples": num_examples})
+        arrays, num_examples, metrics = self.fit(*task.to_numpy())
+        payload, fields = reply_from_numpy(arrays, metrics)
+        encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
+        return self.pack(message, "training", {**fields, "num-examples": num_examples}, encoded)
+
+    def pack(
+        self, message: Message, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
+    ) -> Message:
+        """Pack a reply. Raises ``ValueError`` for a field that the class does not declare."""
+        check_reply(type(self), self.config, kind, fields)
+        return Message(wire.pack(arrays, fields), reply_to=message)
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         """Load the state, update it, save it, and only then return the reply.

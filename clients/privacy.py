@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,9 +58,10 @@ class Dependencies:
     noise_multiplier: float
     clip_norm: float
     sample_rate: float
+    units: str = ""  # how many examples of a group count, where any group has more than one
 
     def __str__(self) -> str:
-        own_text = f" {self.own_settings}" if self.own_settings else ""
+        own_text = (f" {self.own_settings}" if self.own_settings else "") + (f" {self.units}" if self.units else "")
         noise_text = f"{self.noise_multiplier} {self.clip_norm} {self.sample_rate}"
         return f"{self.sgd} {self.task_digest} {self.of_system}{own_text} {noise_text}"
 
@@ -84,7 +85,8 @@ class ClientPrivacy:
     """One client's privacy in one run.
 
     What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
-    place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
+    place of one example, or with dp.unit "group" of all examples of one group. A blank has no gradient and is never
+    counted. ``num_units``, examples or groups to train on, are in both.
 
     ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
     damaged, or of other data. ``policy`` is the node's: its budget holds beside the run's, each at its own δ. Raises
@@ -95,7 +97,7 @@ class ClientPrivacy:
         self,
         config: Config,
         client_id: int,
-        num_examples: int,
+        num_units: int,
         spending: Spending,
         ledger: Path,
         data: Data,
@@ -105,9 +107,9 @@ class ClientPrivacy:
         from fedprune_app.privacy.ledger import Budget, Ledger
 
         self.options = options = config.dp
-        self.seed = config.seed
-        self.client_id, self.num_examples = client_id, num_examples
-        self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
+        self.seed, self.unit = config.seed, config.protected_unit
+        self.client_id, self.num_units = client_id, num_units
+        self.sample_rate, self.steps_per_epoch = self.sampling(config, num_units)
         # at most, in the whole run
         epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
         counts = planned_rounds(config) * spending.round_counts + spending.more_counts
@@ -132,10 +134,10 @@ class ClientPrivacy:
     has_paper_figure = True  # Fed-LTP's printed formula speaks of rounds of DP-SGD
 
     @staticmethod
-    def sampling(config: Config, num_examples: int) -> tuple[float, int]:
-        """Return the share of the examples that a step draws, and how many steps an epoch has."""
-        steps = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
-        return min(1.0, config.batch_size / num_examples), steps
+    def sampling(config: Config, num_units: int) -> tuple[float, int]:
+        """Return the share of the examples or groups that a step draws, and how many steps an epoch has."""
+        steps = config.steps_per_epoch or math.ceil(num_units / config.batch_size)
+        return min(1.0, config.batch_size / num_units), steps
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> noises.Noise:
         """Return the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
@@ -160,19 +162,37 @@ class ClientPrivacy:
 
         return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
 
-    def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
+    def dpsgd(
+        self,
+        epochs: int,
+        role: str,
+        round: int,
+        public: Mapping[str, Tensor],
+        dependencies: Dependencies,
+        groups: Tensor | None = None,
+    ) -> DPSGD:
         """Say how the next training makes its gradients.
 
-        ``public`` and ``settings`` are all that the training starts from but the data. Raises
-        :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is done, where the budget does not bear it.
+        ``public`` and ``dependencies`` are all that the training starts from but the data, whose ``groups`` are given
+        where these are protected. Raises :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is done,
+        where the budget does not bear it.
         """
         from fedprune_app.privacy.dpsgd import DPSGD
 
         self.ledger.require(self.steps(epochs))
-        multiplier, clip_norm, rate = self.noise_multiplier, self.options.clip_norm, self.sample_rate
-        noise = self.noise(role, round, public, settings)
-        method, count = self.options.grad_sample, self.num_examples
-        return DPSGD(multiplier, clip_norm, rate, self.steps_per_epoch, noise, method, num_examples=count)
+        if groups is not None and len(groups.bincount()) < len(groups):
+            dependencies = replace(dependencies, units=f"{self.options.group_limit} of each {self.unit}")
+        return DPSGD(
+            self.noise_multiplier,
+            self.options.clip_norm,
+            self.sample_rate,
+            self.steps_per_epoch,
+            self.noise(role, round, public, str(dependencies)),
+            self.options.grad_sample,
+            num_units=self.num_units,
+            groups=groups,
+            group_limit=self.options.most_per_unit,
+        )
 
     def charge_steps(self, steps: int, note: str) -> None:
         """Charge what ran: after it, and before anything of it is stored or sent."""
@@ -180,13 +200,13 @@ class ClientPrivacy:
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
-    def noised_count(self, correct: int, total: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
+    def noised_count(self, correct: float, total: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
         """Return a share of correct predictions in [0, 1], of a count that is noised and charged."""
         score = self.noised_score(correct, split, round, public)
         return min(max(score, 0), total) / total
 
     def affordable_count(
-        self, correct: int, total: int, split: str, round: int, public: Mapping[str, Tensor]
+        self, correct: float, total: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
         """Return a share of correct predictions for people to read, or None where the budget bears no count.
 
@@ -201,8 +221,8 @@ class ClientPrivacy:
         except Overspent:
             return None
 
-    def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
-        """Return a count of correct predictions, noised, rounded and charged. One example counts once.
+    def noised_score(self, correct: float, split: str, round: int, public: Mapping[str, Tensor]) -> int:
+        """Return a count of correct predictions, noised, rounded and charged. An example, or a group, counts once.
 
         Simulated noise depends on the model that is tested, not on the round. A client that has lost its remembered
         scores tests the same model again: that costs another charge, and gives the same number.
@@ -289,10 +309,11 @@ def data_of(config: Config, place: Place, records: list[bytes], dealing: str) ->
     from fedprune_app.privacy.ledger import Data
 
     if place.has_own_data:
-        return Data.of(records, "a folder of the client's own", may_change=True, joins=_is_one_for_all(place))
+        about = "a folder of the client's own"
+        return Data.of(records, about, may_change=True, joins=_is_one_for_all(place), unit=config.protected_unit)
     number, clients = place.share
     about = f"client {number} of {clients}, {config.dataset} dealt by {dealing} with seed {config.seed}"
-    return Data.of(records, about, joins=_is_one_for_all(place))
+    return Data.of(records, about, joins=_is_one_for_all(place), unit=config.protected_unit)
 
 
 def _is_one_for_all(place: Place) -> bool:

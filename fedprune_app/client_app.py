@@ -1,16 +1,14 @@
 """The ClientApp unpacks a message, calls the system's client, and packs the reply."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.node import Kind, Node, check_reply
+from clients.node import Node
 from clients.place import Place
-from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.config import PolicyError
 from fedprune_app.engine import wire
@@ -45,21 +43,6 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
         return kind(config, place)
 
 
-def _task(message: Message, client: Node) -> Task:
-    return Task.from_message(message.content, client.message_schema(), client.peer_schema())
-
-
-def _reply(
-    message: Message, client: Node, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
-) -> Message:
-    """Pack a reply.
-
-    Raises ``ValueError`` for a field that the client's class does not declare.
-    """
-    check_reply(type(client), client.config, kind, fields)
-    return Message(wire.pack(arrays, fields), reply_to=message)
-
-
 @contextmanager
 def _discreet(context: Context) -> Iterator[None]:
     """Let no error say more than one fixed line on a node with data of its own, once these may have been read.
@@ -87,24 +70,16 @@ def query(message: Message, context: Context, kind: type[Node] | None = None) ->
             fields = wire.fields_of(message.content)
             versions = fields.get("states")
             answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
-            return _reply(message, client, "introduction", answer)
+            return client.pack(message, "introduction", answer)
 
 
 @app.train()
-def train(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
-    with plugins.located():
-        client = make_client(context, message, kind)
-        with _discreet(context):
-            arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
-            payload, fields = reply_from_numpy(arrays, metrics)
-            encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
-            return _reply(message, client, "training", {**fields, "num-examples": num_examples}, encoded)
-
-
 @app.evaluate()
-def evaluate(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
+def answer(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     with plugins.located():
         client = make_client(context, message, kind)
         with _discreet(context):
-            _, num_examples, fields = client.evaluate(*_task(message, client).to_numpy())
-            return _reply(message, client, "evaluation", {**fields, "num-examples": num_examples})
+            return client.reply_to(message)
+
+
+train = evaluate = answer  # by the type of the message

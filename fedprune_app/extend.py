@@ -6,6 +6,7 @@ docs/extend.md explains each of them by an example.
 from clients.base import ImageClient, LocalTraining, Update
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
+from clients.fedavg_ft import FedAvgFTClient
 from clients.fjord import FjORDClient
 from clients.gossip import GossipClient
 from clients.node import ReplyFields
@@ -30,6 +31,7 @@ from fedprune_app.results.own_measures import OwnMeasure
 from strategies.base import AveragingStrategy, FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.fedavg import FedAvg
+from strategies.fedavg_ft import FedAvgFT
 from strategies.fjord import FjORD
 from strategies.gossip import Gossip
 from strategies.standalone import Standalone
@@ -44,6 +46,8 @@ __all__ = [
     "DisPFLClient",
     "FedAvg",
     "FedAvgClient",
+    "FedAvgFT",
+    "FedAvgFTClient",
     "FederatedStrategy",
     "FjORD",
     "FjORDClient",

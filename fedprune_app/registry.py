@@ -7,6 +7,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from clients import __name__ as CLIENTS  # in a wheel these packages are below fedprune_app
+from fedprune_app.config import systems
+from fedprune_app.config.systems import Declared
 from strategies import __name__ as STRATEGIES
 
 if TYPE_CHECKING:
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class System:
+class System(Declared):
     """A system has a server half, a client half, and one line for ``fedprune list``.
 
     The halves are named as ``module:class`` below ``strategies`` and ``clients``. They are imported when they are asked
@@ -25,7 +27,7 @@ class System:
     server_half: str | type[FederatedStrategy]
     client_half: str | type[Node]
     summary: str
-    data: str = "images"  # or "text"
+    reads_text: bool = False  # and prunes a language model, where others train networks on images
     is_private: bool = False  # in its paper, so that a run without dp.enabled is worth a word
 
     @property
@@ -43,7 +45,8 @@ class System:
         return cls
 
 
-SYSTEMS: dict[str, System] = {
+SYSTEMS: dict[str, System] = systems.SYSTEMS
+SYSTEMS |= {
     "subfedavg": System(
         "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient", "Sub-FedAvg (Un): each client prunes its own sub-network"
     ),
@@ -75,7 +78,7 @@ SYSTEMS: dict[str, System] = {
         "fedspallm:FedSpaLLM",
         "fedspallm:FedSpaLLMClient",
         "FedSpaLLM: clients prune a language model's layers with private text",
-        "text",
+        reads_text=True,
     ),
     "fedavg": System(
         "fedavg:FedAvg", "fedavg:FedAvgClient", "FedAvg: one dense global model, averaged by sample counts"

@@ -32,6 +32,7 @@ from fedprune_app.launching.processes import Link, read_json, take_refusal
 from fedprune_app.preflight import can_start
 from fedprune_app.preflight.given import Placement
 from fedprune_app.preflight.prepare import Prepared
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import mark
 from fedprune_app.results.recorder import write_info
 from fedprune_app.results.texts import progress_line
@@ -277,7 +278,7 @@ def _default_workers(config: Config, gpus: int) -> int:
     GPU. So processes share a GPU, but for language models, of which each process would hold a layer there.
     """
     cores = os.cpu_count() or 1
-    return min(cores, gpus * (1 if config.system == "fedspallm" else _PROCESSES_PER_GPU)) or cores
+    return min(cores, gpus * (1 if SYSTEMS[config.system].reads_text else _PROCESSES_PER_GPU)) or cores
 
 
 def _num_gpus(config: Config, on_cluster: bool) -> int:

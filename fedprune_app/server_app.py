@@ -1,5 +1,6 @@
 """The ServerApp reads the configuration, meets the clients, runs the system's strategy and closes the run folder."""
 
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -15,8 +16,17 @@ from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.core import masked_tensors
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.printable import keep_logs_printable
-from fedprune_app.engine.store import START, State, checkpoint_store, exclusive, new_run_key, run_folder
-from fedprune_app.federation.clients import Roster
+from fedprune_app.engine.store import (
+    START,
+    State,
+    checkpoint_store,
+    exclusive,
+    new_run_key,
+    owner,
+    run_folder,
+    write_tensors,
+)
+from fedprune_app.federation.clients import ImageClientInfo, Roster, TextClientInfo
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import sha256_of
@@ -29,7 +39,8 @@ from fedprune_app.results import own_measures
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
-from fedprune_app.strategy_builders import BUILDS, CLIENT_INFOS, other_data
+from fedprune_app.strategy_builders import build_strategy, other_data
+from strategies.base import FederatedStrategy
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -89,7 +100,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
             choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
-        strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))
+        strategy = build_strategy(RunContext(config, roster, recorder, checkpoints, run_key, point))
         if choice is not None:
             # nothing is written before this line: what refuses to go on leaves the run as it was
             _go_on(recorder, config, earlier_info, choice, state)
@@ -101,11 +112,11 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         with plugins.located():
             strategy.run(grid, rounds_completed=point.round)
         models = folder / "models"
-        strategy.write_model(models)
+        _write_model(strategy, models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
         digests = {str(path.relative_to(models)): sha256_of(path) for path in files}
         recorder.annotate(model_files=digests, state_rounds=strategy.state_rounds)
-        recorder.finish("completed", final_sha256=strategy.final_sha256())
+        recorder.finish("completed", final_sha256=_final_sha256(strategy))
     except (KeyboardInterrupt, SystemExit):
         _close(recorder, "interrupted", "interrupted")
         raise
@@ -113,6 +124,21 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         _close(recorder, "failed", lines[-1])
         raise
+
+
+def _final_sha256(strategy: FederatedStrategy) -> str:
+    """Return one hash over all final models: the server's, then the clients' in ascending order."""
+    digests = [strategy.model_digest()] if strategy.has_global_model else []
+    digests += [strategy.digests.get(client, "missing") for client in strategy.clients]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _write_model(strategy: FederatedStrategy, folder: Path) -> None:
+    """Write the server's final model into the run's folder of models."""
+    if strategy.has_global_model and strategy.model:
+        round = int(strategy.recorder.info["rounds_completed"])
+        owner_name = owner("global model", strategy.context.run_key)
+        write_tensors(folder / "global.safetensors", strategy.model, round=round, owner=owner_name, private=False)
 
 
 def _num_simulated(grid: Grid) -> int | None:
@@ -141,7 +167,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mappin
             grid,
             config.startup_seconds,
             str(recorder.info["run_key"]),
-            CLIENT_INFOS[system.data],
+            TextClientInfo if system.reads_text else ImageClientInfo,
             min_clients=len(ids) or config.min_clients,
             numbers=numbers or None,
             ids=ids or None,
@@ -160,7 +186,8 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mappin
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     if config.dp.enabled:
-        recorder.annotate(protected_examples="training" if config.dp.accuracies == "open" else "all")
+        protected = "training" if config.dp.accuracies == "open" else "all"
+        recorder.annotate(protected_examples=protected, protected_unit=config.protected_unit)
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
 

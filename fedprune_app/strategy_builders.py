@@ -7,7 +7,7 @@ from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import ConfigError
-from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
 from fedprune_app.learning.language_models import language_model, perplexities
@@ -18,10 +18,10 @@ from fedprune_app.registry import SYSTEMS
 from strategies.base import FederatedStrategy
 from strategies.fedspallm import FedSpaLLM
 
-Build = Callable[[RunContext], FederatedStrategy]
 
-
-CLIENT_INFOS: dict[str, type[ClientInfo]] = {"images": ImageClientInfo, "text": TextClientInfo}
+def build_strategy(context: RunContext) -> FederatedStrategy:
+    build = text_strategy if SYSTEMS[context.config.system].reads_text else image_strategy
+    return build(context)
 
 
 def image_strategy(context: RunContext) -> FederatedStrategy:
@@ -143,6 +143,3 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
             }
         )
     return FedSpaLLM(context, model)
-
-
-BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

@@ -2,11 +2,15 @@
 
 Long, Wang, Anagnostopoulos, Bi, "Decentralized Personalized Federated Learning Based on a Conditional
 'Sparse-to-Sparser' Scheme", IEEE TNNLS 2025, arXiv 2404.15943. A client averages this round's models of neighbours that
-train before it. Once half of the models hardly move, clients prune, in rounds whose gaps shrink by 3 each. How many
-weights of a layer go follows from its PQ index (Diao et al., ICLR 2023; p = 0.5, q = 1, η = 0, γ = 1, at most 90 %).
+train before it. Once half of the models hardly move, clients prune, in rounds whose gaps shrink by 1.3 each. How many
+weights of a layer go follows from its PQ index (Diao et al., ICLR 2023; p = 0.5, q = 1, η = 0, γ = 1, at most 90 %). A
+move is the change of the distance from the pruned initial model, relative to the first distance. Constants are those of
+the released script for CIFAR-10, with ``dispfl.prune-rate = 0.3``, ``dispfl.neighbours = 10`` and ``density = 0.5``.
 
-Deviations: where the paper lets a client wait for at most N neighbours, the clients of a round are dealt at random into
-``dadpfl.waves`` waves. A move is the change of the distance from the initial model, relative to the first distance.
+Deviations: in the released code clients train in the order of their numbers, and of its N neighbours with the lowest
+numbers a client takes this round's models; N falls from 10 to 0. Here clients are dealt at random into ``dadpfl.waves``
+waves. Initial masks are each client's own, in the script one for all. Weights grow by the gradient of one batch
+(``dispfl.growth = "gradient"``), in the script by the mean of as many batches as the client has.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ class DADPFLOptions(fp.Table):
     """These options are DA-DPFL's; those of Dis-PFL are in its own table."""
 
     waves: int = fp.option(3, "How many waves a round's clients are dealt into; with 1 nobody waits.", least=1)
-    threshold: float = fp.option(0.05, "Pruning begins when half of the models change by at most this (δ).", least=0)
-    least_density: float = fp.option(0.1, "Clients prune while they are denser than this.", least=0, most=1)
+    threshold: float = fp.option(0.02, "Pruning begins when half of the models change by at most this (δ).", least=0)
+    least_density: float = fp.option(0.2, "Clients prune while their weights are denser than this.", least=0, most=1)
 
 
 class DADPFL(fp.DisPFL):
@@ -44,12 +48,13 @@ class DADPFL(fp.DisPFL):
         parts = np.array_split(order, self.config.table(DADPFLOptions).waves)
         return [tuple(sorted(map(int, part))) for part in parts if len(part)]
 
-    def prunes(self, number: int) -> bool:
-        """Return whether clients prune in a round: in the first one, and after gaps that shrink."""
-        next_round = gap = self.began
-        while gap and next_round < number:
-            gap, next_round = round(gap / 3), next_round + round(gap / 3)
-        return next_round == number
+    def pruning_rounds(self) -> list[int]:
+        """Return in which rounds clients prune: the first one, and those after 20 gaps that shrink."""
+        rounds, gap = [self.began], self.began - 2  # the first gap is the code's number of the round that decided
+        for _ in range(20):
+            gap = round(gap / 1.3)
+            rounds.append(rounds[-1] + gap)
+        return rounds
 
     def train(self, round: fp.Round) -> None:
         """Train the waves one after the other; each is sent what those before it have published."""
@@ -59,12 +64,12 @@ class DADPFL(fp.DisPFL):
 
     def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
         for message in super().send(round):
-            yield replace(message, fields={"prunes": self.prunes(round.number)})
+            yield replace(message, fields={"prunes": round.number in self.pruning_rounds()})
 
     def end(self, round: fp.Round) -> None:
         threshold, rows = self.config.table(DADPFLOptions).threshold, round.log.clients.values()
         settled_rows = [row for row in rows if row.get("change") is not None and row["change"] <= threshold]
-        if not self.began and 2 * len(settled_rows) >= len(self.clients):
+        if not self.began and 2 * len(settled_rows) >= len(self.members):
             self.began = round.number + 1
 
     def state(self) -> fp.State:
@@ -81,7 +86,7 @@ class DADPFLClient(fp.DisPFLClient):
     why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
 
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
-        initial = self.own_model(fp.State())
+        initial = fp.Payload.pruned(self.own_model(fp.State()), self.initial_masks).tensors
         self.sparser = bool(task.fields["prunes"])  # whether this round prunes
         update = super().local_update(task, state)
         distance = sum(float((t - initial[name]).norm()) for name, t in update.state.group("weights").items())
@@ -92,7 +97,8 @@ class DADPFLClient(fp.DisPFLClient):
 
     def search(self, tensors: Named, masks: Named, share: float, round: int) -> dict[str, Tensor]:
         """Prune, where the round prunes, and then look for a better mask of that density."""
-        if self.sparser and self.density(masks) > self.config.table(DADPFLOptions).least_density:
+        num_kept, num_weights = sum(int(m.sum()) for m in masks.values()), sum(m.numel() for m in masks.values())
+        if self.sparser and num_kept / num_weights > self.config.table(DADPFLOptions).least_density:
             masks = {name: without_smallest(tensors[name], mask) for name, mask in masks.items()}
         return super().search(tensors, masks, share, round)
 

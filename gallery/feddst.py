@@ -1,12 +1,14 @@
 """FedDST, federated dynamic sparse training: one sparse model whose mask clients move and the server settles.
 
 Bibikar, Vikalo, Wang, Chen, "Federated Dynamic Sparse Training: Computing Less, Communicating Less, Yet Learning
-Better", AAAI 2022, Algorithms 1 and 2. All clients train under the server's mask. In every ΔR-th round each drops a
+Better", AAAI 2022, Algorithms 1 and 2. All clients train under the server's mask. In rounds 2, ΔR + 2, ... each drops a
 share of its smallest weights on the way, grows as many where its dense gradient is largest, and trains on. The server
 averages each weight over those that kept it, and prunes the average by magnitude to the densities of the layers (ERK).
+As in the released code, the share is α² at first, falls by a cosine over half of the rounds, and masks then stay.
 
-Deviations: a client readjusts after half of its local epochs (the paper's E_p is a setting), by the gradient of one
-batch. The share falls by a cosine over the first half of the rounds, as in the released code, and masks then stay.
+Deviations: a client readjusts after half of its local epochs (the code by default after the last of ten) by the
+gradient of a batch drawn anew. All layers replace the same share; the code prunes to its own form of ERK at a lower
+density, and grows back.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ class FedDSTOptions(fp.Table):
     """These options are FedDST's; ``density`` is that of the weights of convolutions and linear layers."""
 
     rounds_between: int = fp.option(10, "In every so many-th round clients move the mask (ΔR).", least=1)
-    prune_rate: float = fp.option(0.5, "The share of the weights that is replaced, at first (α).", least=0, most=1)
+    prune_rate: float = fp.option(0.5, "Its square is the share that is replaced at first (α).", least=0, most=1)
 
 
 def share_replaced(config: fp.Config, round: int) -> float:
     """Return which share of the weights clients replace in a round."""
     options, end = config.table(FedDSTOptions), max(1, config.num_server_rounds // 2)
-    moves = round % options.rounds_between == 0 and round <= end
-    return fp.schedules.cosine_fraction(options.prune_rate, round - 1, end) if moves else 0.0
+    moves = (round - 2) % options.rounds_between == 0 and round <= end
+    return fp.schedules.cosine_fraction(options.prune_rate**2, round - 1, end) if moves else 0.0
 
 
 class FedDST(fp.FederatedStrategy):
@@ -99,20 +101,20 @@ class FedDSTClient(fp.ImageClient):
         epochs = self.config.local_epochs
         first_epochs = -(-epochs // 2) if share else epochs
         result, tensors = self.train_from_start(task, state, epochs=first_epochs, masks=masks)
+        flops = self.costs.training(masks)
         if share and not result.diverged:
             draw = fp.rng.generator(self.config.seed, "readjust", self.client_id, task.round)
             batch = torch.randperm(self.num_examples, generator=draw)[: self.config.batch_size]
             images, labels = self.data.train_images[batch], self.data.train_labels[batch]
             slope = fp.dense_gradient(self.model, images, labels, device=self.device)
+            flops += self.costs.gradient(len(labels))
             masks = fp.masks.prune_and_grow({name: tensors[name] for name in masks}, slope, masks, share)
             fp.load_state_tensors(self.model, fp.Payload.pruned(tensors, masks).tensors)
             if first_epochs < epochs:
                 result = self.train(task, role="train on", epochs=epochs - first_epochs, masks=masks)
             tensors = fp.state_tensors(self.model, include_buffers=True)
         payload = fp.Payload({name: tensors[name] for name in self.shared}, masks)
-        return fp.Update(
-            payload, fp.State(fp.grouped(weights=tensors, masks=masks)), result, self.costs.training(masks)
-        )
+        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, masks=masks)), result, flops)
 
 
 summary = "FedDST: one sparse model whose mask clients move and the server settles"

@@ -3,10 +3,13 @@
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML
 2020, Algorithm 1 with option II. A step is ``y ← y − η (g(y) − c_i + c)``; afterwards
 ``c_i⁺ = c_i − c + (x − y) / (K η)``, for K steps. The server adds the mean change of the models (η_g = 1, as in all
-the paper's experiments), and ``|S| / N`` times the mean change of the ``c_i``.
+the paper's experiments), and ``|S| / N`` times the mean change of the ``c_i``. All clients count alike.
 
-Option II takes the client's movement for the sum of its gradients, so momentum is refused. Deviations: running
-statistics have no control variate, and are averaged as they are. The client also answers for its last local model.
+Option II takes the client's movement for the sum of its gradients, so momentum is refused. Deviations: K is the number
+of a client's own steps, more where it has more data; the paper has one K. It has no weight decay and no clipping:
+decay gets into c_i as part of the gradient, and with ``max-grad-norm`` the corrected gradient is clipped, so that c_i
+has what is left of it. S are the clients that replied, N the members of the run. Running statistics have no control
+variate, and are averaged as they are. The client also answers for its last local model.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Scaffold(fp.FedAvg):
         """Take lines 16 and 17: clients sent their models, and by how much their control variates changed."""
         means = fp.State(self.mean.mean(self.both()))
         self.model, changes = means.group("model"), means.group("control")
-        share = round.log.replies / len(self.clients)
+        share = round.log.replies / len(self.members)
         self.control = {name: value + share * changes[name] for name, value in self.control.items()}
 
     def paper_bytes(self, round: fp.Round) -> tuple[float, float]:

@@ -7,7 +7,7 @@ the largest of all layers together. From then on it is FedAvg on the kept weight
 
 Deviations: a client's score is of all its training images at once, where the released code takes one batch. The mask
 travels with each model that the server sends, so that a client which missed a round needs no memory of it; what
-clients send are values alone.
+clients send are values alone. A client's score counts among its operations in the first round in which it trains.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class SSFL(fp.FedAvg):
         super().train(round)
 
     def choose_mask(self, round: fp.Round) -> None:
-        """Ask everybody for scores, and choose the mask."""
+        """Ask all members for scores, and choose the mask."""
         scores = {name: tensor for name, tensor in self.model.items() if name in self.prunable}
-        mean = fp.aggregate.MaskedMean(len(self.clients), max(client.num_examples for client in self.clients.values()))
-        outgoing = fp.Outgoing.to_each(self.clients, fp.Payload(self.model))
+        most = max(self.clients[client].num_examples for client in self.members)
+        mean = fp.aggregate.MaskedMean(len(self.members), most)
+        outgoing = fp.Outgoing.to_each(self.members, fp.Payload(self.model))
         for reply in fp.ask_for(round, "saliency", outgoing, fp.Schema.like(scores)):
             with round.log.refusing(reply):
                 mean.add(reply.update, reply.num_examples)
@@ -93,8 +94,9 @@ class SSFLClient(fp.ImageClient):
         masks = self.masks(task, state)
         result, tensors = self.train_from_start(task, state, masks=masks)
         values = fp.masks.packed({name: tensors[name] for name in self.shared}, masks)
-        new_state = fp.State(fp.grouped(weights=tensors))
-        return fp.Update(fp.Payload(values), new_state, result, self.costs.training(masks))
+        scoring_flops = 0.0 if state.tensors else self.costs.gradient(self.num_examples)
+        flops = self.costs.training(masks) + scoring_flops
+        return fp.Update(fp.Payload(values), fp.State(fp.grouped(weights=tensors)), result, flops)
 
 
 fp.register_system(

@@ -4,9 +4,7 @@ A system's file holds only what is particular to that system. ``fedprune_app/fed
 hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 """
 
-import hashlib
 import logging
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,18 +17,17 @@ from torch import Tensor
 
 from fedprune_app.config import Config
 from fedprune_app.core.aggregate import MaskedMean
-from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
+from fedprune_app.engine.store import ResumePoint, State
 from fedprune_app.federation import loop
 from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.doubts import privacy_doubts
 from fedprune_app.federation.exchanges import exchange
 from fedprune_app.federation.metrics import ImageMetrics, Metrics
 from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.results import own_measures
-from fedprune_app.results.statistics import noise_of_mean
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -93,7 +90,8 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
-        check_min_replies(self.config, self.participation.most, len(self.participation.members))
+        self.members = self.participation.members  # the clients that rounds may ask; the others join after the last one
+        check_min_replies(self.config, self.participation.most, len(self.members))
         self.measures = own_measures.all_of(self.config.system)
         self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
@@ -106,40 +104,7 @@ class FederatedStrategy(StreamedStrategy):
 
         They are said before the run begins, and are in its record.
         """
-        dp = self.config.dp
-        if not dp.enabled:
-            return []
-        largest = max(self.clients.values(), key=lambda client: client.num_examples)
-        lines = [
-            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: with so large a δ "
-            "the promise even allows that an example is published; a meaningful δ is below "
-            f"{most_said(1 / largest.num_examples)}"
-            for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
-            if delta * largest.num_examples >= 1
-        ]
-        if 0 < dp.epsilon_budget < dp.target_epsilon:
-            lines.append(
-                f"dp.epsilon-budget is {dp.epsilon_budget:g}, less than dp.target-epsilon {dp.target_epsilon:g}: the "
-                "noise is chosen for the target, and clients stop at the budget"
-            )
-        return [*lines, *self._doubts_of_noise()]
-
-    def _doubts_of_noise(self) -> list[str]:
-        """Say how much of a noised accuracy is noise, if that is more than a point of the mean over the clients."""
-        config = self.config
-        if config.dp.accuracies != "noised" or not config.evaluate_every or not self.headline.startswith("accuracy"):
-            return []
-        tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)
-        num_tests = [max(1, round(info.num_examples * tests_per_example)) for info in self.clients.values()]
-        deviations = [math.sqrt(2) * config.dp.count_scale / number for number in num_tests]
-        of_mean = noise_of_mean(deviations) or 0
-        if of_mean < 0.01:
-            return []
-        return [
-            f"accuracies are told with noise: about ± {100 * max(deviations):.0f} points for the client with the "
-            f"fewest test examples, and ± {100 * of_mean:.0f} for the mean over {len(deviations)} clients. "
-            "Differences within twice that say nothing. On public data, dp.accuracies=open tells accuracies as they are"
-        ]
+        return privacy_doubts(self.config, self.clients, self.headline)
 
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
@@ -234,18 +199,6 @@ class FederatedStrategy(StreamedStrategy):
     def model_digest(self) -> str:
         """Return the SHA-256 of the server's model."""
         return Payload(self.model).digest()
-
-    def final_sha256(self) -> str:
-        """Return one hash over all final models: the server's, then the clients' in ascending order."""
-        digests = [self.model_digest()] if self.has_global_model else []
-        digests += [self.digests.get(client, "missing") for client in self.clients]
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-    def write_model(self, folder: Path) -> None:
-        """Write the server's final model into the run's folder of models, if :attr:`model` is that."""
-        if self.has_global_model and self.model:
-            round, owner_name = int(self.recorder.info["rounds_completed"]), owner("global model", self.context.run_key)
-            write_tensors(folder / "global.safetensors", self.model, round=round, owner=owner_name, private=False)
 
     # --- Flower's door ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from hypothesis import settings
 
 from fedprune_app import cli, client_app, registry, server_app
 from fedprune_app.config import config as configuration
-from fedprune_app.config import parse_config, plugged
+from fedprune_app.config import parse_config
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data import names as data_names
 from fedprune_app.engine.simulated_grid import run_in_process
@@ -28,7 +28,6 @@ from fedprune_app.learning import training
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.models import names as model_names
 from fedprune_app.plugins import loading, registering
-from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
 from tests.examples import PROFILE, examples
@@ -125,8 +124,7 @@ def loggers_that_speak() -> None:
 REGISTRIES: tuple[dict[Any, Any], ...] = (
     *(registry.SYSTEMS, data_names.DATASETS, data_names.LOADERS, data_names.PARTITIONS, data_names.DEALERS),
     *(model_names.MODELS, model_names.BUILDERS, model_names.AUTO),
-    *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, loading._files, registering.origins),
-    own_measures._of_systems,
+    *(configuration._OPTIONS, loading._files, registering.origins),
 )
 
 

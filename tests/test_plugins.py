@@ -726,11 +726,32 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
             "pass",
             "bad replies leave everything|a reply that comes twice counts once",
         ),
+        # the message of a phase after the last round goes to some alone
+        (
+            "def send(self, round):\n        some = list(super().send(round))\n"
+            "        return some if round.number < 4 else some[:1]",
+            "pass",
+            "every client can train once more after the last round: 2 of 5 clients did",
+        ),
     ],
 )
 def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, said):
     path = write(tmp_path / "broken.py", BROKEN.format(strategy=strategy, client=client))
     with pytest.raises(BrokenLawError, match=said):
+        check_system("broken", plugins=path)
+
+
+@pytest.mark.parametrize("hook", ["train", "send"])
+def test_a_system_that_asks_those_that_are_held_out_ends_the_laws(tmp_path, hook):
+    ask = {
+        "train": "def train(self, round):\n"
+        "        messages = Outgoing.to_each(self.clients, Payload({}))\n"
+        "        list(ask_for(round, 'a number', messages, Schema.like({})))",
+        "send": "def send(self, round):\n        return Outgoing.to_each(self.clients, Payload(self.model))",
+    }
+    client = "def answer(self, task, state):\n        return Payload({})"
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy=ask[hook], client=client))
+    with pytest.raises(Exception, match=r"a message goes to client .*, allowed: one of self.members"):
         check_system("broken", plugins=path)
 
 
@@ -837,6 +858,9 @@ def flat(folder):
 def labelled(folder):
     return made(classes=4)
 
+def grouped(folder):
+    return made(groups=[0] * 19)
+
 def even(folder):
     return made(std=0.0)
 
@@ -883,6 +907,7 @@ def unseeded(labels, num_clients, rng):
         ("model=odd.py:lazy", "has the lazy parameter '1.weight', allowed: layers that know their sizes"),
         ("dataset=odd.py:flat", "has examples of shape (20, 8, 8) and labels of shape (20,)"),
         ("dataset=odd.py:labelled", "allowed: (N, C, H, W), and N labels from 0 to 1"),
+        ("dataset=odd.py:grouped", "has 19 groups for 20 examples, allowed: one for each"),
         ("dataset=odd.py:even", "the deviation (0.0,), allowed: 1 numbers each, deviations above 0"),
         (
             "dataset=odd.py:tracked",

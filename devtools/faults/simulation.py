@@ -57,7 +57,7 @@ def values_of(system: str, settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return the values of a system's runs; ``settings`` are those that a user gives, whose plug-ins are loaded."""
     named = {**settings, "system": system}
     plugins.load(named)
-    is_text = system in SYSTEMS and SYSTEMS[system].data == "text"
+    is_text = system in SYSTEMS and SYSTEMS[system].reads_text
     texts: Mapping[str, Scalar] = {"dataset": "text", "data-dir": "/texts", "model": "auto"} if is_text else {}
     return {**SETTINGS, **testing.NEEDED.get(system, {}), **texts, **named}
 
@@ -143,7 +143,7 @@ class Simulation:
 
     def _values(self, system: str) -> dict[str, Scalar]:
         values = values_of(system, self._settings)
-        is_text = system in SYSTEMS and SYSTEMS[system].data == "text"
+        is_text = system in SYSTEMS and SYSTEMS[system].reads_text
         if is_text and not self._texts:
             self._texts = tiny_texts(self._folder / "texts")
         return {**values, **self._texts, **self._settings} if is_text else values

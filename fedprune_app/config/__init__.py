@@ -24,8 +24,9 @@ from fedprune_app.config.parsing import (
     paths_from_here,
     written_below,
 )
-from fedprune_app.config.plugged import check_uses, is_used, register_table, uses_of, with_carrier
+from fedprune_app.config.plugged import check_uses, is_used, register_table, with_carrier
 from fedprune_app.config.policy import NO_POLICY, POLICY_FILE, POLICY_KEYS, Policy, PolicyError, declined
+from fedprune_app.config.systems import Declared, declared
 from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DPSGDOptions",
+    "Declared",
     "DisPFLOptions",
     "FedLTPOptions",
     "FedP3Options",
@@ -54,6 +56,7 @@ __all__ = [
     "check_resumable",
     "check_uses",
     "class_names",
+    "declared",
     "declined",
     "flatten",
     "has_effect",
@@ -68,7 +71,6 @@ __all__ = [
     "to_toml",
     "told_of",
     "toml_value",
-    "uses_of",
     "with_carrier",
     "written_below",
 ]

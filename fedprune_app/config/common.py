@@ -25,7 +25,7 @@ _PICTURES: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "table"))}
 
 # These keys decide which data each client of a run has, beside the folder of a dataset that is not published.
 DEALT_BY = (
-    *("dataset", "classes", "label-column", "image-column", "owner-column", "ignore-columns"),
+    *("dataset", "classes", "label-column", "image-column", "owner-column", "group-column", "ignore-columns"),
     *("image-size", "image-fit"),
     *("partition", "shard-size", "shards-per-client", "classes-per-client", "class-assignment"),
     *("dirichlet-alpha", "dirichlet-groups", "samples-per-client", "public-fraction"),
@@ -74,6 +74,12 @@ class CommonOptions:
         "",
         "The name of a table's column that says whose each row is, for partition 'owners'. Empty means that there is "
         "no such column.",
+        needs={"dataset": ("table",)},
+    )
+    group_column: str = option(
+        "",
+        "The name of a table's column that says which rows belong together, such as those of one patient: no group is "
+        "divided among training, validation and test data. A row with an empty cell is a group of its own.",
         needs={"dataset": ("table",)},
     )
     ignore_columns: str = option(

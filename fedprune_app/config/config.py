@@ -55,6 +55,11 @@ class Config(CommonOptions):
     def public_share(self) -> float:
         return self.public_fraction or public_share(self.system, self.fedltp.tickets, self.fedltp.public_dataset)
 
+    @property
+    def protected_unit(self) -> str:
+        """What dp.enabled protects: "example", "group", or the name of the column that says what a group is."""
+        return (self.dp.unit == "group" and self.group_column) or self.dp.unit
+
     def settled(self) -> Self:
         """Return the configuration with the test split that 'auto' stands for."""
         if self.test_split != "auto":

@@ -10,7 +10,8 @@ from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, unknown_key
 from fedprune_app.config.options import Kind, Needs, NoneOf, Scalar
-from fedprune_app.config.plugged import is_used, table_of, without_carrier
+from fedprune_app.config.plugged import is_used, without_carrier
+from fedprune_app.config.systems import declared
 
 T = TypeVar("T", bound=CommonOptions | Table)
 
@@ -28,7 +29,7 @@ def parse_config(values: Mapping[str, object]) -> Config:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
     parsed = {key: OPTIONS[key].parse(key, value) for key, value in values.items()}
-    return _checked_config(frozenset(parsed.items()), table_of(values.get("system")))
+    return _checked_config(frozenset(parsed.items()), declared(values.get("system")).options())
 
 
 @lru_cache(maxsize=16)  # a client is told its run's configuration with every message

@@ -12,11 +12,8 @@ from fedprune_app.config.common import Table
 from fedprune_app.config.config import OPTIONS, Config, flat, register_keys
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Scalar
+from fedprune_app.config.systems import SYSTEMS, declared
 
-# By system of a plug-in: its table.
-_TABLES: dict[str, type[Table]] = {}
-# By system of a plug-in: the keys and tables of other systems that it reads as well.
-uses_of: dict[str, tuple[str, ...]] = {}
 _TYPES = ("bool", "int", "float", "str")
 CARRIER = "plugin-options"
 
@@ -38,8 +35,7 @@ def register_table(system: str, kind: type[Table]) -> None:
     kind.name = kind.name or system
     if kind.name in {item.name.replace("_", "-") for item in fields(Config)}:
         raise ConfigError("name of the options", kind.name, "a name that no table has", where=where)
-    _TABLES[system] = kind
-    systems = tuple(name for name, table in _TABLES.items() if table is kind)
+    systems = (*(name for name, other in SYSTEMS.items() if other.options is kind and name != system), system)
     prefix = f"{kind.name}."
     register_keys(
         prefix,
@@ -56,14 +52,9 @@ def check_uses(system: str, uses: Collection[str]) -> tuple[str, ...]:
     return tuple(uses)
 
 
-def table_of(system: object) -> Table:
-    """Return the default options of a plug-in's system; an empty table for any other."""
-    return _TABLES.get(str(system), Table)()
-
-
 def is_used(system: str, key: str) -> bool:
     """Return whether a plug-in's ``system`` says that it reads the option ``key`` of another system."""
-    return not {key, key.rpartition(".")[0]}.isdisjoint(uses_of.get(system, ()))
+    return not {key, key.rpartition(".")[0]}.isdisjoint(declared(system).uses)
 
 
 def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
@@ -74,7 +65,7 @@ def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
         carried = json.loads(str(text))
     except ValueError:
         carried = None
-    tables = {kind.name for kind in _TABLES.values()}
+    tables = {system.options.name for system in SYSTEMS.values()} - {""}
     if not isinstance(carried, dict) or any(key.rpartition(".")[0] not in tables for key in carried):
         raise ConfigError(CARRIER, text, "a JSON object of options of plug-ins, such as '{\"my-system.mu\": 0.1}'")
     return {**settings, **carried}

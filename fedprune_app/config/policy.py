@@ -34,6 +34,15 @@ class Policy:
     min_noise_multiplier: float = option(
         0.0, "The least noise multiplier, also of a run whose dp.target-epsilon chooses it.", least=0
     )
+    dp_unit: str = option(
+        "example",
+        "What a run has to protect as one, see dp.unit.",
+        choices={"example": "an example, or a group", "group": "a group"},
+    )
+    group_column: str = option(
+        "",
+        "The group-column that a run with dp.unit 'group' has to name, where dp-unit is 'group'. Empty means none.",
+    )
     max_clip_norm: float = option(0.0, "The largest dp.clip-norm. 0 means no limit.", least=0)
     ledger_dir: str = option(
         "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
@@ -83,7 +92,10 @@ class Policy:
     def why_private(self) -> str:
         """The first key that asks for ``dp.enabled``; empty if none does."""
         asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
-        return next((name.replace("_", "-") for name in asking if getattr(self, name)), "")
+        for name in asking:
+            if getattr(self, name):
+                return name.replace("_", "-")
+        return "dp-unit" if self.dp_unit == "group" else ""
 
     def check(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
@@ -96,6 +108,10 @@ class Policy:
             raise declined("dp.enabled", False, self.why_private, "true")
         if not config.dp.enabled:
             return
+        if self.dp_unit == "group" and config.dp.unit != "group":
+            raise declined("dp.unit", config.dp.unit, "dp-unit", "group")
+        if self.dp_unit == "group" and config.group_column != self.group_column:
+            raise declined("group-column", config.group_column, "group-column", self.group_column or "none")
         if config.dp.noise_multiplier:  # dp.target-epsilon needs the number of examples: see check_noise
             self.check_noise(config.dp.noise_multiplier, "dp.noise-multiplier")
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
@@ -111,7 +127,7 @@ class Policy:
     def check_model(self, name: str, digest: str) -> None:
         """Raise :class:`PolicyError` for a language model whose ``digest`` is not among ``allowed-models``.
 
-        The digest is that of :func:`~fedprune_app.models.checkpoints.checkpoint_digest`. The node's log alone says
+        The digest is that of :func:`~fedprune_app.models.sources.model_digest`. The node's log alone says
         what it is, since a run may name any folder of the node.
         """
         allowed = self.allowed_models.split()

@@ -19,6 +19,20 @@ class DPOptions(Table):
         False,
         "If true, clients train with DP-SGD and charge every release to their ledger. Settings that leak are refused.",
     )
+    unit: str = option(
+        "example",
+        "The unit that is protected: ε compares the data with this unit and without.",
+        choices={
+            "example": "one example",
+            "group": "all examples of one group together, such as a patient's; batch-size then counts groups",
+        },
+    )
+    group_limit: int = option(
+        16,
+        "The largest number of examples of one group in a step. Of a larger group they are drawn anew for each step.",
+        least=1,
+        needs={".unit": ("group",)},
+    )
     noise_multiplier: float = option(
         0.0,
         "The standard deviation of the noise, divided by clip-norm (σ). 0 means the noise that target-epsilon needs.",
@@ -38,7 +52,8 @@ class DPOptions(Table):
     )
     clip_norm: float = option(
         1.0,
-        "The norm that each example's gradient, or in FedSpaLLM each segment's second moments, are clipped to (C).",
+        "The norm (C) to which each example's gradient, each group's mean gradient, or in FedSpaLLM each segment's "
+        "second moments are clipped.",
         above=0,
     )
     delta: float = option(
@@ -98,6 +113,11 @@ class DPOptions(Table):
         changes_results=False,
     )
 
+    @property
+    def most_per_unit(self) -> int:
+        """The largest number of examples of one protected unit in a step."""
+        return self.group_limit if self.unit == "group" else 1
+
     def check(self, common: CommonOptions) -> None:
         if common.system == "ldp-fedp3" and not self.enabled:
             raise ConfigError("dp.enabled", False, "true", condition="with system 'ldp-fedp3', which promises privacy")
@@ -105,6 +125,11 @@ class DPOptions(Table):
             return
         if common.precision != "float32":  # norms rounded to 10 bits would let a clipped gradient pass its norm
             raise ConfigError("precision", common.precision, "float32", condition="with dp.enabled")
+        if self.unit == "group" and self.grad_sample == "hooks":
+            raise ConfigError("dp.grad-sample", self.grad_sample, "auto, one-pass", condition="with dp.unit 'group'")
+        if self.unit == "group" and common.dataset == "table" and not common.group_column:
+            allowed = "the name of a column"
+            raise ConfigError("group-column", "", allowed, condition="with dp.unit 'group' and dataset 'table'")
         if (self.noise_multiplier > 0) == (self.target_epsilon > 0):
             raise ConfigError(
                 "dp.noise-multiplier",

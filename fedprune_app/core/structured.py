@@ -202,8 +202,8 @@ def check_cut(
 ) -> None:
     """Raise ``ValueError`` unless ``cut(model)`` computes what the full network does with 0 where masks are False.
 
-    The two are compared on random images, with random weights and running statistics, in eval mode. ``model`` stays as
-    it is.
+    The two are compared on random images, with random weights and running statistics, in eval mode. The small one has
+    to have a gradient, too. ``model`` stays as it is.
     """
     draw = torch.Generator().manual_seed(0)
     try:
@@ -217,7 +217,9 @@ def check_cut(
         with torch.no_grad():
             for name, mask in masks().items():
                 state[name].mul_(mask)
-            expected, outputs = masked(images.clone()), cut(full)(images.clone())
+            expected = masked(images.clone())
+        outputs = cut(full)(images.clone())
+        torch.autograd.backward(outputs.sum())
         if outputs.shape == expected.shape and torch.allclose(outputs, expected, 0.0, 1e-3 * float(expected.std())):
             return
         problem = "computes something else"

@@ -43,7 +43,7 @@ def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "qua
     return relative_threshold_masks(weights, 1 - density)
 
 
-def selection_probabilities(counts: Sequence[int], total: int, temperature: float = TEMPERATURE) -> list[float]:
+def selection_probabilities(counts: Sequence[float], total: int, temperature: float = TEMPERATURE) -> list[float]:
     """Return the probability with which each ticket is taken, given its number of correct predictions of ``total``.
 
     They are the softmax of accuracies over ``temperature``. Equation 10 as printed is the softmax of the counts

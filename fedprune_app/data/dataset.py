@@ -86,10 +86,12 @@ class Dataset:
     become float32. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and for numbers as they are.
     ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it is nobody's; None where
     a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
-    examples, and is -1 for who has no training example. ``features`` are the names of the C numbers of an example, in
-    order, where numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples,
-    and no published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training
-    and then the test examples as they are stored, whatever settings make of them.
+    examples, and is -1 for who has no training example. ``groups`` (N,) says by a name or a number to which group each
+    training example belongs, such as a patient's, and ``test_groups`` says that of the test examples. An example with
+    an empty name is a group of its own. ``features`` are the names of the C numbers of an example, in order, where
+    numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples, and no
+    published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training and
+    then the test examples as they are stored, whatever settings make of them.
     """
 
     name: str
@@ -102,6 +104,8 @@ class Dataset:
     std: tuple[float, ...]
     owners: NDArray[np.int64] | None = None
     test_owners: NDArray[np.int64] | None = None
+    groups: Sequence[object] | None = None
+    test_groups: Sequence[object] | None = None
     features: tuple[str, ...] = ()
     is_measured: bool = False
     notes: tuple[str, ...] = ()
@@ -245,7 +249,7 @@ class Form:
     * ``image_size``: the side of the square that each picture becomes; 0 leaves pictures as they are.
     * ``image_fit``: "crop" cuts a picture to a square around its middle, "stretch" squeezes it into the square.
     * ``by_owner``: an image folder says whose each training image is.
-    * ``label_column``, ``image_column``, ``owner_column``: names of columns.
+    * ``label_column``, ``image_column``, ``owner_column``, ``group_column``: names of columns.
     * ``ignore_columns``: names of a table's columns that are no features.
     """
 
@@ -257,6 +261,7 @@ class Form:
     label_column: str = "label"
     image_column: str = "image"
     owner_column: str = ""
+    group_column: str = ""
     ignore_columns: tuple[str, ...] = ()
 
 

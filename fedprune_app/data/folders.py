@@ -1,11 +1,13 @@
 """Folders of images: the classes are folders, and the pixels are kept in a cache file beside them.
 
-A training image may belong to somebody: the images of a client are then in a folder of its own. Pictures of Pillow
-become pixels here, whoever brings them: folders, Hugging Face's datasets and plug-ins.
+A training image may belong to somebody: the images of a client are then in a folder of its own. It may belong to a
+group, such as a patient's, whose images are in a folder inside their class, or which ``groups.csv`` names. Pictures of
+Pillow become pixels here, whoever brings them: folders, Hugging Face's datasets and plug-ins.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,8 +140,10 @@ def image_folder(
 ) -> Dataset:
     """Read ``folder/train/<class>/*`` and ``folder/test/<class>/*``; by owner ``folder/<owner>/<class>/*``.
 
-    Images are normalised by ``norm``, a mean and a deviation by channel, or else as :func:`scale` says. By owner all
-    images are training images, and none is for tests. Raises a one-line ``ValueError``.
+    A folder inside that of a class has the images of one group, unless ``folder/groups.csv`` says which groups there
+    are: its columns are ``file``, a path below ``folder``, and ``group``. Images are normalised by ``norm``, a mean and
+    a deviation by channel, or else as :func:`scale` says. By owner all images are training images, and none is for
+    tests. Raises a one-line ``ValueError``.
     """
     places_by_part: dict[str, list[Path]] = {}
     if form.by_owner:
@@ -165,7 +169,32 @@ def image_folder(
     notes = _unread_notes(places, sum(map(len, members.values())))
     items = [item for part_members in members.values() for item, _ in part_members]
     data = _build_dataset(name, folder, splits, classes, norm, public_scale, owners, notes)
+    groups = _groups(folder, items)
+    num_train = len(splits[0][1])
+    if any(groups):
+        data = replace(data, groups=groups[:num_train], test_groups=groups[num_train:])
     return replace(data, stored=lambda: [_file_digest(Path(item)) for item in items])
+
+
+def _groups(folder: Path, items: Sequence[os.DirEntry[str]]) -> list[str]:
+    """Return the name of each image's group; it is empty where an image has none."""
+    paths = [Path(item).relative_to(folder) for item in items]
+    table = folder / "groups.csv"
+    if not table.exists():
+        return [path.parent.name if len(path.parts) == _DEPTH + 1 else "" for path in paths]
+    with table.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"file", "group"} <= rows[0].keys():
+        raise FileError(table, "has no columns 'file' and 'group', allowed: both, and a row for each image of a group")
+    names = {}
+    for row in rows:
+        names[Path(row["file"])] = row["group"] or ""
+    if unknown_paths := sorted(names.keys() - {*paths}):
+        raise FileError(table, f"names the file '{unknown_paths[0]}', allowed: paths of images, below the folder of it")
+    return [names.get(path, "") for path in paths]
+
+
+_DEPTH = 3  # parts of an image's path: the training images or a client, the class, the file
 
 
 def _file_digest(path: Path) -> bytes:
@@ -184,9 +213,15 @@ def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:
     return [
         (item, label)
         for label, name in enumerate(classes)
-        for item in visible(folder / name)
+        for item in _files(folder / name)
         if Path(item.name).suffix.lower() in _SUFFIXES
     ]
+
+
+def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the files of a class, and those of the groups that are folders in it."""
+    for item in visible(folder):
+        yield from visible(Path(item)) if item.is_dir() else [item]
 
 
 def _unread_notes(places: Sequence[Path], num_read: int) -> tuple[str, ...]:

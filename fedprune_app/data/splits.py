@@ -1,7 +1,8 @@
 """Every client has training, validation and test data, all three of one label law; here is what decides which.
 
 Data that are dealt without ``private`` are split by label: each part has the client's shares of the labels. A client's
-own data, and data dealt with ``private``, are split record by record: see :func:`_drawn`.
+own data, and data dealt with ``private``, are split record by record: see :func:`_draw_mask`. Where examples have
+groups, all of a group are in one part, which the name of the group draws.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
-from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale
+from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale, text_of
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, LOADERS, OWNERS
 from fedprune_app.data.partitions import Indices
@@ -41,6 +42,7 @@ class DataConfig:
     * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
       number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
     * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.Form`.
+    * ``by_group``: all examples of a group are inside a promise of privacy together, so groups are counted.
     * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
       others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
     * ``split_secret``: each record's part is drawn by this secret in place of the ``seed``, where it is not empty: by
@@ -69,19 +71,24 @@ class DataConfig:
     label_column: str = "label"
     image_column: str = "image"
     owner_column: str = ""
+    group_column: str = ""
     ignore_columns: str = ""
     seed: int = 0
     classes: tuple[str, ...] = ()
     is_own: bool = False
     private: bool = False
+    by_group: bool = False
     split_secret: str = field(default="", repr=False)
 
 
 def data_config(config: Config, is_own: bool = False, split_secret: str = "") -> DataConfig:
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "split_secret"}
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "by_group", "split_secret"}
     fields = {name: getattr(config, name) for name in names}
-    classes = class_names(config.classes)
-    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, split_secret=split_secret, **fields)
+    classes, is_private = class_names(config.classes), config.dp.enabled
+    by_group = is_private and config.dp.unit == "group"
+    return DataConfig(
+        is_own=is_own, classes=classes, private=is_private, by_group=by_group, split_secret=split_secret, **fields
+    )
 
 
 # --- who has which examples -------------------------------------------------------------------------------------------
@@ -97,6 +104,10 @@ class Pool:
         self.dataset = dataset
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
+        self.groups: list[str] = []  # by index; none where the dataset has no groups
+        if dataset.groups is not None:
+            test_groups = [""] * len(dataset.test_labels) if dataset.test_groups is None else dataset.test_groups
+            self.groups = [text_of(name) for name in (*dataset.groups, *test_groups)]
         self._numbered: list[bytes] | None = None
 
     def images(self, indices: Indices, device: torch.device = CPU, scale: Scale | None = None) -> Tensor:
@@ -135,19 +146,52 @@ class Pool:
     def record_digests(self, indices: Indices) -> list[bytes]:
         """Return digests of the records at these indices as they are stored, no two of which are equal.
 
-        Each is of the record and of how many equal ones are before it. Examples that a plug-in loads are taken as they
-        are loaded.
+        Each is of the record and of how many equal ones are before it, in its group. Examples that a plug-in loads are
+        taken as they are loaded.
         """
         if self._numbered is None:
             stored = self.dataset.stored
             records = stored() if stored else self.digests(np.arange(len(self.labels)))
             counts: Counter[bytes] = Counter()
             self._numbered = []
-            for record, label in zip(records, self.labels.tolist(), strict=True):
+            groups = self._names(np.arange(len(self.labels)))
+            for record, label, group in zip(records, self.labels.tolist(), groups, strict=True):
                 content = record if stored else record + f" {label}".encode()
+                if group:
+                    content += f" of {group}".encode()
                 self._numbered.append(hashlib.sha256(content + f" {counts[content]}".encode()).digest())
                 counts[content] += 1
         return [self._numbered[i] for i in indices.tolist()]
+
+    def drawn_by(self, indices: Indices, digests: Sequence[bytes]) -> list[bytes]:
+        """Return what draws the part of each example: the name of its group, or else its own digest."""
+        drawn = list(digests)
+        for place, name in enumerate(self._names(indices)):
+            if name:
+                drawn[place] = hashlib.sha256(f"group {name}".encode()).digest()
+        return drawn
+
+    def group_numbers(self, indices: Indices) -> NDArray[np.int64]:
+        """Return the group of each example as a number, from 0 on in the order of the groups' first examples."""
+        numbers: dict[str | int, int] = {}
+        found = np.empty(len(indices), dtype=np.int64)
+        for place, name in enumerate(self._names(indices)):
+            key = name or int(indices[place])
+            found[place] = numbers.setdefault(key, len(numbers))
+        return found
+
+    def without_groups_of(self, indices: Indices, others: Indices) -> Indices:
+        """Return those ``indices`` whose group has no example among ``others``."""
+        if not self.groups:
+            return indices
+        names = {*self._names(others)} - {""}
+        is_other = [name not in names for name in self._names(indices)]
+        kept: Indices = indices[np.array(is_other, dtype=bool)]
+        return kept
+
+    def _names(self, indices: Indices) -> list[str]:
+        """Return the name of each example's group, which is empty where it has none."""
+        return [self.groups[i] for i in indices.tolist()] if self.groups else [""] * len(indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,11 +227,13 @@ def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
 
 
 def unread(config: DataConfig) -> list[str]:
-    """Return what is in the data and is not read, or is dealt to no owner, as lines for the user."""
+    """Return what is in the data and is not read, or is nobody's, as lines for the user."""
     data = _pool(config).dataset
     num_unowned = 0 if data.owners is None else int((data.owners < 0).sum())
     line = f"{num_unowned:,} training examples are nobody's; partition 'owners' leaves them out"
-    return [*data.notes, *([line] if num_unowned else [])]
+    num_alone = _pool(config).groups.count("")
+    line_alone = f"{num_alone:,} examples have no group: each is a group of its own"
+    return [*data.notes, *([line] if num_unowned else []), *([line_alone] if num_alone else [])]
 
 
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
@@ -269,17 +315,29 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
 def part_sizes(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, int]:
     """Return how many examples count as being in each part, for all that is told, or divided by.
 
-    Where a secret draws the parts this is a plan, made of the number of all examples, and blanks take the place of
-    those that a part lacks. Elsewhere it is how many there are.
+    With ``by_group`` groups are counted. Where a secret draws the parts this is a plan, made of the number of all
+    examples or groups, and blanks take the place of those that a part lacks. Elsewhere it is how many there are.
     """
-    if not config.split_secret:
-        return {part: len(indices) for part, indices in _split_indices(config, partition_id, num_clients).items()}
     pool = _pool(config)
-    num_tests = len(pool.labels) - pool.num_train
-    test = num_tests or round(config.test_fraction * pool.num_train)
-    rest = pool.num_train - (0 if num_tests else test)
+
+    def count(indices: Indices) -> int:
+        return int(pool.group_numbers(indices).max(initial=-1)) + 1 if config.by_group else len(indices)
+
+    if not config.split_secret:
+        return {part: count(indices) for part, indices in _split_indices(config, partition_id, num_clients).items()}
+    num_train, holds_out = count(np.arange(pool.num_train)), _holds_out_tests(config)
+    test = round(config.test_fraction * num_train) if holds_out else count(_own_tests(pool))
+    rest = num_train - (test if holds_out else 0)
     validation = round(config.validation_fraction * rest)
     return {"train": max(rest - validation, 1), "validation": validation, "test": test}
+
+
+def group_numbers(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, Tensor]:
+    """Return, by part, the group of each of the client's examples as a number, from 0 on; nothing unless by group."""
+    if not config.by_group:
+        return {}
+    pool, parts = _pool(config), _split_indices(config, partition_id, num_clients)
+    return {part: torch.from_numpy(pool.group_numbers(indices)) for part, indices in parts.items()}
 
 
 def forget() -> None:
@@ -306,7 +364,7 @@ class _StoredClientData(ClientData):
 @lru_cache(maxsize=2)
 def _pool(config: DataConfig) -> Pool:
     needs_test = not config.is_own and config.test_split != "holdout"
-    return Pool(
+    pool = Pool(
         load_dataset(
             config.dataset,
             config.data_dir,
@@ -320,9 +378,15 @@ def _pool(config: DataConfig) -> Pool:
             label_column=config.label_column,
             image_column=config.image_column,
             owner_column=config.owner_column,
+            group_column=config.group_column,
             ignore_columns=listed(config.ignore_columns),
         )
     )
+    if config.by_group and not pool.groups:
+        raise ConfigError(
+            "dp.unit", "group", "'example'", condition="with these data", hint="they have no groups of examples"
+        )
+    return pool
 
 
 @lru_cache(maxsize=4)
@@ -381,9 +445,11 @@ def _owner_parts(config: DataConfig, dataset: Dataset, indices: Indices, num_cli
 def _indices_to_deal(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
     """Return the sorted indices of the samples dealt out: all, or ``samples_per_client`` times clients.
 
-    Never what is public.
+    Never what is public, nor others of a group that is.
     """
-    private = np.setdiff1d(np.arange(len(labels)), _public_indices(config), assume_unique=True)
+    public = _public_indices(config)
+    private = np.setdiff1d(np.arange(len(labels)), public, assume_unique=True)
+    private = _pool(config).without_groups_of(private, public)
     if not config.samples_per_client:
         return private
     size = config.samples_per_client * num_clients
@@ -412,7 +478,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
         raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")
     pool, indices = _pool(config), shares[partition_id]
     if config.is_own and len(pool.dataset.test_labels):
-        test = np.arange(pool.num_train, len(pool.labels))
+        test = _own_tests(pool)
     elif _holds_out_tests(config):
         indices, test = _hold_out(indices, config.test_fraction, "test split", config, partition_id)
     else:
@@ -424,7 +490,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
             test_counts = np.minimum(-(-counts * config.test_samples // len(indices)), available)
         test_rng = numpy_generator(config.seed, "test split", partition_id)
         test_parts = partitions.take_per_label(pool.dataset.test_labels, test_counts, test_rng)
-        test = np.sort(np.concatenate(test_parts)) + pool.num_train
+        test = pool.without_groups_of(np.sort(np.concatenate(test_parts)) + pool.num_train, indices)
     train, validation = _hold_out(indices, config.validation_fraction, "validation split", config, partition_id)
     if not len(train) and not config.split_secret:
         raise ValueError(
@@ -432,6 +498,10 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
             "at least one (more data for each client, or a smaller validation-fraction or test-fraction)"
         )
     return {"train": train, "validation": validation, "test": test}
+
+
+def _own_tests(pool: Pool) -> Indices:
+    return pool.without_groups_of(np.arange(pool.num_train, len(pool.labels)), np.arange(pool.num_train))
 
 
 def _holds_out_tests(config: DataConfig) -> bool:
@@ -466,9 +536,11 @@ def _hold_out(
 ) -> tuple[Indices, Indices]:
     """Return those of the sorted ``indices`` that stay, and about ``share`` of them that are held out."""
     pool = _pool(config)
-    if config.is_own or config.private:
+    if config.is_own or config.private or pool.groups:
         digests = pool.record_digests if config.split_secret else pool.digests
-        held_out = _draw_mask(digests(indices), share, f"{config.split_secret or config.seed}/{use}")
+        held_out = _draw_mask(
+            pool.drawn_by(indices, digests(indices)), share, f"{config.split_secret or config.seed}/{use}"
+        )
         return indices[~held_out], indices[held_out]
     kept_positions, held_positions = partitions.stratified_holdout(
         pool.labels[indices], share, numpy_generator(config.seed, use, partition_id)

@@ -33,14 +33,14 @@ _SUFFIXES = (".csv", ".parquet")
 def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     """Read ``folder/train.csv`` and ``folder/test.csv``, or Parquet files of these names.
 
-    Each row is an example. All columns are features, in the order of the training file, but the label's, the owner's
-    and those that the form ignores. They are numbers, which are normalised by the mean and the standard deviation of
-    the training rows. With ``public_scale`` they stay as they are. Labels and owners are texts: 01 is not 1, and NA is
-    a name like any other. Only an empty cell is a missing one. The classes are the different labels in order, or those
-    of the form. Raises a one-line ``ValueError`` naming the file and the column.
+    Each row is an example. All columns are features, in the order of the training file, but the label's, the owner's,
+    the group's and those that the form ignores. They are numbers, which are normalised by the mean and the standard
+    deviation of the training rows. With ``public_scale`` they stay as they are. Labels, owners and groups are texts: 01
+    is not 1, and NA is a name like any other. Only an empty cell is a missing one. The classes are the different labels
+    in order, or those of the form. Raises a one-line ``ValueError`` naming the file and the column.
     """
-    label, owner, ignored = form.label_column, form.owner_column, form.ignore_columns
-    texts = [label, owner] if owner else [label]
+    label, owner, group, ignored = form.label_column, form.owner_column, form.group_column, form.ignore_columns
+    texts = [label, *filter(None, (owner, group))]
     places = [folder / f"{part}{suffix}" for part in ("train", "test") for suffix in _SUFFIXES]
     files = {path.stem: path for path in places if path.exists()}  # of two forms Parquet is taken
     if "train" not in files or (form.needs_test and "test" not in files):
@@ -51,7 +51,8 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     train = frames["train"]
     for part, frame in frames.items():
         _check_columns(files[part], frame, [label], "label-column names")
-        _check_columns(files[part], frame, texts[1:], "owner-column names")
+        _check_columns(files[part], frame, [owner] if owner else [], "owner-column names")
+        _check_columns(files[part], frame, [group] if group else [], "group-column names")
     _check_columns(files["train"], train, ignored, "ignore-columns names")
     features = [name for name in train.columns if name not in (*texts, *ignored)]
     arrays = {part: _features(files[part], frame, features, label) for part, frame in frames.items()}
@@ -66,14 +67,20 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     numbers = coded(labels, classes, refuse)
     test = (arrays["test"], numbers["test"]) if "test" in files else (arrays["train"][:0], numbers["train"][:0])
     owners, test_owners = None, None
+
+    def names(column: str) -> dict[str, list[str]]:
+        return {part: frame[column].fillna("").tolist() for part, frame in frames.items()}
+
     if owner:
-        names = {part: frame[owner].fillna("").tolist() for part, frame in frames.items()}
-        owners, test_owners = owned_by(names["train"], names.get("test", []))
+        owners, test_owners = owned_by(names(owner)["train"], names(owner).get("test", []))
+    groups = names(group) if group else {}
     return Dataset(
         "table",
         *(arrays["train"], numbers["train"], *test, classes, *scale(arrays["train"], public_scale)),
         owners=owners,
         test_owners=test_owners if "test" in files else None,
+        groups=groups.get("train"),
+        test_groups=groups.get("test"),
         features=tuple(features),
         is_measured=not public_scale,
         stored=lambda: [digest for path in files.values() for digest in _row_digests(path)],

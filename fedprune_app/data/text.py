@@ -201,8 +201,12 @@ def calibration_segments(
     length: int,
     seed: int,
     may_lack: bool = False,
+    most_of_document: int = 0,
 ) -> tuple[Tensor, list[str]]:
     """Return a client's segments (count, length) of token ids, and the names of the documents that they are from.
+
+    With ``most_of_document`` they are of at most ``count`` documents, at most so many of each, and what is drawn of one
+    document depends on no other one. The names are then those of each segment's document.
 
     A document is cut into segments side by side, and its tail is dropped. A document shorter than a segment gives none.
     No client has more than ``max_segments`` segments. ``deal`` is one of these:
@@ -228,6 +232,13 @@ def calibration_segments(
         client_documents = [documents[owner]] if deal == "one" else list(documents[owner::owners])
         turn, turns = partition // owners, len(range(owner, num_partitions, owners))
         draw = rng.generator(seed, "segments", owner)
+    if most_of_document:
+        segments = []
+        for i in torch.randperm(len(client_documents), generator=draw).tolist()[:count]:
+            own_draw = rng.generator(seed, "segments of a document", i)
+            (document_pieces,) = _cut_documents([client_documents[i]], encode, length, own_draw)
+            segments += document_pieces[turn::turns][:most_of_document]
+        return _stacked(segments, length), [name for name, _ in segments]
     pieces_by_document = _cut_documents(client_documents, encode, length, draw)
     if deal == "segments":
         segments = list(
@@ -242,11 +253,14 @@ def calibration_segments(
             f"client {partition} of {num_partitions} finds {len(segments)} segments of {length} tokens of {count}; "
             "allowed: a smaller fedspallm.segments or segment-length, or more text"
         )
-    pieces = torch.stack([piece for _, piece in segments]) if segments else torch.empty((0, length), dtype=torch.int64)
-    return pieces, sorted({name for name, _ in segments})
+    return _stacked(segments, length), sorted({name for name, _ in segments})
 
 
 Piece = tuple[str, Tensor]  # the document's name, and a segment of it
+
+
+def _stacked(segments: Sequence[Piece], length: int) -> Tensor:
+    return torch.stack([piece for _, piece in segments]) if segments else torch.empty((0, length), dtype=torch.int64)
 
 
 def _cut_documents(

@@ -7,14 +7,13 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 
 from fedprune_app.core.cohort import largest_cohort, share_of, work_in_cohort
 from fedprune_app.core.rng import derive_seed
@@ -26,6 +25,9 @@ from fedprune_app.engine.flower_private import (
     set_message_id,
 )
 
+# Flower's apps, or functions that do the same
+ClientApp = Callable[[Message, Context], Message]
+ServerApp = Callable[[Grid, Context], None]
 _beside_server: ContextVar[bool | None] = ContextVar("_beside_server", default=None)  # None: in no simulation of ours
 
 

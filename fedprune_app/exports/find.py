@@ -64,7 +64,7 @@ def find_model(
     latest_code = {**info.get("plugins", {}), **(info.get("plugins_since") or [{}])[-1]}
     for line in plugins.changed(info["config"], latest_code).values():
         raise ValueError(f"run {str(run)!r}: {line}, allowed: the file as it was")
-    if prepared.system.data != "images":
+    if prepared.system.reads_text:
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
         )

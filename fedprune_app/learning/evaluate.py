@@ -20,13 +20,14 @@ from fedprune_app.learning.device import computing, fast_layout, move_to_device
 class Evaluation:
     """An evaluation counts correct predictions and examples, and sums the examples' cross entropies.
 
+    Where groups are counted in place of examples, a group counts by its share of correct predictions.
     ``correct_by_class`` counts the correct predictions of each class; the list is empty without examples.
     """
 
-    correct: int
+    correct: float
     total: int
     loss_sum: float
-    correct_by_class: tuple[int, ...] = ()
+    correct_by_class: tuple[float, ...] = ()
 
     @property
     def accuracy(self) -> float:
@@ -44,17 +45,21 @@ def evaluate(
     batch_size: int = 500,
     device: torch.device | str | None = None,
     precision: str = "float32",
+    groups: Tensor | None = None,
 ) -> Evaluation:
     """Evaluate ``model`` in eval mode on ``device`` (default: where the model is), where the model stays.
 
-    ``precision`` is what the key of that name may be. No examples give an empty :class:`Evaluation`. Raises
+    ``precision`` is what the key of that name may be. With ``groups`` (N,), numbers from 0 on, each group counts
+    once, whatever its size. No examples give an empty :class:`Evaluation`. Raises
     ``ValueError`` for unequal counts.
     """
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many")
     device = move_to_device(model, device)
     network = deepcopy(model).eval()
-    correct = torch.zeros(0, dtype=torch.int64, device=device)
+    sizes = torch.ones(1, dtype=torch.int64) if groups is None else groups.bincount()
+    weights = torch.ones(len(labels), dtype=torch.int64) if groups is None else 1 / sizes[groups].double()
+    correct = torch.zeros(0, dtype=weights.dtype, device=device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     with fast_layout(network, images.shape[1:]), torch.inference_mode(), global_draws_of(0):
         for start in range(0, len(labels), batch_size):
@@ -65,10 +70,11 @@ def evaluate(
                 correct = correct.new_zeros(logits.shape[1])
             # argmax takes a NaN for the largest, which would predict the class in whose place the first one is
             hits = (logits.argmax(dim=1) == label_batch) & ~logits.isnan().any(dim=1)
-            correct.index_add_(0, label_batch, hits.long())
+            correct.index_add_(0, label_batch, hits * weights[start : start + batch_size].to(device))
             loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
     correct_by_class = tuple(correct.tolist())
-    return Evaluation(sum(correct_by_class), len(labels), float(loss_sum), correct_by_class)
+    total = len(labels) if groups is None else len(sizes)
+    return Evaluation(sum(correct_by_class), total, float(loss_sum), correct_by_class)
 
 
 def dense_gradient(

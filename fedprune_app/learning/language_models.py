@@ -11,13 +11,12 @@ from fedprune_app.data.text import (
     stdlib_training_text,
     windows_of,
 )
-from fedprune_app.models.checkpoints import checkpoint_digest
 from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import same_inputs
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
-from fedprune_app.models.sources import resolve_checkpoint
+from fedprune_app.models.sources import model_digest, resolve_checkpoint
 from fedprune_app.results.texts import OWN_TEXT
 
 
@@ -36,7 +35,7 @@ def language_model(config: Config, device: torch.device | str = "cpu", policy: P
     else:
         folder = resolve_checkpoint(config.model, config.download)
     if policy.allowed_models:
-        policy.check_model(config.model, checkpoint_digest(config.model, folder))
+        policy.check_model(config.model, model_digest(config.model, folder))
     return open_model(folder, config.fedspallm.dtype, str(device))
 
 

@@ -144,8 +144,10 @@ class Training:
         if self.private is not None and not is_plain:
             raise ValueError("private training is by cross entropy, without augmentation and in float32")
         # one backward pass to the layers' outputs works on a part of a network as on the whole
-        if self.private is not None and self.part is not None and self.private.grad_sample == "hooks":
-            raise ValueError("grad_sample is 'hooks', allowed with parts of a network: auto, one-pass")
+        private = self.private
+        has_groups_or_parts = self.part is not None or (private is not None and private.groups is not None)
+        if private is not None and private.grad_sample == "hooks" and has_groups_or_parts:
+            raise ValueError("grad_sample is 'hooks', allowed with groups or parts of a network: auto, one-pass")
         check_names("frozen", self.frozen, self.model)
         check_masks(self.model, self.kept)
 
@@ -175,9 +177,9 @@ class Training:
 
     @property
     def expected_batch(self) -> float:
-        """How many examples a private batch has on average; a batch's own size is private."""
+        """How many examples or groups a private batch has on average; a batch's own size is private."""
         private = self.private
-        return 0 if private is None else private.sample_rate * (private.num_examples or len(self.labels))
+        return 0 if private is None else private.sample_rate * (private.num_units or private.count(len(self.labels)))
 
     def batches(self) -> Iterator[tuple[Tensor, int | None]]:
         """Yield the positions of each step's examples, and the number of the epoch that ends with the step.

@@ -61,7 +61,8 @@ class Alone:
             return
         # the size of a private batch is itself private
         private = training.private
-        part = training.part(len(batch) if private is None else round(training.expected_batch))
+        size = len(batch) if private is None else round(training.expected_batch * private.group_limit)
+        part = training.part(size)
         velocity = None if flat.velocity is None else flat.layout.views(flat.velocity)
         if part.extents:
             kept = None if flat.kept is None else self._whole.named_kept
@@ -98,9 +99,13 @@ class Alone:
         assert private is not None
         if training.part is not None:
             private_step = private_step.of_part(work.network, work.named_gradients, work.trained())
-        for chunk in torch.split(batch.to(training.device), private.physical_batch):
+        alone, groups = private.parted(batch)
+        for chunk in torch.split(alone.to(training.device), private.physical_batch):
             if len(chunk):
                 private_step.add(*training.examples(chunk))
+        for group in groups:
+            chunks = torch.split(group.to(training.device), private.physical_batch)
+            private_step.add_group(training.examples(chunk) for chunk in chunks)
         private_step.finish(training.expected_batch)
 
 

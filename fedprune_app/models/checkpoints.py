@@ -5,7 +5,6 @@ Which files count, what their tensors are called in the model, and how they are 
 """
 
 import copy
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedprune_app.files import sha256_of
 from fedprune_app.models.transformers import import_transformers, one_line
 
 INDEX = "model.safetensors.index.json"
@@ -51,21 +49,6 @@ def weight_files(folder: Path) -> list[Path]:
         return [inside(folder, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {error}") from None
-
-
-def checkpoint_digest(name: str, folder: Path) -> str:
-    """Return the SHA-256, in hexadecimal digits, of all that a model ``name`` in ``folder`` is read from.
-
-    Of a GGUF file it is the file's own. Of a folder, tokenizer included, it is that of the lines which
-    ``sha256sum * | sha256sum`` hashes there.
-    """
-    if (file := Path(name).expanduser()).is_file():
-        return sha256_of(file)
-    plain_files = {path for path in folder.glob("[!.]*") if path.is_file()}
-    lines = [
-        f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in sorted(plain_files | {*weight_files(folder)})
-    ]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 class TensorFiles:

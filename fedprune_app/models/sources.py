@@ -1,9 +1,10 @@
 """Where a language model comes from: a folder, a GGUF file, or the Hugging Face hub."""
 
+import hashlib
 from functools import lru_cache
 from pathlib import Path
 
-from fedprune_app.files import locked, replacing_folder
+from fedprune_app.files import locked, replacing_folder, sha256_of
 from fedprune_app.models.checkpoints import weight_files
 from fedprune_app.models.gguf import folder_of_gguf
 from fedprune_app.models.transformers import import_transformers, one_line
@@ -24,6 +25,19 @@ def resolve_checkpoint(name: str, download: bool) -> Path:
     if folder.suffix == ".gguf":
         return folder_of_gguf(folder)
     return _hub_snapshot(name, download)
+
+
+def model_digest(name: str, folder: Path) -> str:
+    """Return the SHA-256, in hexadecimal digits, of all that a model ``name`` in ``folder`` is read from.
+
+    Of a GGUF file it is the file's own. Of a folder, tokenizer included, it is that of the lines which
+    ``sha256sum * | sha256sum`` hashes there.
+    """
+    if (file := Path(name).expanduser()).is_file():
+        return sha256_of(file)
+    files = {*folder.glob("[!.]*"), *weight_files(folder)}
+    lines = [f"{sha256_of(path)}  {path.relative_to(folder)}\n" for path in sorted(files) if path.is_file()]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 @lru_cache(maxsize=8)  # with ``download`` the hub is asked for the newest version once, not for every message of a run

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from fedprune_app.config import ConfigError, Table, check_uses, register_table, uses_of
+from fedprune_app.config import ConfigError, Table, check_uses, register_table
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
@@ -62,9 +62,8 @@ def register_system(
     _claim("system", name)
     if options is not None:
         register_table(name, options)
-    uses_of[name] = check_uses(name, uses)
-    own_measures.declare(name, checked_measures)
-    SYSTEMS[name] = System(strategy, client, summary)
+    checked_uses, table = check_uses(name, uses), options or Table
+    SYSTEMS[name] = System(strategy, client, summary, options=table, uses=checked_uses, measures=checked_measures)
 
 
 def register_model(name: str, build: Callable[[tuple[int, int, int], int], Any], summary: str) -> None:

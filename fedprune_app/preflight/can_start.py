@@ -1,7 +1,7 @@
 """A run is checked before Flower starts: whatever its server or its first client would refuse is refused here.
 
-Both are made as the run makes them, in a temporary folder, and asked nothing but who they are. The language models
-that runs need are brought to this machine first.
+Both are made as the run makes them, in a temporary folder. Where code of a user is in the run, or privacy, they go
+through a round of two clients with a few examples. The language models that runs need are brought here first.
 """
 
 import copy
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from flwr.app import Context, Message
 from rich.console import Console
 from rich.text import Text
 
@@ -22,19 +22,16 @@ from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
-from fedprune_app.core.rng import generator
-from fedprune_app.data.splits import check_repeatable, label_counts, unread
+from fedprune_app.data.splits import ClientData, check_repeatable, part_sizes, unread
 from fedprune_app.data.text import stdlib_training_text
+from fedprune_app.engine.simulated_grid import InProcessGrid, quiet
 from fedprune_app.engine.store import VersionedStore, new_run_key
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.participation import check_min_replies
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning import text_cache
-from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.language_models import evaluation_windows
-from fedprune_app.learning.sgd import SGD
-from fedprune_app.learning.train import train
 from fedprune_app.models.cached import is_whole
 from fedprune_app.models.embedded import embedded_folder, train_embedded, write_untrained
 from fedprune_app.models.layer_pruning import check_layers, same_inputs
@@ -42,11 +39,10 @@ from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.preflight.given import Placement
-from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
-from fedprune_app.strategy_builders import BUILDS
+from fedprune_app.strategy_builders import image_strategy
 from strategies.fedspallm import check_pattern
 
 
@@ -57,7 +53,9 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
     ``ValueError`` for a model that cannot be had.
     """
     # each of them once, in the order of the runs
-    for model, download in dict.fromkeys((run.model, run.download) for run in configs if run.system == "fedspallm"):
+    for model, download in dict.fromkeys(
+        (run.model, run.download) for run in configs if SYSTEMS[run.system].reads_text
+    ):
         if model == "auto":
             embedded_model(console)
             continue
@@ -139,7 +137,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         for key, place in (("state-dir", config.state_dir), ("dp.ledger-dir", config.dp.ledger_dir)):
             if place and not may_write(Path(place).expanduser()):
                 raise ConfigError(key, place, "a folder in which you may write")
-        if SYSTEMS[config.system].data == "text":
+        if SYSTEMS[config.system].reads_text:
             check_texts(config, num_clients)
             return []
         with scratch_folder() as folder:
@@ -175,30 +173,65 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     raise ConfigError(key, limit, allowed, condition="with these settings")
 
 
-def _try_network(client: ImageClient, name: str) -> None:
-    """Have the client train its network for a step on two examples, and test it, as in round 1.
+_FEW = 4  # examples of a client
 
-    Raises :class:`ConfigError` where the network fails.
+
+def _of_one_round(config: Config, num_clients: int) -> Config:
+    """Return the settings of one round with few examples, at a pace at which they make no network diverge."""
+    return replace(
+        config,
+        num_server_rounds=1,
+        fraction_train=1.0,
+        drop_probability=0.0,
+        holdout_clients=0,
+        min_replies=num_clients,
+        local_epochs=min(config.local_epochs, 2),
+        steps_per_epoch=2,
+        batch_size=_FEW,
+        learning_rate=1e-3,
+        validation_fraction=0.5,  # as many to decide by as to train on
+        dp=replace(config.dp, noise_multiplier=1.0, target_epsilon=0.0, epsilon_budget=0.0),
+        fedltp=replace(config.fedltp, tickets=min(config.fedltp.tickets, 1), ticket_iterations=1, public_samples=9),
+    )
+
+
+def _try_round(client: ImageClient, context: RunContext) -> None:
+    """Let two clients like ``client`` go through a round with a few of its examples, by the system's own code.
+
+    Raises :class:`ConfigError` where the network, or a plug-in's system, fails.
     """
-    config, private = client.config, None
-    indices = torch.arange(2) % client.num_examples
-    images, labels = client.data.train_images[indices], client.data.train_labels[indices]
-    if client.privacy is not None:
-        from fedprune_app.privacy.dpsgd import DPSGD
+    num_clients = min(len(context.clients), 2)
+    config = _of_one_round(client.config, num_clients)
+    labels = client.data.train_labels
+    positions = torch.arange(_FEW) % len(labels)
+    few = client.data.train_images[positions], labels[positions]
+    images = copy.copy(client.images)
+    images.data, images.sizes = ClientData(*few, *few, *few), dict.fromkeys(images.sizes, _FEW)
+    images.groups = {part: torch.arange(_FEW) // 2 for part in images.groups}
+    kind = type(client)
+    tried_kind: type[ImageClient] = type(kind.__name__, (kind,), {"local_images": lambda _: images})
+    failures: list[str] = []
 
-        private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)
+    def answer(message: Message, node: Context) -> Message:
+        place = replace(client.place, client_id=int(node.node_config["partition-id"]), run_key=context.run_key)
+        try:
+            return tried_kind(config, place).reply_to(message)
+        except Exception as error:
+            step = message.metadata.message_type
+            failures.append(f"fails when a client of {config.system} is asked to {step}: {plugins.told(error)}")
+            raise
+
+    grid = InProcessGrid(answer, num_clients, config.to_dict())
+    roster = {k: replace(context.clients[k], node_id=i, num_examples=_FEW) for k, i in enumerate(grid.get_node_ids())}
+    strategy = image_strategy(replace(context, config=config, clients=roster))
     try:
-        model = copy.deepcopy(client.model)
-        options: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
-        client.costs.training()
-        train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **options)
-        evaluate(model, images, labels, device=client.device, precision=config.precision)
-    except Exception as error:  # a user's network raises what it likes
-        error_text = " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
-        purpose = "private training" if private else "training"
-        raise ConfigError(
-            "model", name, which=f"cannot be used for {purpose} with {config.system}", hint=error_text
-        ) from error
+        with quiet():
+            grid.serve(lambda grid, _: strategy.run(grid))
+    except Exception as error:
+        if not failures:
+            raise
+        name = chosen_name(config.model, config.dataset)
+        raise ConfigError("model", name, which=failures[0]) from error
 
 
 def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
@@ -207,10 +240,9 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
     check_repeatable(client.images.data_config, num_clients)
-    _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # the promise depends on how many examples each client has
-        sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
+        sizes = [part_sizes(client.images.data_config, k, num_clients)["train"] for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
     first_client = ImageClientInfo.read(0, client.get_properties({}))
@@ -221,6 +253,9 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
-    strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
+    context = RunContext(config, roster, recorder, checkpoints, key)
+    doubts = image_strategy(context).doubts()
+    if config.dp.enabled or plugins.described(config.to_dict()):
+        _try_round(client, context)
     recorder.finish("interrupted")
-    return [*unread(client.images.data_config), *strategy.doubts()]
+    return [*unread(client.images.data_config), *doubts]

@@ -23,7 +23,7 @@ def check_names(config: Config) -> None:
         "model": {"auto": "", **MODELS},
     }
     system = SYSTEMS.get(config.system)
-    if system and system.data == "text":
+    if system and system.reads_text:
         if config.dataset not in TEXTS:
             raise ConfigError("dataset", config.dataset, ", ".join(TEXTS), condition=f"with system {config.system!r}")
         return
@@ -47,7 +47,7 @@ def check_system(config: Config) -> Config:
         raise ConfigError(
             "augmentation", config.augmentation, "none", condition="with dataset 'table'", hint="a row is no image"
         )
-    if config.dp.enabled and system.data != "text":
+    if config.dp.enabled and not system.reads_text:
         _check_private(config)
     return config
 

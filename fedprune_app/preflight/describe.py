@@ -24,7 +24,7 @@ def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
     """Yield subject and words on what a run on this machine would work with; its data are read."""
     config, system, num_clients = prepared.config, prepared.system, prepared.placement.clients
     yield "system", f"{config.system}: {system.summary}"
-    if system.data == "images":
+    if not system.reads_text:
         yield from _images(config, num_clients)
     else:
         yield "texts", f"{config.dataset} {config.data_dir}".rstrip()
@@ -42,7 +42,7 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
 
     Raises ``ValueError`` where the data cannot be read.
     """
-    if SYSTEMS[config.system].data == "text":
+    if SYSTEMS[config.system].reads_text:
         return _text_data(config)
     data = data_config(config)
     dataset = dataset_of(data)
@@ -135,5 +135,5 @@ def _privacy(config: Config) -> str:
     dp = config.dp
     noise = f"noise multiplier {dp.noise_multiplier:g}" if dp.noise_multiplier else f"ε {dp.target_epsilon:g} at most"
     budget = f", budget ε {dp.epsilon_budget:g}" if dp.epsilon_budget else ""
-    mechanism = "noised second moments" if SYSTEMS[config.system].data == "text" else "DP-SGD"
+    mechanism = "noised second moments" if SYSTEMS[config.system].reads_text else "DP-SGD"
     return f"{mechanism} with {noise}, clip norm {dp.clip_norm:g}, δ {dp.delta:g}{budget}"

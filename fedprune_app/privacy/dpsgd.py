@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -202,8 +202,12 @@ class DPSGD:
     """DP-SGD settings say how the gradients of a private training are made.
 
     At most ``physical_batch`` examples are in work at a time. This number changes memory and not the result (but for
-    the order of float sums). The options declare the ranges. ``num_examples`` count as known, with blanks for what
-    lacks; by default they are those that there are.
+    the order of float sums). The options declare the ranges. ``num_units`` count as known, with blanks for what lacks;
+    by default they are those that there are.
+
+    What is protected as one is an example, or with ``groups`` (N,) all examples of a group: they say by a number from 0
+    on to which group each example belongs. A group in a step has at most ``group_limit`` examples there, drawn anew for
+    each step, and adds the clipped mean of their gradients to the sum.
     """
 
     noise_multiplier: float
@@ -213,12 +217,44 @@ class DPSGD:
     noise: Noise
     grad_sample: str = "auto"
     physical_batch: int = 256
-    num_examples: int = 0
+    num_units: int = 0
+    groups: Tensor | None = None
+    group_limit: int = 1
+
+    def count(self, num_examples: int) -> int:
+        """Return how many examples or groups there are."""
+        return num_examples if self.groups is None else len(self.groups.bincount())
 
     def batches(self, num_examples: int) -> Iterator[Tensor]:
-        """Draw the positions of each step's examples in one epoch: each one is in with ``sample_rate``, by itself."""
+        """Draw the positions of each step's examples in one epoch.
+
+        Each example or group is in with ``sample_rate``, by itself.
+        """
         for _ in range(self.steps_per_epoch):
-            yield (self.noise.uniform(num_examples) < self.sample_rate).nonzero().squeeze(1)
+            drawn = self.noise.uniform(self.count(num_examples)) < self.sample_rate
+            yield drawn.nonzero().squeeze(1) if self.groups is None else self._examples_of(drawn, self.groups)
+
+    def _examples_of(self, drawn: Tensor, groups: Tensor) -> Tensor:
+        """Return the positions of the drawn groups' examples, of each group at most ``group_limit``."""
+        positions = drawn[groups].nonzero().squeeze(1)
+        counts = groups[positions].bincount()
+        if not bool((counts > self.group_limit).any()):
+            return positions
+        shuffled = positions[self.noise.uniform(len(positions)).argsort()]
+        by_group = shuffled[groups[shuffled].argsort(stable=True)]
+        ranks = torch.cat([torch.arange(count) for count in counts.tolist()])  # of each example within its group
+        return by_group[ranks < self.group_limit].sort().values
+
+    def parted(self, batch: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the positions of a batch without others of their group in it, and those of each other group."""
+        if self.groups is None:
+            return batch, ()
+        groups = self.groups[batch]
+        counts = groups.bincount()
+        is_alone = counts[groups] == 1
+        others = batch[~is_alone]
+        by_group = others[self.groups[others].argsort(stable=True)]
+        return batch[is_alone], torch.split(by_group, counts[counts > 1].tolist())
 
     def add_noise(self, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor], expected_batch: float) -> None:
         """Add noise to a batch's sums ``gradients``, where ``kept`` is 1, and divide them by ``expected_batch``.
@@ -251,12 +287,13 @@ class DPSGD:
         if example_shape is not None:
             check_private(model, example_shape, list(gradients), self.grad_sample)
         with attached(model, list(gradients), _masks(kept), self.clip_norm, self.grad_sample) as clipped_sum:
-            yield _Step(self, clipped_sum, gradients, kept)
+            yield _Step(self, model, clipped_sum, gradients, kept)
 
 
 @dataclass(frozen=True)
 class _Step:
     settings: DPSGD
+    network: Callable[[Tensor], Tensor]
     clipped_sum: ClippedSum
     gradients: Mapping[str, Tensor]
     kept: Mapping[str, Tensor]
@@ -269,12 +306,36 @@ class _Step:
         ``gradients`` and ``kept`` have the part's shapes.
         """
         clipped_sum = partial(self.clipped_sum, network=network, masks=_masks(kept))
-        return replace(self, clipped_sum=clipped_sum, gradients=gradients, kept=kept)
+        return replace(self, network=network, clipped_sum=clipped_sum, gradients=gradients, kept=kept)
 
     def add(self, images: Tensor, labels: Tensor) -> None:
         if len(labels):
             for name, total in self.clipped_sum(images, labels).items():
                 self.gradients[name].add_(total)
+
+    def add_group(self, chunks: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Add the clipped mean of the gradients of one group's examples, of which a chunk at a time is in work.
+
+        ``gradients`` are the tensors to which autograd adds. A group whose gradient is not finite adds nothing.
+        """
+        totals = {name: gradient.clone() for name, gradient in self.gradients.items()}
+        for gradient in self.gradients.values():
+            gradient.zero_()
+        count = 0
+        for images, labels in chunks:
+            F.cross_entropy(self.network(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            count += len(labels)
+        norms = []
+        for name, gradient in self.gradients.items():
+            gradient.mul_(self.kept[name])
+            gradient.div_(count)
+            norms.append(torch.linalg.vector_norm(gradient))
+        squares = torch.stack(norms).square().sum()
+        factor = float(clip_factors(squares, self.settings.clip_norm))
+        for name, gradient in self.gradients.items():
+            if math.isfinite(factor):
+                totals[name].add_(gradient, alpha=factor)
+            gradient.copy_(totals[name])
 
     def finish(self, expected_batch: float) -> None:
         """Add noise after all examples of the batch, and divide the sum by ``expected_batch``."""

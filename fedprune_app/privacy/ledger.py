@@ -44,6 +44,7 @@ class Data:
 
     * ``identity``: a digest of all records' digests.
     * ``size``: how many records there are.
+    * ``unit``: what is protected as one, an example or a group. A ledger has releases of one unit.
     * ``about``: a few words for readers of the file.
     * ``records``: short digests of the records, where the data may change with time. Other data that share a record
       with these go on with the same ledger, because the shared record pays for the releases of both. Without them,
@@ -57,13 +58,23 @@ class Data:
     about: str
     records: frozenset[bytes] = frozenset()
     joins: bool = False
+    unit: str = "example"
 
     @classmethod
-    def of(cls, digests: Iterable[bytes], about: str, *, may_change: bool = False, joins: bool = False) -> Self:
+    def of(
+        cls,
+        digests: Iterable[bytes],
+        about: str,
+        *,
+        may_change: bool = False,
+        joins: bool = False,
+        unit: str = "example",
+    ) -> Self:
         """Return the data that consist of the records with these digests, in whatever order."""
         sorted_digests = sorted(digests)
         records = frozenset(digest[:_SHORT] for digest in sorted_digests) if may_change else frozenset()
-        return cls(hashlib.sha256(b"".join(sorted_digests)).hexdigest(), len(sorted_digests), about, records, joins)
+        identity = hashlib.sha256(b"".join(sorted_digests)).hexdigest()
+        return cls(identity, len(sorted_digests), about, records, joins, unit)
 
 
 _SHORT = 8  # bytes of a record's digest in a file: of 10^5 records two share them by chance once in 10^9 ledgers
@@ -179,7 +190,12 @@ class Ledger:
         self._read_line(line)
 
     def _require_data(self, data: Data, file: BinaryIO) -> None:
-        """Make a new ledger that of ``data``, and raise ``ValueError`` for an old one of other data."""
+        """Make a new ledger that of ``data``, and raise ``ValueError`` for an old one of other data or another unit."""
+        if self._data and self._data[0].unit != data.unit:
+            raise ValueError(
+                f"ledger '{self.path}' protects each {self._data[0].unit}, allowed: the same dp.unit and group-column, "
+                f"or no ledger; this run protects each {data.unit}"
+            )
         if any(part.identity == data.identity for part in self._data):
             return
         if self._lines and not (self._data and (data.joins or self.shares(data))):
@@ -191,8 +207,8 @@ class Ledger:
             )
         known_records = data.records if data.joins else frozenset[bytes]().union(*(part.records for part in self._data))
         records = base64.b64encode(b"".join(sorted(data.records - known_records))).decode()
-        entry = {"kind": "data", "identity": data.identity, "size": data.size, "about": data.about, "records": records}
-        self._append(entry, file)
+        entry = {"kind": "data", "unit": data.unit, "identity": data.identity, "size": data.size}
+        self._append({**entry, "about": data.about, "records": records}, file)
 
     def _exceeded_budget(self, releases: Spent) -> Budget | None:
         totals = total(self._spent, releases)
@@ -272,7 +288,8 @@ def _data(entry: Mapping[str, str]) -> Data:
     if len(records) % _SHORT:
         raise ValueError("a digest is cut")
     digests = frozenset(records[i : i + _SHORT] for i in range(0, len(records), _SHORT))
-    return Data(str(entry["identity"]), int(entry["size"]), str(entry["about"]), digests)
+    unit = str(entry.get("unit", "example"))  # earlier versions protected nothing else
+    return Data(str(entry["identity"]), int(entry["size"]), str(entry["about"]), digests, unit=unit)
 
 
 def _release(entry: Mapping[str, float | str]) -> tuple[Release, int]:

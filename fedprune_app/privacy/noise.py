@@ -215,8 +215,8 @@ def noised(total: Tensor, draws: Tensor, std: float) -> Tensor:
     return draws.mul_(std / grid).add_(total, alpha=1 / grid).round_().mul_(grid)
 
 
-def noisy_count(count: int, scale: float, noise: Noise) -> int:
-    """Return a count of examples plus Laplace noise, as a whole number.
+def noisy_count(count: float, scale: float, noise: Noise) -> int:
+    """Return a count of examples, or a sum of shares of groups, plus Laplace noise, as a whole number.
 
     The result can be below 0, or above every possible count.
     Rounding costs no privacy, and the low bits of a floating-point sum stay here (Mironov 2012).

@@ -105,8 +105,11 @@ def _own_value(run: Run, measure: OwnMeasure) -> float | None:
 
 def _last_remark(runs: Sequence[Run], name: str) -> str:
     column = MEASURES.columns.get(name)
-    last_rows = [[row for row in run.rounds if row.get(name) is not None][-1:] for run in runs]
-    return column.remarked(*itertools.chain.from_iterable(last_rows)) if column else ""
+    last_rows = []
+    for run in runs:
+        unit = run.info.get("protected_unit", "example")
+        last_rows += [{**row, "protected_unit": unit} for row in run.rounds if row.get(name) is not None][-1:]
+    return column.remarked(*last_rows) if column else ""
 
 
 def _headline_remark(runs: Sequence[Run]) -> str:

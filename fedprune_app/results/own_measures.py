@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from fedprune_app.config import ConfigError
+from fedprune_app.config import ConfigError, declared
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import (
@@ -144,9 +144,6 @@ _OTHER_NAMES = frozenset(
 )
 
 
-_of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
-
-
 def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
     """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
     all_measures = tuple(measures)
@@ -156,12 +153,8 @@ def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ..
     return all_measures
 
 
-def declare(system: str, measures: Iterable[OwnMeasure]) -> None:
-    _of_systems[system] = checked(system, measures)
-
-
 def of_system(system: str) -> tuple[OwnMeasure, ...]:
-    return _of_systems.get(system, ())
+    return declared(system).measures
 
 
 def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str) -> dict[str, Any]:

@@ -10,9 +10,14 @@ from fedprune_app.results.statistics import noise_of_mean
 
 
 def noise_remark(rows: Sequence[Row], column: str) -> str:
-    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
+    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it.
+
+    Say also what they protect, where that is no single example.
+    """
     words = {None: "noise unknown", 0: "", 1: "simulated"}
-    return _each_once(words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
+    noise = [words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows]
+    units = {row.get("protected_unit", "example") for row in rows} - {"example"}
+    return _each_once([*(f"per {unit}" for unit in units), *noise])
 
 
 def noise_in(rows: Sequence[Row], column: str) -> float:

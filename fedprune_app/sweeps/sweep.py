@@ -348,7 +348,7 @@ def _run_searches(
 
 def _check_objective(search: Search, config: Config) -> None:
     """Raise :class:`ConfigError` where no run of a search measures what the search goes by."""
-    has_validation = SYSTEMS[config.system].data == "images" and config.validation_fraction > 0
+    has_validation = not SYSTEMS[config.system].reads_text and config.validation_fraction > 0
     if search.objective == "accuracy_validation_mean" and not has_validation:
         raise ConfigError(
             "objective",

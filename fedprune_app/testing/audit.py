@@ -177,6 +177,8 @@ def audit(prepared: Prepared, question: Question) -> Finding:
         raise ConfigError("system", config.system, "a system that trains on images", condition="with audit")
     if not config.dp.enabled:
         raise ConfigError("dp.enabled", config.dp.enabled, "true", condition="with audit")
+    if config.dp.unit != "example":  # canaries are single examples
+        raise ConfigError("dp.unit", config.dp.unit, "example", condition="with audit")
     number, guesses = _numbers(config, question, clients)
     examples = client_data(data_config(config), question.client, clients).num_examples
     rows = min(examples, number + _MOST_OTHERS)

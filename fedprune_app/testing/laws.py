@@ -6,8 +6,9 @@
 The laws are those of fedprune's own systems: a run completes and records what is declared; replies hold declared fields
 alone; the same settings give the same models, with clients trained one by one or in cohorts; a run that was killed
 after any round resumes to the same models and records; replies that are late, malformed, not finite, huge, for another
-message or sent twice leave everything as if their clients had not been asked. All runs are real ones, in this process
-and on the embedded digits unless ``settings`` say otherwise.
+message or sent twice leave everything as if their clients had not been asked; after the last round every client trains
+once more, those that are held out for the first time. All runs are real ones, in this process and on the embedded
+digits unless ``settings`` say otherwise.
 """
 
 import reprlib
@@ -23,7 +24,7 @@ from torch import Tensor
 from clients.base import Update
 from clients.node import Kind as ReplyKind
 from clients.node import fields_of, undeclared
-from fedprune_app.config import ConfigError, Scalar, paths_from_here
+from fedprune_app.config import ConfigError, Scalar, has_effect, paths_from_here
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.engine.store import State
@@ -98,6 +99,7 @@ def check_system(
         values: dict[str, Scalar] = {**(settings or {}), "system": name, "plugins": ",".join(files)}
         laws = _Laws(folder, {**QUICK, **paths_from_here(values)})
         laws.completes()
+        laws.all_train_in_the_end()
         laws.replies_are_declared()
         laws.is_deterministic()
         laws.resumes()
@@ -195,6 +197,19 @@ class _Laws:
             "a reply that comes twice counts once",
             "the models are others",
         )
+
+    def all_train_in_the_end(self) -> None:
+        """After the last round a client that is held out trains, and all others do; a round may not ask the former."""
+        config = prepare(Given(self._settings)).config
+        changes: dict[str, Scalar] = {"holdout-clients": 1, "last-phase": True}
+        settings = {key: value for key, value in changes.items() if has_effect(key, config)}
+        trained: set[int] = set()
+        for row in self._run(settings).clients:
+            if any(row.get(column) is not None for column in ("accuracy_newcomer", "accuracy_last_phase")):
+                trained.add(row["partition"])
+        expected = CLIENTS if "last-phase" in settings else len(settings)
+        law = "every client can train once more after the last round"
+        _must(len(trained) == expected, law, f"{len(trained)} of {expected} clients did")
 
     def is_the_same_on(self, engine: str) -> None:
         from fedprune_app.running import run

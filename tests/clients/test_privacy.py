@@ -14,9 +14,9 @@ from fedprune_app.learning.sgd import SGD
 BASE = {"system": "fedprox", "fedprox.mu": 0.1, "shard-size": 40, "dp.enabled": True, "dp.delta": 1e-3}
 BASE |= {"dp.noise-multiplier": 1.0, "lr-decay": 0.9}
 ELSEWHERE = {  # why the text need not say it
-    "the data, which are another client's": (
+    "the data, which are another client's; of groups of several examples the text has a word": (
         *("dataset", "partition", "shard-size", "shards-per-client", "samples-per-client", "public-fraction"),
-        *("validation-fraction", "test-split", "test-fraction"),
+        *("validation-fraction", "test-split", "test-fraction", "dp.unit"),
     ),
     "the tensors with which training begins, or the seed, are in the key beside it": (
         *("system", "model", "init", "batch-norm", "seed"),
@@ -79,6 +79,8 @@ def test_the_text_of_the_key_is_frozen(text_of):
     assert (
         str(Dependencies(sgd, "00ff", 0.5, own, 1.0, 2.0, 0.25)) == f"{trained} 0.5 [('fedprox.mu', 0.2)] 1.0 2.0 0.25"
     )
+    grouped = Dependencies(sgd, "00ff", None, own, 1.0, 2.0, 0.25, "3 of each school")
+    assert str(grouped) == f"{trained} None [('fedprox.mu', 0.2)] 3 of each school 1.0 2.0 0.25"
     assert text_of({}).startswith("SGD(learning_rate=0.009")
 
 

@@ -119,7 +119,7 @@ def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
         variant = VARIANTS.get(system, {})
         system = str(variant.get("system", system))
         found = {**COMMON, **NEEDED.get(system, {}), "system": system, **variant}
-        if SYSTEMS[system].data == "text":
+        if SYSTEMS[system].reads_text:
             if not texts:
                 folder = tmp_path_factory.mktemp("texts")
                 texts["data-dir"] = str(text_folder(folder / "data"))

@@ -18,7 +18,7 @@ from tests.refusing import refuses
 IMAGES = [
     of_system(name, full=name not in FIVE)
     for name, system in SYSTEMS.items()
-    if system.data == "images" and name not in ("ldp-fedp3", "dpfed", "fedspa")  # private by nature
+    if not system.reads_text and name not in ("ldp-fedp3", "dpfed", "fedspa")  # private by nature
 ]
 LAST = {"last_phase": True}
 COLUMNS = ("accuracy_last_phase_mean", *(f"last_phase_{cost}" for cost in ("bytes_up", "bytes_down", "flops")))

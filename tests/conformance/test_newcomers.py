@@ -10,7 +10,7 @@ from fedprune_app.testing import cut_after, lasting
 from tests.conformance.conftest import CLIENTS, FIVE, ROUNDS, of_system
 from tests.refusing import refuses
 
-IMAGES = [of_system(name, full=name not in FIVE) for name, system in SYSTEMS.items() if system.data == "images"]
+IMAGES = [of_system(name, full=name not in FIVE) for name, system in SYSTEMS.items() if not system.reads_text]
 HELD_OUT = {"holdout_clients": 2, "evaluate_every": 1}
 
 

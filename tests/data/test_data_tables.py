@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.exports.predict import predictions
+from fedprune_app.results.groups import group_runs
+from fedprune_app.results.reader import load_run
+from fedprune_app.results.tables import markdown
+from tests.refusing import refuses
 
 
 @pytest.fixture(autouse=True)
@@ -166,6 +171,86 @@ def test_rows_that_are_held_out_for_a_test_have_no_part_in_the_normalisation(cli
     tested = torch.cat([data.test_images for data in of_all]).double()
     assert tested.mean(0).abs().max() > 1e-3
     assert dataset_of(config, count).mean != dataset_of(config).mean
+
+
+@pytest.fixture
+def visits(tmp_path):
+    """``visits(test=...)``: 240 rows of 60 patients, whose numbers are no feature, and of nobody in particular."""
+
+    def write(test=0):
+        frame = patients(240 + test, 0).assign(patient=[f"p{k % 60}" if k % 8 else "" for k in range(240 + test)])
+        frame[:240].to_csv(tmp_path / "train.csv", index=False)
+        if test:
+            frame[240:].assign(patient=[f"p{k % 90}" for k in range(test)]).to_csv(tmp_path / "test.csv", index=False)
+        return DataConfig("table", str(tmp_path), test_split="holdout", ignore_columns="clinic", group_column="patient")
+
+    return write
+
+
+def names_by_part(config, clients=3):
+    groups = splits._pool(config).groups
+    for client in range(clients):
+        parts = splits._split_indices(config, client, clients)
+        yield {part: {groups[i] for i in indices.tolist()} - {""} for part, indices in parts.items()}
+
+
+@pytest.mark.parametrize("how", [{}, {"private": True}, {"private": True, "by_group": True}], ids=str)
+def test_no_patient_stands_on_both_sides_of_a_split(visits, how):
+    config = replace(visits(), partition="iid", **how)
+    assert dataset_of(config).features == ("age", "pressure", "smokes")
+    for names in names_by_part(config):
+        assert min(map(len, names.values())) > 0
+        assert not names["train"] & names["test"]
+        assert not names["validation"] & (names["train"] | names["test"])
+
+
+@pytest.mark.parametrize("test_split", ["labels", "proportional"])
+def test_patients_of_the_shared_test_rows_whom_a_client_trains_on_are_left_out(visits, test_split):
+    config = replace(visits(test=200), partition="iid", test_split=test_split)
+    for names in names_by_part(config):
+        assert names["test"]
+        assert not names["test"] & (names["train"] | names["validation"])
+
+
+def test_groups_are_counted_in_place_of_rows_where_they_are_protected(visits):
+    config = replace(visits(), partition="iid", private=True, by_group=True)
+    sizes = splits.part_sizes(config, 0, 3)
+    pool, parts = splits._pool(config), splits._split_indices(config, 0, 3)
+    for part, numbers in splits.group_numbers(config, 0, 3).items():
+        names = [pool.groups[i] or i for i in parts[part].tolist()]
+        assert sizes[part] == len(set(names)) == int(numbers.max()) + 1
+        assert numbers.tolist() == [list(dict.fromkeys(names)).index(name) for name in names]
+    assert splits.group_numbers(replace(config, by_group=False), 0, 3) == {}
+    assert "30 examples have no group: each is a group of its own" in splits.unread(config)
+
+
+def test_a_patient_more_moves_nobody_else_into_another_part(visits, tmp_path):
+    config = replace(visits(), is_own=True, private=True, by_group=True, split_secret="s" * 64)
+    (before,) = names_by_part(config, 1)
+    frame = pd.read_csv(tmp_path / "train.csv")
+    pd.concat([frame[:5].assign(patient="new"), frame]).to_csv(tmp_path / "train.csv", index=False)
+    splits.forget()
+    (after,) = names_by_part(config, 1)
+    assert {part: names - {"new"} for part, names in after.items()} == before
+
+
+def test_what_is_told_of_own_patients_is_planned_by_their_number_alone(visits, tmp_path):
+    """Wherever the rows are, and however many one of them has: what is told follows from how many there are."""
+    config = replace(visits(test=90), is_own=True, private=True, by_group=True, split_secret="s" * 64)
+    (names,) = names_by_part(config, 1)
+    assert not names["test"] & (names["train"] | names["validation"])  # a patient of both files is for training
+    sizes = splits.part_sizes(config, 0, 1)
+    frame = pd.read_csv(tmp_path / "train.csv")
+    known = frame["patient"].nunique() + int(frame["patient"].isna().sum())
+    assert sizes == {"train": known - round(0.1 * known), "validation": round(0.1 * known), "test": sizes["test"]}
+    pd.concat([frame, frame[frame["patient"] == "p1"]]).to_csv(tmp_path / "train.csv", index=False)
+    splits.forget()
+    assert splits.part_sizes(config, 0, 1) == sizes
+
+
+def test_data_without_groups_protect_no_groups():
+    with refuses("dp.unit", "group", condition="with these data"):
+        splits.part_sizes(DataConfig(private=True, by_group=True, test_split="holdout"), 0, 3)
 
 
 def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
@@ -324,6 +409,42 @@ def test_a_run_on_a_table(fedprune, clinics, tmp_path, system):
     assert rows[-1]["accuracy_personal_mean"] > 0.75  # who is older is more often ill
     code, said = fedprune("check-data", *given[:3])
     assert code == 0, said
+
+
+def test_what_is_charged_follows_the_number_of_patients(fedprune, visits, tmp_path):
+    """Steps, sampling rate and counts, by the ledger of each client; who reads the record is told the unit."""
+    config = visits()
+    given = ("dataset=table", f"data-dir={tmp_path}", "ignore-columns=clinic", "group-column=patient", "system=fedavg")
+    private = ("dp.enabled=true", "dp.unit=group", "dp.noise-multiplier=1", "dp.delta=1e-3", "partition=iid")
+    quick = ("num-server-rounds=1", "local-epochs=2", "fraction-train=1", "batch-size=5")
+    code, said = fedprune("run", *given, *private, *quick, "--clients", "2", "--engine", "inprocess", "--out", "run")
+    assert code == 0, said
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["protected_unit"] == "patient"
+    dealt = replace(config, partition="iid", private=True, by_group=True)
+    for client in range(2):
+        sizes = splits.part_sizes(dealt, client, 2)
+        ledger = (tmp_path / "run" / "clients" / f"{client:05d}" / "ledger.jsonl").read_text().splitlines()
+        first, steps = (json.loads(line.split(" ", 1)[1]) for line in ledger[:2])
+        assert first["unit"] == "patient"
+        assert (steps["sample_rate"], steps["count"]) == (5 / sizes["train"], 2 * -(-sizes["train"] // 5))
+        assert sizes["train"] < len(splits._split_indices(dealt, client, 2)["train"])
+    assert "(per patient, simulated)" in markdown(group_runs([load_run(tmp_path / "run")]))
+
+
+def test_a_run_whose_groups_have_one_row_each_is_one_of_examples_to_the_last_bit(fedprune, clinics, tmp_path):
+    for part in ("train", "test"):
+        frame = pd.read_csv(clinics / f"{part}.csv").assign(patient="")
+        frame.to_csv(clinics / f"{part}.csv", index=False)
+    ends = []
+    for unit in ("example", "group"):
+        given = ("dataset=table", f"data-dir={clinics}", "group-column=patient", "system=fedavg")
+        private = ("dp.enabled=true", f"dp.unit={unit}", "dp.noise-multiplier=1", "num-server-rounds=1")
+        code, said = fedprune("run", *given, *private, *ON_CLINICS[:-1], unit)
+        assert code == 0, said
+        rows = [json.loads(line) for line in (tmp_path / unit / "clients.jsonl").read_text().splitlines()]
+        told = [{k: v for k, v in row.items() if k not in ("flops", "bytes_up", "bytes_down")} for row in rows]
+        ends.append((json.loads((tmp_path / unit / "run.json").read_text())["final_sha256"], told))
+    assert ends[0] == ends[1]
 
 
 ON_CLINICS = ("owner-column=clinic", "partition=owners", "--clients", "3", "--engine", "inprocess", "--out", "run")

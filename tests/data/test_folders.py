@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 
 from fedprune_app.data import splits
+from fedprune_app.data.dataset import FileError, Form
 from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data.folders import image_folder
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.exports.predict import predictions
 
@@ -226,9 +228,37 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
     assert code == 0, said
     note = "files that are no images in the folder of a class"
     assert note in " ".join(said.split())
-    assert "are not read: 5" in " ".join(said.split())
+    assert "are not read: 4" in " ".join(said.split())
     code, said = fedprune("check", *given, "system=fedavg", "model=cnn-small", "partition=iid", "--clients", "2")
     assert (code, note in " ".join(said.split())) == (0, True), said
+
+
+def test_a_folder_inside_a_class_is_a_group_in_whatever_class_it_is(mixed):
+    for place in ("train/cat/ann/1.png", "train/cat/bob/1.png", "train/dog/ann/2.png", "test/dog/cy/1.png"):
+        write(mixed / place)
+    data = image_folder("image-folder", mixed, Form(image_size=8))
+    plain = image_folder("image-folder", mixed, Form(image_size=8))
+    assert sorted(filter(None, data.groups)) == ["ann", "ann", "bob"]
+    assert sorted(filter(None, data.test_groups)) == ["cy"]
+    assert (len(data.groups), len(data.test_groups)) == (len(data.train_labels), len(data.test_labels))
+    ann = [data.train_labels[i] for i, name in enumerate(data.groups) if name == "ann"]
+    assert ann == [plain.classes.index("cat"), plain.classes.index("dog")]
+
+
+def test_a_table_beside_a_folder_says_which_images_are_of_one_group(mixed):
+    first, *others = sorted(path.relative_to(mixed) for path in (mixed / "train").rglob("*.png"))
+    (mixed / "groups.csv").write_text(f"group,file\nann,{first}\nann,{others[-1]}\n,{others[0]}\n")
+    data = image_folder("image-folder", mixed, Form(image_size=8))
+    assert [i for i, name in enumerate(data.groups) if name == "ann"] == [0, len(data.groups) - 1]
+    assert {*data.groups} | {*data.test_groups} == {"ann", ""}
+    for text, said in (("file\nx\n", "columns 'file' and 'group'"), ("file,group\ntrain/no.png,a\n", "train/no.png")):
+        (mixed / "groups.csv").write_text(text)
+        with pytest.raises(FileError, match=said):
+            image_folder("image-folder", mixed, Form(image_size=8))
+
+
+def test_a_folder_without_groups_has_none(mixed):
+    assert image_folder("image-folder", mixed, Form(image_size=8)).groups is None
 
 
 def test_check_data_notes_images_of_one_class(fedprune, mixed):
@@ -244,7 +274,7 @@ def test_check_data_notes_images_of_one_class(fedprune, mixed):
 
 
 def test_check_data_knows_the_folders_of_owners(fedprune, people):
-    write(people / "anna" / "cat" / "sub" / "9.png")
+    write(people / "anna" / "cat" / "sub" / "sub" / "9.png")
     code, said = fedprune(
         *("check-data", "dataset=image-folder", f"data-dir={people}", "partition=owners", "test-split=holdout")
     )

@@ -10,7 +10,7 @@ from fedprune_app.data import splits
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import PARTITIONS
-from fedprune_app.data.splits import ClientData, DataConfig, client_data, label_counts, partition_indices
+from fedprune_app.data.splits import ClientData, DataConfig, Pool, client_data, label_counts, partition_indices
 
 CLIENTS = 10
 PARTS = ("train", "validation", "test")
@@ -136,6 +136,15 @@ def test_more_samples_than_there_are_is_an_error():
     with pytest.raises(ValueError, match=message):
         partition_indices(config(partition="iid", samples_per_client=144), CLIENTS)
     assert len(partition_indices(config(partition="iid", samples_per_client=143), CLIENTS)[0]) == 143
+
+
+def test_groups_of_a_plug_in_may_be_numbers_and_an_empty_name_is_no_group():
+    images, labels = np.zeros((5, 1, 2, 2), np.uint8), np.zeros(5, np.int64)
+    of_test = np.array(["0", "", "2", "7", "7"])
+    groups = {"groups": np.array([0, 1, 0, 2, 1]), "test_groups": of_test}
+    pool = Pool(Dataset("own", images, labels, images, labels, ("a", "b"), (0.5,), (0.5,), **groups))
+    assert pool.group_numbers(np.array([1, 2, 3, 4, 5, 6, 7])).tolist() == [0, 1, 2, 0, 1, 3, 2]
+    assert pool.without_groups_of(np.arange(5, 10), np.arange(5)).tolist() == [6, 8, 9]
 
 
 def test_parts_of_a_client_never_share_a_sample():

@@ -30,7 +30,7 @@ def numbered(count: int, segments: int, tail: int = 3) -> list[Document]:
     return [Document(f"d{i}", " ".join(str(i * 10_000 + j) for j in range(size))) for i in range(count)]
 
 
-def dealt(documents, num_clients, count, deal="documents", seed=0):
+def dealt(documents, num_clients, count, deal="documents", seed=0, **more):
     """What each client holds; ``count`` segments, or of the clients in turn."""
     counts = [count] * num_clients if isinstance(count, int) else count
     return [
@@ -44,6 +44,7 @@ def dealt(documents, num_clients, count, deal="documents", seed=0):
             max_segments=max(counts),
             length=LENGTH,
             seed=seed,
+            **more,
         )
         for k in range(num_clients)
     ]
@@ -74,6 +75,26 @@ def test_clients_of_different_numbers_of_segments_share_none(deal):
     assert [len(segments) for segments, _ in shares] == counts
     seen = torch.cat([segments.flatten() for segments, _ in shares])
     assert len(seen.unique()) == len(seen) == sum(counts) * LENGTH
+
+
+@pytest.mark.parametrize("deal", ["documents", "one", "segments", "own"])
+@pytest.mark.parametrize("num_documents", [2, 9])
+def test_of_a_protected_document_the_same_segments_are_taken_however_long_the_others_are(deal, num_documents):
+    """A few documents of several clients, and several of each client; one of them becomes longer, then empty."""
+    documents, held = numbered(num_documents, segments=20), []
+    whole = documents[-1].text
+    longer = " ".join([whole, *(str(10**9 + k) for k in range(100))])
+    for text in (whole, longer, ""):
+        documents[-1] = Document("d", text)
+        shares = dealt(documents, 4, 3, deal, most_of_document=2)
+        assert all(len(names) == len(segments) <= 6 for segments, names in shares)
+        assert all(names.count(name) <= 2 and len({*names}) <= 3 for _, names in shares for name in names)
+        if deal != "own":  # where documents are one client's alone
+            seen = torch.cat([segments.flatten() for segments, _ in shares])
+            assert len(seen.unique()) == len(seen)
+        pairs = [zip(names, segments.tolist(), strict=True) for segments, names in shares]
+        held.append([[pair for pair in own if pair[0] != "d"] for own in pairs])
+    assert held[0] == held[1] == held[2]
 
 
 def test_a_client_can_be_given_one_document_alone():

@@ -131,7 +131,7 @@ def brief(monkeypatch):
 # --- what is computed ---------------------------------------------------------------------------------------------
 
 PERSONAL = [
-    name for name, system in SYSTEMS.items() if system.data == "images" and not issubclass(system.client, FineTuned)
+    name for name, system in SYSTEMS.items() if not system.reads_text and not issubclass(system.client, FineTuned)
 ]
 
 

@@ -70,6 +70,11 @@ def state_of(finished, client, group):
     return read_tensors(max((finished.folder / "clients" / f"{client:05d}").glob("round-*.safetensors"))).group(group)
 
 
+def meta_of(finished, client):
+    """The numbers that a client keeps after the last round."""
+    return read_tensors(max((finished.folder / "clients" / f"{client:05d}").glob("round-*.safetensors"))).meta
+
+
 def network(config):
     """The initial network of a run, which a reference trains."""
     return initial_model(config.model, "digits", (1, 8, 8), 10, init=config.init, seed=config.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,37 @@ def test_the_pq_index_says_how_many_weights_go():
     assert kept.tolist() == [i < bound for i in range(6)]
     even = torch.ones(10, dtype=torch.bool)
     assert bool(method.without_smallest(torch.ones(10), even).all())
+
+
+@pytest.mark.parametrize("decided", [1, 2, 7, 40])
+def test_clients_prune_in_the_rounds_of_the_released_schedule(decided):
+    """It counts rounds from 0. Its first gap is the round that decided, 20 more are each the one before over 1.3."""
+    gaps = [decided]
+    for _ in range(20):
+        gaps.append(round(gaps[-1] / 1.3))
+    expected, total = [], 0
+    for gap in gaps:
+        total += gap
+        expected.append(total + 2)  # the round after that one, counted from 1
+    strategy = SimpleNamespace(began=decided + 2)
+    assert small.loaded("dadpfl").DADPFL.pruning_rounds(strategy) == expected
+
+
+def test_a_move_is_counted_from_the_pruned_initial_model(tmp_path):
+    settings = {"density": 0.3, "dispfl__topology": "full", "num_server_rounds": 1}
+    finished = small.run(tmp_path, "dadpfl", **settings)
+    initial = small.parameters(small.network(small.config_of("dadpfl", **settings)))
+    for client in range(small.CLIENTS):
+        weights, masks = (small.state_of(finished, client, group) for group in ("weights", "masks"))
+        distance = sum(float((t - initial[n] * masks.get(n, torch.ones(()))).norm()) for n, t in weights.items())
+        assert small.meta_of(finished, client)["first"] == pytest.approx(distance, rel=1e-5)
+
+
+def test_all_clients_train_in_a_phase_after_the_last_round(tmp_path):
+    finished = small.run(tmp_path, "dadpfl", density=0.4, dadpfl__waves=3, last_phase=True)
+    after = [row["accuracy_last_phase"] for row in finished.clients if "accuracy_last_phase" in row]
+    assert len(after) == small.CLIENTS
+    assert None not in after
 
 
 def test_models_become_sparser_when_they_hardly_move_and_not_below_the_least_density(tmp_path):

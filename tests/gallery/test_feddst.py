@@ -11,7 +11,13 @@ from fedprune_app.testing import check_system
 from tests.gallery import federations as small
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
-SETTINGS = {"density": 0.2, "feddst__rounds_between": 1, "num_server_rounds": 6, "local_epochs": 3}
+SETTINGS = {
+    "density": 0.2,
+    "feddst__rounds_between": 1,
+    "feddst__prune_rate": 0.8,
+    "num_server_rounds": 6,
+    "local_epochs": 3,
+}
 
 
 def erk_counts(shapes, density):
@@ -54,7 +60,7 @@ def test_it_is_the_papers_algorithm(tmp_path):
     server = masked(server, kept)
     moved = 0
     for number in range(1, config.num_server_rounds + 1):
-        share = 0.25 * (1 + math.cos(math.pi * (number - 1) / 3)) if number <= 3 else 0.0
+        share = 0.8**2 / 2 * (1 + math.cos(math.pi * (number - 1) / 3)) if number <= 3 else 0.0
         sent = []
         for images, labels in examples:
             tensors, own = server, kept
@@ -90,6 +96,29 @@ def test_it_is_the_papers_algorithm(tmp_path):
     assert small.close(found, server, 1e-5)
     for name, where in kept.items():
         assert set(found[name].view(-1).nonzero().view(-1).tolist()) <= where
+
+
+def test_masks_move_in_the_rounds_of_the_released_code_which_counts_them_from_0():
+    """Its condition: ``(round − 1) % interval == 0``, and a share that is above 0."""
+    config, alpha = small.config_of("feddst", num_server_rounds=60), 0.5
+    shares = {}
+    for number in range(60):
+        decay = 0 if number >= 30 else alpha / 2 * (1 + math.cos(number * math.pi / 30))
+        if (number - 1) % 10 == 0 and alpha * decay > 0:
+            shares[number + 1] = alpha * decay
+    share_replaced = small.loaded("feddst").share_replaced
+    found = {number: share_replaced(config, number) for number in range(1, 61)}
+    assert {number: share for number, share in found.items() if share} == pytest.approx(shares)
+    assert list(shares) == [2, 12, 22]
+
+
+def test_the_dense_gradient_of_a_batch_is_charged(tmp_path):
+    settings = {"density": 0.2, "feddst__rounds_between": 2, "num_server_rounds": 4, "local_epochs": 2}
+    rounds = small.run(tmp_path, "feddst", **settings).rounds
+    examples = small.examples(small.config_of("feddst", **settings))
+    one_example = 3 * 2 * (64 * 9 * 16 + 16 * 9 * 16 * 32 + 1280)  # forward and backward, of cnn-small's three layers
+    dense = one_example * sum(len(labels) for _, labels in examples)
+    assert rounds[1]["flops"] - rounds[0]["flops"] == pytest.approx(dense, rel=1e-6)
 
 
 def test_it_keeps_the_laws():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedprune_app.engine.store import read_tensors
 from fedprune_app.testing import check_system
 from tests.gallery import federations as small
 from tests.refusing import refuses
@@ -36,6 +37,16 @@ def test_it_is_the_papers_algorithm_with_its_second_option(tmp_path):
     assert small.close(small.global_model(finished), x)
     for client, control in enumerate(controls):
         assert small.close(small.state_of(finished, client, "control"), control, 1e-4)
+
+
+def test_the_server_counts_members_alone(tmp_path):
+    """With all members in each round the server's control variate is the mean of theirs."""
+    finished = small.run(tmp_path, "scaffold", num_server_rounds=3, holdout_clients=1)
+    (held_out,) = [row["partition"] for row in finished.clients if row.get("accuracy_newcomer") is not None]
+    members = [client for client in range(small.CLIENTS) if client != held_out]
+    controls = [small.state_of(finished, client, "control") for client in members]
+    checkpoint = max((finished.folder / "checkpoints").glob("round-*.safetensors"))
+    assert small.close(read_tensors(checkpoint).group("control"), small.mean(controls, [1] * len(members)), 1e-4)
 
 
 def test_momentum_is_refused(tmp_path):

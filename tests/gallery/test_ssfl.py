@@ -50,5 +50,29 @@ def test_scores_are_part_of_round_1_and_no_replies(tmp_path):
     assert rounds[0]["bytes_up"] - rounds[1]["bytes_up"] == pytest.approx(scores, rel=0.1)
 
 
+def test_each_client_is_charged_once_for_the_gradient_of_its_score(tmp_path):
+    rounds = small.run(tmp_path, "ssfl", **SETTINGS).rounds
+    examples = small.examples(small.config_of("ssfl", **SETTINGS))
+    one_example = 3 * 2 * (64 * 9 * 16 + 16 * 9 * 16 * 32 + 1280)  # forward and backward, of cnn-small's three layers
+    dense = one_example * sum(len(labels) for _, labels in examples)
+    assert rounds[0]["flops"] - rounds[1]["flops"] == pytest.approx(dense, rel=1e-6)
+    assert rounds[1]["flops"] == rounds[2]["flops"]
+
+
+def test_clients_that_are_held_out_have_no_part_in_the_mask(tmp_path):
+    settings = {**SETTINGS, "holdout_clients": 1}
+    finished = small.run(tmp_path, "ssfl", **settings)
+    (held_out,) = [row["partition"] for row in finished.clients if row.get("accuracy_newcomer") is not None]
+    config = small.config_of("ssfl", **settings)
+    model, examples = small.network(config), small.examples(config)
+    del examples[held_out]
+    scores = [saliency(model, small.parameters(model), *part) for part in examples]
+    mean = small.mean(scores, [len(labels) for _, labels in examples])
+    ranked = torch.cat([score.view(-1) for score in mean.values()]).sort(descending=True).values
+    last = ranked[int(0.2 * len(ranked)) - 1]
+    for name, score in mean.items():
+        assert not bool(small.global_model(finished)[name][score < last].any())
+
+
 def test_it_keeps_the_laws():
     check_system("ssfl", plugins=str(small.GALLERY / "ssfl.py"), settings={"density": 0.2})

@@ -11,10 +11,9 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from fedprune_app.config import DEFAULTS, OPTIONS  # noqa: E402
-from fedprune_app.models.checkpoints import checkpoint_digest  # noqa: E402
 from fedprune_app.models.gguf import _converted_folder  # noqa: E402
 from fedprune_app.models.llm import LanguageModel  # noqa: E402
-from fedprune_app.models.sources import resolve_checkpoint  # noqa: E402
+from fedprune_app.models.sources import model_digest, resolve_checkpoint  # noqa: E402
 from fedprune_app.models.transformers import import_transformers  # noqa: E402
 from tests.models.tiny_gguf import gguf_model, write_gguf  # noqa: E402
 from tests.models.tiny_llm import text_folder  # noqa: E402
@@ -61,17 +60,17 @@ def test_it_is_computed_once_whatever_the_file_is_called_and_anew_where_the_copy
     assert resolve_checkpoint(str(tmp_path / "other.gguf"), download=False) != folder
 
 
+def test_the_digest_of_a_gguf_file_is_its_own(tmp_path):
+    file = write_gguf(tmp_path / "tiny.gguf", gguf_model())
+    folder = resolve_checkpoint(str(file), download=False)
+    assert model_digest(str(file), folder) == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def refusal(path) -> str:
     with pytest.raises(ValueError, match=r"\.gguf|fedprune\[gguf\]") as error:
         resolve_checkpoint(str(path), download=False)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_the_digest_of_a_gguf_file_is_its_own(tmp_path):
-    file = write_gguf(tmp_path / "tiny.gguf", gguf_model())
-    folder = resolve_checkpoint(str(file), download=False)
-    assert checkpoint_digest(str(file), folder) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_what_is_no_model_is_refused_in_one_line(tmp_path, cache):

@@ -69,6 +69,18 @@ DECLINED = [
         {**PRIVATE, "dp.clip-norm": 10.0},
         "dp.clip-norm is 10.0, allowed by its max-clip-norm",
     ),
+    ({"dp-unit": "group"}, {}, "dp.enabled is false, allowed by its dp-unit"),
+    ({"dp-unit": "group"}, PRIVATE, "dp.unit is 'example', allowed by its dp-unit"),
+    (
+        {"dp-unit": "group", "group-column": "patient"},
+        {**PRIVATE, "dp.unit": "group", "dataset": "table", "group-column": "visit"},
+        "group-column is 'visit', allowed by its group-column: patient",
+    ),
+    (
+        {"dp-unit": "group"},
+        {**PRIVATE, "dp.unit": "group", "dataset": "table", "group-column": "visit"},
+        "group-column is 'visit', allowed by its group-column: none",
+    ),
     (
         {"allowed-systems": "dispfl ditto"},
         {},
@@ -282,6 +294,24 @@ def test_the_numbers_of_a_private_node_do_not_count_rows_that_a_run_makes_equal(
         state = tmp_path / f"state-{positives}"
         told.append([introduced(folder, state, **run, **{"validation-fraction": s})["num-examples"] for s in SHARES])
     assert told[0] == told[1] == [392, 317, 198, 79, 4]
+
+
+def test_the_numbers_of_a_private_node_do_not_count_the_rows_of_a_patient(introduced, tmp_path):
+    """A patient has one row in one world, and 150 in the other, in which these rows are in the test table too."""
+    told = []
+    for visits in (1, 150):
+        folder, draw = tmp_path / f"own-{visits}", np.random.default_rng(1)
+        folder.mkdir()
+        patients = [f"p{k % 40}" for k in range(200)] + ["target"] * visits
+        frame = pd.DataFrame({"age": draw.integers(20, 90, len(patients)), "patient": patients})
+        frame["label"] = ["a", "b"] * (len(frame) // 2) + ["a"] * (len(frame) % 2)
+        frame.to_csv(folder / "train.csv", index=False)
+        others = frame[:20].assign(patient=[f"q{k}" for k in range(20)])
+        pd.concat([others, *([frame[-99:]] if visits > 1 else [])]).to_csv(folder / "test.csv", index=False)
+        run = {"dataset": "table", "dp.unit": "group", "group-column": "patient", "test-split": "holdout"}
+        state = tmp_path / f"state-{visits}"
+        told.append([introduced(folder, state, **run, **{"validation-fraction": s})["num-examples"] for s in SHARES])
+    assert told[0] == told[1] == [41, 33, 21, 8, 1]
 
 
 def test_the_numbers_of_a_private_node_do_not_count_images_that_a_run_makes_equal(introduced, tmp_path):

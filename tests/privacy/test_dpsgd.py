@@ -6,9 +6,12 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -681,11 +684,160 @@ def test_a_part_is_asked_for_the_expected_number_of_examples_not_for_the_drawn_o
 
 def test_a_method_that_knows_whole_networks_alone_refuses_parts():
     images, labels = data(4)
-    with pytest.raises(ValueError, match="grad_sample is 'hooks', allowed with parts of a network: auto, one-pass"):
+    with pytest.raises(ValueError, match="grad_sample is 'hooks', allowed with groups or parts of a network: auto"):
         train(
             network(), images, labels, SGD(0.1), rng=generator(4, "order"), part=lambda _: Part(),
             private=dp(grad_sample="hooks"),
         )  # fmt: skip
+
+
+# --- groups -------------------------------------------------------------------------------------------------------
+
+
+def sum_over_groups(model: nn.Module, how: DPSGD, images, labels, masks=None) -> dict[str, torch.Tensor]:
+    """The sum of a step on all groups, as a training of one step without noise shows it."""
+    start = copy.deepcopy(model)
+    for name, mask in (masks or {}).items():
+        dict(start.named_parameters())[name].data *= mask
+    trained = copy.deepcopy(start)
+    how = replace(how, noise_multiplier=0.0, sample_rate=1.0, steps_per_epoch=1, noise=keyed(5), num_units=1)
+    train(trained, images, labels, SGD(1.0), rng=generator(4, "order"), masks=masks, private=how)
+    pairs = zip(start.named_parameters(), trained.parameters(), strict=True)
+    return {name: before.detach() - after.detach() for (name, before), after in pairs}
+
+
+def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def numbered(sizes: list[int], seed: int) -> torch.Tensor:
+    """Groups of these sizes, mixed, whose numbers are in the order of their first examples."""
+    mixed = torch.tensor([group for group, size in enumerate(sizes) for _ in range(size)])
+    mixed = mixed[torch.randperm(len(mixed), generator=generator(seed, "groups"))].tolist()
+    order = dict.fromkeys(mixed)
+    return torch.tensor([list(order).index(group) for group in mixed])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("physical_batch", [1, 2, 100])
+def test_a_group_adds_the_clipped_mean_of_its_gradients_however_it_is_cut_into_chunks(physical_batch, masked):
+    model, (images, labels), groups = network(), data(9), numbered([1, 5, 2, 1], 0)
+    images *= torch.linspace(0.01, 1, 9).view(-1, 1, 1, 1)
+    masks = half_masks(model) if masked else None
+    start = copy.deepcopy(model)
+    for name, mask in (masks or {}).items():
+        dict(start.named_parameters())[name].data *= mask
+    each = one_by_one(start, math.inf, images, labels, masks)
+    means = [
+        {n: torch.stack([each[i][n] for i in (groups == group).nonzero()]).mean(0) for n in each[0]}
+        for group in range(4)
+    ]
+    norms = [norm_of(mean) for mean in means]
+    clip = sorted(norms)[1] * 1.01
+    how = dp(clip=clip, groups=groups, group_limit=9, physical_batch=physical_batch)
+    for name, total in sum_over_groups(model, how, images, labels, masks).items():
+        expected = sum(mean[name] * min(1.0, clip / norm) for mean, norm in zip(means, norms, strict=True))
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=2e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    name=st.sampled_from(["cnn-small", "cnn-gn", "mlp-small"]),
+    sizes=st.lists(st.integers(1, 6), min_size=2, max_size=5),
+    new_size=st.integers(0, 8),
+    physical_batch=st.integers(1, 9),
+    scale=st.sampled_from([1e-3, 1.0, 1e4, 1e8, math.nan]),
+    seed=st.integers(0, 9),
+)
+def test_one_group_changed_arbitrarily_moves_the_sum_by_at_most_the_clipping_norm_each_way(
+    name, sizes, new_size, physical_batch, scale, seed
+):
+    """A group that is a blank adds nothing, so one that takes its place may add one norm, and another one twice it."""
+    shape = SMALLEST.get(name, (1, 8, 8))
+    model, (images, labels), groups = network(name, shape), data(sum(sizes) + new_size, shape), numbered(sizes, seed)
+    others = (groups != 0).nonzero().squeeze(1)
+    added = torch.arange(len(groups), len(images))
+    images[added] *= scale
+
+    def sum_on(positions: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+        unique = numbers.unique()
+        compact = torch.searchsorted(unique, numbers)
+        how = dp(clip=0.5, groups=compact, group_limit=8, physical_batch=physical_batch)
+        return sum_over_groups(model, how, images[positions], labels[positions])
+
+    without = sum_on(others, groups[others])
+    before = sum_on(torch.arange(len(groups)), groups)
+    after = sum_on(torch.cat([others, added]), torch.cat([groups[others], torch.zeros_like(added)]))
+    for one, other, most in ((before, without, 1), (after, without, 1), (after, before, 2)):
+        assert norm_of({n: one[n] - other[n] for n in one}) <= most * 0.5 * (1 + 1e-4)
+
+
+def test_groups_of_one_are_examples_to_the_last_bit():
+    trained = []
+    for groups in (None, torch.arange(8)):
+        model, (images, labels) = network(), data(8)
+        how = dp(rate=0.4, steps=4, groups=groups, physical_batch=3)
+        train(model, images, labels, SGD(0.1, epochs=2), rng=generator(0, "x"), private=how)
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], tensor) for name, tensor in trained[1].items())
+
+
+def test_whole_groups_are_drawn_each_by_itself_and_of_a_large_one_no_more_than_the_limit():
+    groups = numbered([1, 2, 7, 3], 0)
+    big = int(groups.bincount().argmax())
+    how = dp(rate=0.3, steps=3000, groups=groups, group_limit=4)
+    drawn, taken = torch.zeros(4), torch.zeros(13)
+    for batch in how.batches(13):
+        assert batch.tolist() == sorted(set(batch.tolist()))
+        counts = groups[batch].bincount(minlength=4)
+        for group, count in enumerate(counts.tolist()):
+            assert count in {0, min(4, int((groups == group).sum()))}
+        drawn += counts > 0
+        taken[batch] += 1
+    assert float((drawn / 3000 - 0.3).abs().max()) < 5 * math.sqrt(0.21 / 3000)
+    of_big = taken[groups == big] / drawn[big]
+    assert float((of_big - 4 / 7).abs().max()) < 5 * math.sqrt(0.25 / float(drawn[big]))  # each example alike
+
+
+def test_the_expected_batch_follows_the_number_of_groups():
+    model, (images, labels), groups = network(), data(9), numbered([4, 3, 2], 1)
+    asked = []
+    how = dp(rate=1.0, groups=groups, group_limit=5)
+
+    def part(count: int) -> Part:
+        asked.append(count)
+        return Part()
+
+    train(model, images, labels, SGD(0.1), rng=generator(4, "order"), part=part, private=how)
+    assert asked == [3 * 5]  # examples of three groups, at most
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30])
+def test_a_group_without_a_finite_gradient_has_no_part(poison):
+    model, (images, labels), groups = network(), data(6), torch.tensor([0, 0, 1, 1, 2, 2])
+    bad = images.clone()
+    bad[2, 0, 0, 0] = poison
+    kept = [0, 1, 4, 5]
+    sums = sum_over_groups(model, dp(groups=groups, group_limit=2), bad, labels)
+    good = sum_over_groups(model, dp(groups=groups[[0, 1, 2, 3]], group_limit=2), images[kept], labels[kept])
+    for name in sums:
+        torch.testing.assert_close(sums[name], good[name])
+
+
+@pytest.mark.parametrize("kind", ["masks", "extents"])
+def test_a_group_adds_the_clipped_mean_of_its_gradients_on_a_part_of_the_network(kind):
+    """Groups of two equal examples are these examples once."""
+    (images, labels), moved = data(4), []
+    for groups, count in ((None, 1), (torch.arange(4).repeat_interleave(2), 2)):
+        model = network("cnn-gn", (1, 8, 8))
+        part, _ = part_of(kind, model)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        how = dp(0.0, 0.5, 1.0, groups=groups, group_limit=count)
+        pair = images.repeat_interleave(count, 0), labels.repeat_interleave(count)
+        train(model, *pair, SGD(1.0), rng=generator(4, "order"), part=lambda _, part=part: part, private=how)
+        moved.append({name: before[name] - p.detach() for name, p in model.named_parameters()})
+    for name, change in moved[0].items():
+        torch.testing.assert_close(moved[1][name], change, rtol=2e-4, atol=1e-6)
 
 
 # --- networks that would break the promise ----------------------------------------------------------------------------

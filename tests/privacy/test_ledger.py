@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedprune_app.privacy import accounting
+from fedprune_app.privacy import accounting, ledger
 from fedprune_app.privacy.accounting import ORDERS, Laplace, Steps, noise_for, paper_epsilon
 from fedprune_app.privacy.accounting import epsilon as epsilon_of
 from fedprune_app.privacy.ledger import Budget, Data, Ledger, Overspent, ledger_of
@@ -334,6 +336,28 @@ def test_a_ledger_goes_on_where_it_was_closed(tmp_path):
     again.charge_steps(1.0, 0.1, 3)
     ledger.charge_steps(1.0, 0.1, 3)  # reads what the other wrote first
     assert Ledger(tmp_path / "a" / "b" / "ledger.jsonl").spent[Steps(1.0, 0.1)] == 18
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_ledger_has_one_unit_in_its_first_line_and_refuses_another(tmp_path, joins):
+    path = tmp_path / "ledger.jsonl"
+    by_unit = {unit: Data.of([b"a" * 32], "own", joins=joins, unit=unit) for unit in ("example", "patient", "visit")}
+    Ledger(path, data=by_unit["patient"]).charge_steps(1.0, 0.1, 3)
+    assert '"unit": "patient"' in path.read_text().splitlines()[0]
+    assert Ledger(path, data=by_unit["patient"]).spent == {Steps(1.0, 0.1): 3}
+    for unit in ("example", "visit"):
+        with pytest.raises(ValueError, match=f"protects each patient, allowed: .* this run protects each {unit}"):
+            Ledger(path, data=by_unit[unit])
+
+
+def test_a_ledger_of_a_version_without_units_is_one_of_examples(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    data = Data.of([b"a" * 32], "own")
+    text = json.dumps({"kind": "data", "identity": data.identity, "size": 1, "about": "own", "records": ""})
+    path.write_text(f"{ledger._check('', text)} {text}\n")
+    assert Ledger(path, data=data).spent == {}
+    with pytest.raises(ValueError, match="protects each example"):
+        Ledger(path, data=replace(data, unit="group"))
 
 
 def test_it_can_be_cut_off_anywhere_in_its_last_line(tmp_path):

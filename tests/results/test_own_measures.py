@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import fedprune_app
 from fedprune_app import cli
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import own_measures
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
@@ -58,7 +60,7 @@ def test_numbers_of_ones_own_are_recorded_and_shown_where_the_plug_in_is_not(run
     assert last["gain_mean"] == pytest.approx(sum(gains) / 5)
     assert "gain_mean" not in first
     assert first["server_step"] > 0
-    own_measures.declare("fedavg-drift", [])
+    del SYSTEMS["fedavg-drift"]
     groups = group_runs([load_run(tmp_path / "run")])
     header, (cells,) = final_rows(groups)
     shown = dict(zip(header, cells, strict=True))
@@ -141,7 +143,8 @@ def test_a_number_that_cannot_be_is_an_error_with_its_name(run, old, new, said):
 
 def test_the_server_checks_what_a_client_says(federate):
     """Another program may answer in place of our client."""
-    own_measures.declare("fedavg", [OwnMeasure("mood", "Mood", least=0, most=1)])
+    measures = (OwnMeasure("mood", "Mood", least=0, most=1),)
+    SYSTEMS["fedavg"] = replace(SYSTEMS["fedavg"], measures=measures)
 
     def says(request, reply, partition):
         reply.content["fields"]["mood"] = 7.0 if partition == 1 else 0.5
@@ -180,8 +183,7 @@ def test_a_declaration_that_cannot_be_is_refused(given, key):
 
 def test_a_name_that_is_given_twice_is_refused():
     with refuses("measures", "a_mean", where="system 'x'"):
-        own_measures.declare("x", [OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")])
-    assert own_measures.of_system("x") == ()
+        own_measures.checked("x", [OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")])
 
 
 def test_a_field_of_the_client_is_no_name_for_a_number(run):

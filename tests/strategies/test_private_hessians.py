@@ -313,6 +313,43 @@ def own(settings, tmp_path):
     return {**settings, **PRIVATE, "data-dir": str(folder)}
 
 
+def sums_of(config, folder, monkeypatch):
+    """What the client releases without noise, as matrices of sums, and its segments by document."""
+    monkeypatch.setattr("fedprune_app.privacy.noise.noised", lambda total, draws, std: total)
+    client = FedSpaLLMClient(config, Place(0, 0, folder))
+    payload, _ = client.answer_training(Task(1, fields=FIELDS))
+    segments, names = client.segments()
+    uppers = [mean.double() * client.num_examples for mean in payload.tensors.values()]
+    matrices = [hessians.unpacked(upper, math.isqrt(2 * len(upper))) for upper in uppers]
+    return matrices, {name: segments[[own == name for own in names]] for name in names}
+
+
+@pytest.mark.parametrize("text", ["", "short", "Wholly another text, of another length. " * 90], ids=len)
+def test_one_document_changed_arbitrarily_moves_each_sum_by_at_most_the_clipping_norm_each_way(
+    own, tmp_path, monkeypatch, text
+):
+    """Of all other documents the same segments are taken, however many the changed one has."""
+    config = parse_config({**own, "dp.unit": "group", "dp.group-limit": 4, "dp.clip-norm": 0.2})
+    before, kept = sums_of(config, tmp_path / "before", monkeypatch)
+    assert {len(segments) for segments in kept.values()} == {4}
+    changed = min(kept)
+    (tmp_path / "own" / f"{changed}.txt").write_text(text)
+    after, now = sums_of(config, tmp_path / "after", monkeypatch)
+    assert now.keys() - {changed} == kept.keys() - {changed}
+    assert all(torch.equal(now[name], kept[name]) for name in kept.keys() - {changed})
+    is_blank = changed not in now
+    for one, other in zip(before, after, strict=True):
+        assert 0.01 < float((one - other).norm()) <= (1 if is_blank else 2) * 0.2 * (1 + 1e-4)
+
+
+def test_documents_of_one_segment_are_added_as_segments_are(own, tmp_path):
+    client = FedSpaLLMClient(parse_config({**own, "dp.unit": "group", "dp.group-limit": 1}), Place(0, 0, tmp_path))
+    states = client.model.embed(client.segments()[0], 4)
+    ((size, same),) = client.by_document_size(states).items()
+    assert size == 1
+    assert torch.equal(same, states)
+
+
 def test_a_perplexity_on_own_text_is_told_only_where_accuracies_are_open(own, tmp_path):
     for number, accuracies in enumerate(("noised", "none", "open")):
         config = parse_config({**own, "dp.accuracies": accuracies})

@@ -1,0 +1,46 @@
+"""What makes a private run less than its settings seem to say; each is a line for the user."""
+
+import math
+
+from fedprune_app.config import Config
+from fedprune_app.core.bounds import most_said
+from fedprune_app.federation.clients import Roster
+from fedprune_app.results.statistics import noise_of_mean
+
+
+def privacy_doubts(config: Config, clients: Roster, headline: str) -> list[str]:
+    """Return doubts about δ, budgets and noised accuracies; ``headline`` is the number that the system is judged by."""
+    dp = config.dp
+    if not dp.enabled:
+        return []
+    largest, unit = max(clients.values(), key=lambda client: client.num_examples), config.protected_unit
+    lines = [
+        f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} {unit}s: with so large a δ "
+        f"the promise even allows that one {unit} is published; a meaningful δ is below "
+        f"{most_said(1 / largest.num_examples)}"
+        for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
+        if delta * largest.num_examples >= 1
+    ]
+    if 0 < dp.epsilon_budget < dp.target_epsilon:
+        lines.append(
+            f"dp.epsilon-budget is {dp.epsilon_budget:g}, less than dp.target-epsilon {dp.target_epsilon:g}: the "
+            "noise is chosen for the target, and clients stop at the budget"
+        )
+    return [*lines, *_doubts_of_noise(config, clients, headline)]
+
+
+def _doubts_of_noise(config: Config, clients: Roster, headline: str) -> list[str]:
+    """Say how much of a noised accuracy is noise, if that is more than a point of the mean over the clients."""
+    if config.dp.accuracies != "noised" or not config.evaluate_every or not headline.startswith("accuracy"):
+        return []
+    tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)
+    num_tests = [max(1, round(info.num_examples * tests_per_example)) for info in clients.values()]
+    deviations = [math.sqrt(2) * config.dp.count_scale / number for number in num_tests]
+    of_mean = noise_of_mean(deviations) or 0
+    if of_mean < 0.01:
+        return []
+    return [
+        f"accuracies are told with noise: about ± {100 * max(deviations):.0f} points for the client with the "
+        f"fewest test examples, and ± {100 * of_mean:.0f} for the mean over {len(deviations)} clients. "
+        "Differences within twice that say nothing. On public data, dp.accuracies=open tells accuracies as they are"
+    ]
