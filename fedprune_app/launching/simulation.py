@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import clients
-import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, Scalar, to_toml
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import processes
 from fedprune_app.launching.processes import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, RecordedEnd, launcher_identity
 
-_PACKAGES = (fedprune_app, strategies, clients)
+_ROOT = sys.modules[__name__.partition(".")[0]]  # not imported: its functions lead here
+_PACKAGES = (_ROOT, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
 
 
@@ -42,7 +42,7 @@ def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
     (folder / "pyproject.toml").write_text(
         "[project]\n"
         'name = "fedprune"\n'
-        f'version = "{fedprune_app.__version__}"\n'
+        f'version = "{_ROOT.__version__}"\n'
         'description = "Personalised federated pruning"\n'
         'license = "Apache-2.0"\n'
         "dependencies = []\n\n"
