@@ -4,7 +4,6 @@ A block is 32 weights side by side in a row. A weight is ``scale · level``, or 
 with minimums. Levels are integers, and scale and minimum are float16 numbers of the block.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,10 @@ class Grid:
     gguf_type: str
     lowest: int
     highest: int
-    has_minimums: bool
+
+    @property
+    def has_minimums(self) -> bool:
+        return self.gguf_type.endswith("_1")
 
     def levels(self, weights: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the levels, as floats, that are nearest to ``weights``; a scale of 0 has the level 0 alone."""
@@ -60,24 +62,15 @@ class Grid:
         return scale.gather(0, best)[0, 0], minimum.gather(0, best)[0, 0]
 
 
-_EIGHT, _FIVE, _FOUR, _THREE = (
-    Grid("Q8_0", -127, 127, has_minimums=False),
-    Grid("Q5_0", -16, 15, has_minimums=False),
-    Grid("Q4_0", -8, 7, has_minimums=False),
-    Grid("Q4_0", -4, 3, has_minimums=False),  # GGUF has no blocks of 3 bits alone
-)
-_ZERO_KEEPING: Mapping[int, Grid] = {8: _EIGHT, 5: _FIVE, 4: _FOUR, 3: _THREE}
-_WITH_MINIMUMS: Mapping[int, Grid] = {
-    8: _EIGHT,
-    5: Grid("Q5_1", 0, 31, has_minimums=True),
-    4: Grid("Q4_1", 0, 15, has_minimums=True),
-    3: Grid("Q4_1", 0, 7, has_minimums=True),
-}
-
-
 def grid_of(bits: int, *, keeps_zeros: bool) -> Grid:
-    """Return the grid with 8, 5, 4 or 3 bits. One that ``keeps_zeros`` has no minimums, so 0 is one of its numbers."""
-    return (_ZERO_KEEPING if keeps_zeros else _WITH_MINIMUMS)[bits]
+    """Return the grid with 8, 5, 4 or 3 bits. One that ``keeps_zeros`` has no minimums, so 0 is one of its numbers.
+
+    Levels of 3 bits are in blocks of 4: GGUF has no simple ones with 3.
+    """
+    if bits == 8:
+        return Grid("Q8_0", -127, 127)
+    half, name = 2 ** (bits - 1), f"Q{max(bits, 4)}"
+    return Grid(f"{name}_0", -half, half - 1) if keeps_zeros else Grid(f"{name}_1", 0, 2 * half - 1)
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ _BLOCK, _LEVELS = 64, 127  # of correlations in 8 bits: numbers with one scale, 
 def encoded(matrices: Mapping[str, Tensor], form: str = "float32") -> dict[str, Tensor]:
     """Return the tensors in which Hessians (n, n) travel, in one of :data:`FORMS`.
 
-    The upper triangle is in float32, or else the diagonal is. In "int8" the correlations right of it, row by row, are
-    in 8 bits, and 64 of these share a float16 scale. In "diagonal" there is nothing else. A noised matrix has no
-    correlations, since its diagonal may be below 0.
+    The upper triangle is in float32, or else the diagonal is. In "int8" its correlations, row by row with 0 on the
+    diagonal, are in 8 bits, and 64 of these share a float16 scale. In "diagonal" there is nothing else. A noised matrix
+    has no correlations, since its diagonal may be below 0.
     """
     tensors: dict[str, Tensor] = {}
     for name, matrix in matrices.items():
@@ -55,7 +55,8 @@ def encoded(matrices: Mapping[str, Tensor], form: str = "float32") -> dict[str, 
         if form == "diagonal":
             continue
         sizes = _products_of_sizes(tensors[HESSIAN + name])
-        correlations = torch.where(sizes > 0, upper[_right_of_diagonal(len(matrix))] / sizes, 0)
+        correlations = torch.where(sizes > 0, upper / sizes, 0)
+        correlations[_diagonal(len(matrix))] = 0
         blocks = F.pad(correlations, (0, -len(correlations) % _BLOCK)).view(-1, _BLOCK)
         scales = (blocks.abs().amax(dim=1) / _LEVELS).half()
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
@@ -69,8 +70,8 @@ def like(sizes: Mapping[str, int], form: str = "float32") -> dict[str, Tensor]:
     """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``sizes`` inputs, without values."""
     tensors: dict[str, Tensor] = {}
     for name, size in sizes.items():
-        count = size * (size - 1) // 2
-        tensors[HESSIAN + name] = torch.empty(size + count * (form == "float32"), device="meta")
+        count = size * (size + 1) // 2
+        tensors[HESSIAN + name] = torch.empty(count if form == "float32" else size, device="meta")
         if form == "int8":
             tensors[CORRELATIONS + name] = torch.empty(count, dtype=torch.uint8, device="meta")
             tensors[SCALES + name] = torch.empty(-(-count // _BLOCK), dtype=torch.float16, device="meta")
@@ -86,18 +87,18 @@ def decoded(name: str, tensors: Mapping[str, Tensor], size: int) -> Tensor:
     if len(sent) > size:
         return sent
     upper = sent.new_zeros(size * (size + 1) // 2)
-    upper[_diagonal(size)] = sent
     if CORRELATIONS + name in tensors:
         levels = tensors[CORRELATIONS + name].float() - _LEVELS
         correlations = levels * tensors[SCALES + name].float().repeat_interleave(_BLOCK)[: len(levels)]
-        upper[_right_of_diagonal(size)] = correlations * _products_of_sizes(sent)
+        upper = correlations * _products_of_sizes(sent)
+    upper[_diagonal(size)] = sent
     return upper
 
 
 def _products_of_sizes(diagonal: Tensor) -> Tensor:
-    """Return ``√d_i √d_j`` for each entry right of the diagonal, row by row."""
+    """Return ``√d_i √d_j`` for each entry of the upper triangle, row by row."""
     roots = diagonal.clamp(min=0).sqrt()
-    return (roots[:, None] * roots)[_upper_mask(len(roots)).triu(1)]
+    return packed_upper(roots[:, None] * roots)
 
 
 def shrunk(hessian: Tensor, share: float) -> Tensor:
@@ -250,9 +251,3 @@ def _diagonal(size: int) -> Tensor:
     """Return where the diagonal is in the upper triangle of a matrix, row by row."""
     numbers = torch.arange(size)
     return numbers * size - numbers * (numbers - 1) // 2
-
-
-def _right_of_diagonal(size: int) -> Tensor:
-    is_right = torch.ones(size * (size + 1) // 2, dtype=torch.bool)
-    is_right[_diagonal(size)] = False
-    return is_right

@@ -122,7 +122,7 @@ def test_layers_of_one_exchange_follow_the_pruned_ones_before_the_first_of_them(
 @pytest.mark.parametrize("form", ["int8", "diagonal"])
 def test_hessians_in_fewer_bits_travel_as_such_and_prune_to_the_density(run, form):
     result, plain = run(fedspallm_hessian_form=form), run()
-    assert result.rounds[-1]["bytes_up"] < (0.5 if form == "int8" else 0.25) * plain.rounds[-1]["bytes_up"]
+    assert result.rounds[-1]["bytes_up"] < (0.55 if form == "int8" else 0.25) * plain.rounds[-1]["bytes_up"]
     assert result.rounds[-1]["density_global"] == pytest.approx(0.5)
     if form == "int8":
         assert result.rounds[-1]["perplexity_global"] == pytest.approx(plain.rounds[-1]["perplexity_global"], rel=0.02)
