@@ -104,6 +104,8 @@ class FedSpaLLMClient(Node):
         if options.merge != "hessians":
             allowed = "hessians, since masks and weights are chosen by the raw text"
             return f"fedspallm.merge is {options.merge!r}, allowed with dp.enabled: {allowed}"
+        if options.hessian_form != "float32":
+            return f"fedspallm.hessian-form is {options.hessian_form!r}, allowed with dp.enabled: float32"
         if options.recovery_rounds:
             return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with dp.enabled: 0"
         if config.dp.clip_norm > 1:
@@ -237,6 +239,8 @@ class FedSpaLLMClient(Node):
         """
         layer, of_round = int(task.fields["layer"]), int(task.fields["of-round"])
         meta = self._received_layers(task, state)
+        if any(number < int(meta.get("next", 0)) for number in by_layer(task.payload)):
+            meta["of-round"] = 0  # the hidden states have passed a layer that is pruned now
         hidden = self.hidden_states_before(layer, State(state.tensors, meta), of_round)
         module = self.model.layer(layer, self.model.layer_tensors(layer))
         meta |= {"of-round": of_round, "next": layer}
@@ -244,7 +248,7 @@ class FedSpaLLMClient(Node):
             payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
         else:
             matrices = input_matrices(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
-            payload = Payload(hessians.encoded(matrices))
+            payload = Payload(hessians.encoded(matrices, self.options.hessian_form))
         return LayerUpdate(payload, State({"hidden": hidden}, meta), {})
 
     def _private_moments(

@@ -31,7 +31,6 @@ from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
 from fedprune_app.federation.exchanges import LAYER, exchange
 from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
 from fedprune_app.models.llm import LanguageModel
-from fedprune_app.models.saving import write_checkpoint, write_packed
 from fedprune_app.results import statistics
 from fedprune_app.results.recorder import number_in
 from fedprune_app.results.similarity import MaskDistances
@@ -172,7 +171,7 @@ class FedSpaLLM(FederatedStrategy):
             yield from self._send_pruned(round, self.dense.num_layers, {**fields, "prunes": True, "recovers": True})
             return
         if not self.merge.clients_prune:
-            yield from self._send_pruned(round, work.layer, {**fields, "prunes": True})
+            yield from self._send_pruned(round, self.options.pruned_before(work.layer), {**fields, "prunes": True})
             return
         pruned = self.global_model.layer(work.layer)
         for client in round.participants:
@@ -200,7 +199,7 @@ class FedSpaLLM(FederatedStrategy):
             work.recovery.add(update)
         elif update.tensors:
             self.merge.add(client, update)
-            work.sent[client] = work.layer
+            work.sent[client] = self.options.pruned_before(work.layer)
             if update.masks and client in list(self.clients)[:_COMPARED]:
                 work.distances.add(client, update)
 
@@ -297,14 +296,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def finish(self) -> None:
         """Write the model; record the distances of masks, where all clients pruned all layers in the last round."""
-        folder, model, layers = self.recorder.folder / "models", self.dense, self.global_model.layer
-        # a layer that nobody could afford to observe is whole
-        removed = self.merge.cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
-        sizes = {
-            "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
-            "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
-        }
-        self.recorder.annotate(final_model=sizes)
+        self.recorder.annotate(final_model=self.global_model.write(self.merge.cut))
         clients = self.work.distances.clients()
         if len(clients) < 2 or any(set(clients) - set(pruners) for pruners in self.work.pruners.values()):
             return

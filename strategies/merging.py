@@ -28,13 +28,19 @@ from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.alps import alps
+from fedprune_app.core.gptq import gptq_together
+from fedprune_app.core.grids import Quantized, grid_of
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.scores import wanda_mask
 from fedprune_app.core.sparsegpt import sparsegpt_together
+from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster
 from fedprune_app.learning.language_models import observed_inputs
 from fedprune_app.learning.planned_noise import segment_noise
-from fedprune_app.models.cutting import Cut
+from fedprune_app.models.cutting import Cut, narrowed
+from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.saving import write_codes
 from strategies.pruned_model import PrunedModel
 
 
@@ -97,32 +103,92 @@ class MaskMerge(MeanMerge):
         return Payload.pruned({name: self._dense[name] for name in masks}, masks)
 
 
-class HessianMerge:
-    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians.
+class Compression:
+    """A compression makes a layer of the dense one and of the Hessians of its inputs: pruned or cut, and rounded.
 
     ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise,
     whose standard deviation the server knows. With ``cut`` heads and units go, not weights.
     """
 
-    clients_prune = False
-
-    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
-        dense = model.dense
-        self.config, self.options, self.dense, self.clients = config, config.fedspallm, dense, clients
+    def __init__(self, config: Config, dense: LanguageModel) -> None:
+        self.config, self.options, self.dense = config, config.fedspallm, dense
         self.cut = Cut(dense, config.density) if config.fedspallm.pattern == CUT else None
         self.groups = observed_inputs(config, dense)
         shapes = dense.layer_like(0)
-        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in self.groups}
-        self._std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
+        self.sizes = {names[0]: shapes[names[0]].shape[1] for names in self.groups}  # numbers of inputs
+        self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
+
+    def hessians_of(self, sums: Mapping[str, hessians.HessianSum]) -> dict[str, Tensor]:
+        """Return the Hessians, on the model's device, that all clients' sequences give together."""
+        found = {}
+        for name, total in sums.items():
+            hessian = total.matrix().to(self.dense.device)
+            if self.config.dp.enabled:
+                std = self.std * math.sqrt(total.num_added) / max(1, total.weight)
+                hessian = hessians.denoised(hessian, std)
+            found[name] = hessians.shrunk(hessian, self.options.shrinkage())
+        return found
+
+    def pruned(self, layer: int, hessian_of: Mapping[str, Tensor]) -> Payload:
+        """Return the layer's matrices with masks."""
+        dense, results = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
+        if self.cut is not None:
+            return self.cut.layer(dense, hessian_of)
+        pattern = self.options.n_of_m()
+        density = None if pattern else self.config.density
+        for names in self.groups:
+            weights = [dense[name].to(self.dense.device) for name in names]
+            if self.options.hessian_form == "diagonal":
+                norms = hessian_of[names[0]].diagonal().sqrt()
+                masks = [wanda_mask(weight, norms, density, pattern) for weight in weights]
+                pairs = [(torch.where(mask, weight, 0), mask) for weight, mask in zip(weights, masks, strict=True)]
+            elif self.options.refine:
+                pairs = alps(weights, hessian_of[names[0]], density, pattern)
+            else:
+                block_size = self.options.block_size
+                pairs = sparsegpt_together(weights, hessian_of[names[0]], density, pattern, block_size)
+            results |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, pairs, strict=True)}
+        names = self.dense.prunable(layer)
+        return Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})
+
+    def rounded(self, payload: Payload, hessian_of: Mapping[str, Tensor]) -> tuple[Payload, dict[str, Quantized]]:
+        """Return the layer with its weights rounded, and by name the levels that these are; what is pruned stays 0."""
+        tensors, quantized_of = dict(payload.tensors), dict[str, Quantized]()
+        left = tensors if self.cut is None else narrowed(tensors, payload.masks)
+        for names in self.groups:
+            masks = [payload.masks[name] for name in names]
+            hessian = hessian_of[names[0]]
+            if self.cut is not None:
+                inputs = masks[0].any(dim=0).to(hessian.device)
+                hessian, masks = hessian[inputs][:, inputs], [torch.ones_like(left[n], dtype=torch.bool) for n in names]
+            has_zeros = not all(bool(mask.all()) for mask in masks)
+            grid = grid_of(self.options.bits, keeps_zeros=has_zeros)
+            on_device = [[each.to(hessian.device) for each in part] for part in ([left[n] for n in names], masks)]
+            found = gptq_together(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
+            for name, mask, quantized in zip(names, masks, found, strict=True):
+                weights = quantized.weights()[:, : mask.shape[1]].cpu().to(tensors[name].dtype)
+                tensors[name] = tensors[name].masked_scatter(payload.masks[name], weights[mask])
+                quantized_of[name] = quantized
+        return Payload(tensors, payload.masks), quantized_of
+
+
+class HessianMerge:
+    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians."""
+
+    clients_prune = False
+
+    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
+        self.compression, self.model, self.clients = Compression(config, model.dense), model, clients
+        self.cut, self.options = self.compression.cut, config.fedspallm
         self._sums: dict[str, hessians.HessianSum] = {}
 
     def answer(self, layer: int) -> Schema:
-        sums = hessians.like(self.sizes)
+        sums = hessians.like(self.compression.sizes, self.options.hessian_form)
         return replace(Schema.like(sums), unscaled=frozenset(sums))
 
     def begin(self, layer: int, pruners: Iterable[int]) -> None:
-        is_noised = self.config.dp.enabled
-        self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.sizes.items()}
+        is_noised = self.compression.config.dp.enabled
+        self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.compression.sizes.items()}
 
     def add(self, client: int, update: Payload) -> None:
         """Add a client's Hessians. ``ValueError`` for Hessians that cannot be, of which none is added then."""
@@ -135,34 +201,29 @@ class HessianMerge:
     def made(self, layer: int, row: dict[str, Any]) -> Payload:
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
-        dense, results = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
-        if self.cut is not None:
-            payload = self.cut.layer(dense, {names[0]: self._hessian(names[0]) for names in self.groups})
-            row["weights"] = payload.num_elements()
-            return payload
-        pattern = self.options.n_of_m()
-        density = None if pattern else self.config.density
-        for names in self.groups:
-            hessian = self._hessian(names[0])
-            weights = [dense[name].to(self.dense.device) for name in names]
-            if self.options.refine:
-                pairs = alps(weights, hessian, density, pattern)
-            else:
-                pairs = sparsegpt_together(weights, hessian, density, pattern, self.options.block_size)
-            results |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, pairs, strict=True)}
+        if self.options.keep_sums:
+            save_sums(self.model.sums, layer, self._sums)
+        hessian_of = self.compression.hessians_of(self._sums)
         self._sums = {}
-        names = self.dense.prunable(layer)
-        payload = Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})
+        payload = self.compression.pruned(layer, hessian_of)
+        if self.options.bits < 16:
+            payload, quantized_of = self.compression.rounded(payload, hessian_of)
+            write_codes(self.model.codes, self.model.dense, layer, quantized_of)
         row["weights"] = payload.num_elements()
         return payload
 
-    def _hessian(self, name: str) -> Tensor:
-        """Return the Hessian of these inputs that all clients' sequences give together."""
-        total = self._sums[name]
-        hessian = total.matrix().to(self.dense.device)
-        if not self.config.dp.enabled:
-            return hessian
-        return hessians.denoised(hessian, self._std * math.sqrt(total.num_added) / max(1, total.weight))
+
+def save_sums(files: LayerFiles, layer: int, sums: Mapping[str, hessians.HessianSum]) -> None:
+    """Keep the sums of a layer, as integers."""
+    parts = [total.tensors(name) for name, total in sums.items()]
+    files.save(layer, 1, Payload({name: tensor for part in parts for name, tensor in part.items()}))
+
+
+def load_sums(files: LayerFiles, layer: int, compression: Compression) -> dict[str, hessians.HessianSum]:
+    """Return the sums of a layer that :func:`save_sums` kept. Raises ``ValueError`` where they are not there."""
+    sizes, is_noised = compression.sizes, compression.config.dp.enabled
+    tensors = files.load(layer, 1, sum(16 * (size + 1) ** 2 for size in sizes.values())).tensors
+    return {name: hessians.HessianSum.of(name, tensors, size, is_noised) for name, size in sizes.items()}
 
 
 MERGES: dict[str, type[MeanMerge] | type[HessianMerge]] = {

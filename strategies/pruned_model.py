@@ -16,7 +16,9 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster, TextClientInfo
 from fedprune_app.federation.registration import log_left_out
 from fedprune_app.federation.round import RunContext
+from fedprune_app.models.cutting import Cut
 from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.saving import write_checkpoint, write_packed
 
 DENSE = 0  # the version of a layer that nobody has pruned yet
 
@@ -24,12 +26,16 @@ DENSE = 0  # the version of a layer that nobody has pruned yet
 class PrunedModel:
     """The global model of a run: each decoder layer is the dense one, or that of the round that pruned it last.
 
-    The folder ``layers`` has one packed file per pruned layer and round.
+    The folder ``layers`` has one packed file per pruned layer and round. Sums of Hessians that are kept are in
+    ``sums``, and rounded matrices in ``codes``.
     """
 
     def __init__(self, dense: LanguageModel, folder: Path, run_key: str) -> None:
         self.dense = dense
         self.files = layer_files(folder, run_key)
+        self.sums = LayerFiles(folder / "sums", owner("sums", run_key))
+        self.models = folder / "models"
+        self.codes = self.models / "codes"
         self.versions = dict.fromkeys(range(dense.num_layers), DENSE)  # by layer, the round that wrote it
 
     def layer(self, layer: int) -> Payload:
@@ -58,6 +64,15 @@ class PrunedModel:
             current = self.layer(layer)
             total.update((current.digest() if current.tensors else self.dense.layer_digest(layer)).encode())
         return total.hexdigest()
+
+    def write(self, cut: Cut | None) -> dict[str, int]:
+        """Write the model, without what ``cut`` removed, into the run's folder; return the bytes of its weights."""
+        # a layer that nobody could afford to observe is whole
+        removed = cut if all(self.layer(layer).masks for layer in self.versions) else None
+        return {
+            "checkpoint_bytes": write_checkpoint(self.dense, self.layer, self.models / "global", removed),
+            "packed_bytes": write_packed(self.dense, self.layer, self.models / "global-packed", removed),
+        }
 
     def install(self, round: int, layer: int, payload: Payload, oldest_needed: int) -> None:
         """Make ``payload`` the layer; versions before ``oldest_needed`` leave the disk."""

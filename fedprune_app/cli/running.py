@@ -144,6 +144,25 @@ def sweep(
     outcome.check()
 
 
+@app.command()
+def compress(
+    folder: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],
+    overrides: Overrides = None,
+) -> None:
+    """Make another model of the sums that a run kept, without its clients.
+
+    RUN is the folder of a completed run with fedspallm.keep-sums=true.
+    KEY=VALUE is of density, fedspallm.bits, .pattern or .refine.
+    """
+    from fedprune_app.exports.compressed import compress as made
+
+    info = made(folder, given_in(None, overrides).on_command_line, output)
+    for name, value in info["perplexity"].items():
+        say(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
+    say_sizes(info, output)
+
+
 def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
     """Run one federation, and say how the run ended.
 

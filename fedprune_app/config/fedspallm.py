@@ -112,6 +112,33 @@ class FedSpaLLMOptions(Table):
         " at once.",
         needs={".merge": ("hessians",), ".pattern": NoneOf((CUT,))},
     )
+    layers_per_exchange: int = option(
+        1,
+        "The number of decoder layers whose Hessians are those of one model, pruned up to the first of them. 1 is best."
+        " 0 means all layers: of the dense model. That costs little down to a density of 0.5.",
+        least=0,
+        needs={".merge": ("hessians",)},
+    )
+    hessian_form: str = option(
+        "float32",
+        "The numbers in which a Hessian travels.",
+        choices={
+            "float32": "32 bits",
+            "int8": "the diagonal in 32 bits, and correlations in 8, which the server shrinks by 1 %",
+            "diagonal": "the diagonal alone, by which the server prunes as Wanda does",
+        },
+        needs={".merge": ("hessians",)},
+    )
+    keep_sums: bool = option(
+        False,
+        "If true, the server keeps the sums of Hessians in the run's folder, for `fedprune compress`.",
+        needs={".merge": ("hessians",)},
+    )
+    bits: int = option(
+        16,
+        "The number of bits of a weight, by GPTQ on the grids of GGUF files: 8, 5, 4 or 3. 16 does not round.",
+        needs={".merge": ("hessians",)},
+    )
     recovery_rounds: int = option(
         0,
         "The number of rounds, the last ones of the run, in which clients train the kept weights on their text.",
@@ -161,6 +188,14 @@ class FedSpaLLMOptions(Table):
                 "1 more than fedspallm.recovery-rounds",
                 condition=condition,
             )
+        if self.hessian_form == "diagonal" and (self.refine or self.pattern == CUT):
+            allowed = "float32, int8"
+            raise ConfigError("fedspallm.hessian-form", "diagonal", allowed, condition="with refine or pattern 'cut'")
+        if self.bits not in (16, 8, 5, 4, 3):
+            raise ConfigError("fedspallm.bits", self.bits, "16, 8, 5, 4, 3")
+        if self.bits != 16 and self.recovery_rounds:
+            allowed = "16, and `fedprune compress` afterwards"
+            raise ConfigError("fedspallm.bits", self.bits, allowed, condition="with fedspallm.recovery-rounds")
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             raise ConfigError(
                 "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"
@@ -169,6 +204,20 @@ class FedSpaLLMOptions(Table):
     def pruning_rounds(self, common: CommonOptions) -> int:
         """Return the number of rounds that prune; the others, after them, recover."""
         return common.num_server_rounds - self.recovery_rounds
+
+    def pruned_before(self, layer: int) -> int:
+        """Return the number of pruned layers in the model whose inputs of ``layer`` clients observe."""
+        return layer - layer % self.layers_per_exchange if self.layers_per_exchange else 0
+
+    def observes_all(self) -> bool:
+        """Return whether clients observe the inputs of all matrices, and not only those by which a model is cut."""
+        return self.pattern != CUT or self.keep_sums or self.bits != 16
+
+    def shrinkage(self) -> float:
+        """Return by which share correlations are shrunk: errors of 8 bits, and a dense model's inputs, call for it."""
+        if self.layers_per_exchange == 0:
+            return 0.1
+        return 0.01 if self.hessian_form == "int8" else 0.0
 
     def n_of_m(self) -> tuple[int, int] | None:
         """Return ``pattern`` as (n, m), or None where it is no such pattern. Raises :class:`ConfigError`."""

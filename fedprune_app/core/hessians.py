@@ -6,14 +6,17 @@ the Hessian of all clients' text together. This module is ours: FedSpaLLM's clie
 
 import math
 from collections.abc import Mapping
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedprune_app.core.named import TensorDict, Tensors
 
 # This prefix before the name of the first matrix with the same inputs names their Hessian in a payload.
 HESSIAN = "hessian/"
+CORRELATIONS, SCALES = "correlations/", "scales/"  # likewise, where the former has the diagonal alone
 _FRACTION = 2.0**40
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 
@@ -33,14 +36,82 @@ def _upper_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).triu()
 
 
-def encoded(matrices: Tensors) -> TensorDict:
-    """Return the tensors in which Hessians (n, n) travel: their upper triangles in float32."""
-    return {HESSIAN + name: packed_upper(matrix.float()) for name, matrix in matrices.items()}
+FORMS = ("float32", "int8", "diagonal")  # in which the numbers of a Hessian travel
+_BLOCK, _LEVELS = 64, 127  # of correlations in 8 bits: numbers with one scale, and the largest of them
 
 
-def like(sizes: Mapping[str, int]) -> TensorDict:
+def encoded(matrices: Tensors, form: str = "float32") -> TensorDict:
+    """Return the tensors in which Hessians (n, n) travel, in one of :data:`FORMS`.
+
+    The upper triangle is in float32, or else the diagonal is. In "int8" its correlations, row by row with 0 on the
+    diagonal, are in 8 bits, and 64 of these share a float16 scale. In "diagonal" there is nothing else. A noised matrix
+    has no correlations, since its diagonal may be below 0.
+    """
+    tensors: TensorDict = {}
+    for name, matrix in matrices.items():
+        upper = packed_upper(matrix.float())
+        if form == "float32":
+            tensors[HESSIAN + name] = upper
+            continue
+        tensors[HESSIAN + name] = upper[_diagonal(len(matrix))]
+        if form == "diagonal":
+            continue
+        sizes = _products_of_sizes(tensors[HESSIAN + name])
+        correlations = torch.where(sizes > 0, upper / sizes, 0)
+        correlations[_diagonal(len(matrix))] = 0
+        blocks = F.pad(correlations, (0, -len(correlations) % _BLOCK)).view(-1, _BLOCK)
+        scales = (blocks.abs().amax(dim=1) / _LEVELS).half()
+        inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+        levels = (blocks * inverse[:, None]).round().clamp(-_LEVELS, _LEVELS)
+        tensors[CORRELATIONS + name] = (levels + _LEVELS).to(torch.uint8).flatten()[: len(correlations)]
+        tensors[SCALES + name] = scales
+    return tensors
+
+
+def like(sizes: Mapping[str, int], form: str = "float32") -> TensorDict:
     """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``sizes`` inputs, without values."""
-    return {HESSIAN + name: torch.empty(size * (size + 1) // 2, device="meta") for name, size in sizes.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, size in sizes.items():
+        count = size * (size + 1) // 2
+        tensors[HESSIAN + name] = torch.empty(count if form == "float32" else size, device="meta")
+        if form == "int8":
+            tensors[CORRELATIONS + name] = torch.empty(count, dtype=torch.uint8, device="meta")
+            tensors[SCALES + name] = torch.empty(-(-count // _BLOCK), dtype=torch.float16, device="meta")
+    return tensors
+
+
+def decoded(name: str, tensors: Mapping[str, Tensor], size: int) -> Tensor:
+    """Return the upper triangle of a matrix (size, size), float32, from what :func:`encoded` made of it.
+
+    Each number follows from two others by single roundings of float32, so every machine has the same bits.
+    """
+    sent = tensors[HESSIAN + name]
+    if len(sent) > size:
+        return sent
+    upper = sent.new_zeros(size * (size + 1) // 2)
+    if CORRELATIONS + name in tensors:
+        levels = tensors[CORRELATIONS + name].float() - _LEVELS
+        correlations = levels * tensors[SCALES + name].float().repeat_interleave(_BLOCK)[: len(levels)]
+        upper = correlations * _products_of_sizes(sent)
+    upper[_diagonal(size)] = sent
+    return upper
+
+
+def _products_of_sizes(diagonal: Tensor) -> Tensor:
+    """Return ``√d_i √d_j`` for each entry of the upper triangle, row by row."""
+    roots = diagonal.clamp(min=0).sqrt()
+    return packed_upper(roots[:, None] * roots)
+
+
+def shrunk(hessian: Tensor, share: float) -> Tensor:
+    """Return a Hessian whose correlations are smaller by ``share``: of few tokens, or in few bits, these are too large.
+
+    Source: Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004, with the
+    diagonal as target.
+    """
+    result = hessian * (1 - share)
+    result.diagonal().copy_(hessian.diagonal())
+    return result
 
 
 class ClippedMoments:
@@ -149,7 +220,7 @@ class HessianSum:
 
         Raises ``ValueError`` for a diagonal below 0, and for numbers that are too large for an exact sum.
         """
-        upper = tensors[HESSIAN + name].double() * weight
+        upper = decoded(name, tensors, self.size).double() * weight
         largest = float(upper.abs().max())
         if not self.is_noised:
             diagonal = upper[_diagonal(self.size)]
@@ -159,6 +230,18 @@ class HessianSum:
         if largest * (self.weight + weight) > _LARGEST:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
         return upper
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the sum as tensors, to be kept: :meth:`of` makes it of them again."""
+        counts = torch.tensor([self.weight, self.num_added])
+        return {f"whole/{name}": self._whole, f"fraction/{name}": self._fraction, f"counts/{name}": counts}
+
+    @classmethod
+    def of(cls, name: str, tensors: Mapping[str, Tensor], size: int, is_noised: bool = False) -> Self:
+        total = cls(size, is_noised)
+        total._whole, total._fraction = tensors[f"whole/{name}"], tensors[f"fraction/{name}"]
+        total.weight, total.num_added = tensors[f"counts/{name}"].tolist()
+        return total
 
     def matrix(self) -> Tensor:
         """Return the mean (size, size), float32, over all sequences that were added."""

@@ -142,7 +142,7 @@ def sparsegpt_together(
     pruned_before = weights == 0
     is_unseen = hessian.diagonal() == 0
     weights[:, is_unseen] = 0
-    factor = _inverse_factor(hessian, is_unseen, damping)
+    factor = inverse_factor(hessian.float(), is_unseen, damping)
     mask = torch.ones_like(weights, dtype=torch.bool)
     bounds = [*range(0, num_columns, block_size), num_columns]
     zeros = torch.split(pruned_before, sizes)
@@ -217,13 +217,13 @@ class _Block:
             block[i:].addr_(self._factor[i, i:], self.errors[i], alpha=-1)
 
 
-def _inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor:
+def inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``.
 
     The inverse itself is never made. With rows and columns in reverse order, ``H = V Vᵀ`` has an upper triangle ``V``
     by one factorisation, and ``U`` is the inverse of ``V``. That is half of the operations.
     """
-    damped_hessian = hessian.detach().float().clone()
+    damped_hessian = hessian.detach().clone()
     diagonal = damped_hessian.diagonal()
     diagonal[is_unseen] = 1
     diagonal.add_(damping * diagonal.mean())
@@ -243,7 +243,7 @@ def _upper_inverse(upper: Tensor) -> Tensor:
     """Return the inverse of an upper triangle (n, n): by halves, so that nearly all of the work is products."""
     size = len(upper)
     if size <= _SMALL:
-        small_inverse: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size, device=upper.device), upper=True)
+        small_inverse: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size).to(upper), upper=True)
         return small_inverse
     half = size // 2
     left, right = _upper_inverse(upper[:half, :half]), _upper_inverse(upper[half:, half:])

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from fedprune_app.config import NO_POLICY, Config, Policy
-from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core.named import TensorDict
 from fedprune_app.data.text import (
     perplexity_texts,
@@ -92,5 +91,5 @@ def perplexities(
 
 def observed_inputs(config: Config, model: LanguageModel) -> list[list[str]]:
     """Return the matrices of a layer, in groups of the same inputs, of whose inputs clients send Hessians."""
-    groups, is_cut = same_inputs(model), config.fedspallm.pattern == CUT
-    return [names for names in groups if not is_cut or names[0].split(".")[-2] in CUT_BY]
+    groups, has_all = same_inputs(model), config.fedspallm.observes_all()
+    return [names for names in groups if has_all or names[0].split(".")[-2] in CUT_BY]

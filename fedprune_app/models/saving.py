@@ -4,15 +4,17 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from fedprune_app.core import codec
+from fedprune_app.core.grids import Quantized
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
@@ -72,6 +74,23 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: 
             total += len(data)
         (new_folder / _PARTS).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
     return total
+
+
+def write_codes(folder: Path, model: LanguageModel, layer: int, quantized_of: Mapping[str, Quantized]) -> None:
+    """Write a layer's rounded matrices as the bytes that they are in a GGUF file, for :func:`read_codes`."""
+    packed = model.named(layer, {name: quantized.packed().cpu() for name, quantized in quantized_of.items()})
+    kinds = dict(zip(packed, (quantized.grid.gguf_type for quantized in quantized_of.values()), strict=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(packed, folder / f"layer-{layer:05d}.safetensors", metadata=kinds)
+
+
+def read_codes(folder: Path) -> dict[str, tuple[str, Tensor]]:
+    """Return, by transformers' name, the type of GGUF's blocks and the bytes (rows, bytes of a row) of all matrices."""
+    codes: dict[str, tuple[str, Tensor]] = {}
+    for path in sorted(folder.glob("layer-*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            codes |= {name: (kind, file.get_tensor(name)) for name, kind in file.metadata().items()}
+    return codes
 
 
 def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
