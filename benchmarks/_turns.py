@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.config import parse_config
+from fedprune_app.core.named import ImageShape
 from fedprune_app.core.rng import generator
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.learning.sgd import SGD
-from fedprune_app.models.vision import ImageShape, build_model, prunable_names
+from fedprune_app.models.vision import build_model, prunable_names
 
 SHAPES: dict[str, ImageShape] = {
     "cnn-small": (1, 8, 8),

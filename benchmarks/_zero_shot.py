@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
+from fedprune_app.core.texts import one_line
 from fedprune_app.models.llm import LanguageModel, LayerTensors
-from fedprune_app.models.transformers import one_line
 
 _METRICS = ("acc,none", "exact_match,none")  # as the harness names them, without a filter
 

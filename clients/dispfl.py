@@ -11,11 +11,9 @@ Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where 
 * Biases and norm scales are never pruned. ERK leaves them dense at every density that the paper tests.
 """
 
-from collections.abc import Mapping
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from clients.base import Update
 from clients.gossip import GossipClient
@@ -23,6 +21,7 @@ from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.schedules import cosine_fraction
 from fedprune_app.engine.store import State, grouped
@@ -53,17 +52,17 @@ class DisPFLClient(GossipClient):
         return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
     @cached_property
-    def initial_masks(self) -> dict[str, Tensor]:
+    def initial_masks(self) -> TensorDict:
         """Draw positions (line 2) at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         densities = erk_densities(shapes, self.target_density())
         draw = rng.generator(self.config.seed, "initial masks", self.client_id)
         return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") or self.initial_masks
 
-    def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def start_masks(self, task: Task, state: State) -> TensorDict:
         return state.group("next-masks") or self.initial_masks
 
     def local_update(self, task: Task, state: State) -> Update:
@@ -89,9 +88,7 @@ class DisPFLClient(GossipClient):
         horizon = self.config.dispfl.annealing_rounds or self.config.num_server_rounds
         return cosine_fraction(self.config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
 
-    def search(
-        self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, round: int
-    ) -> dict[str, Tensor]:
+    def search(self, tensors: Tensors, masks: Tensors, share: float, round: int) -> TensorDict:
         """Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
         config = self.config
         draw = rng.generator(config.seed, "mask search", self.client_id, round)

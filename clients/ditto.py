@@ -4,14 +4,12 @@ Li, Hu, Beirami, Smith, ICML 2021, Algorithm 1. As in Dis-PFL's released code th
 SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` with the updated v and the received w.
 """
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 from clients.base import ImageClient, Update
 from clients.privacy import Spending
 from clients.task import Task
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -26,10 +24,10 @@ class DittoClient(ImageClient):
         options = self.config.ditto
         return Spending(options.global_epochs + options.personal_epochs, evaluation_counts=3)
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         return {**state.group("local"), **task.payload.tensors}
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)
 
     def local_update(self, task: Task, state: State) -> Update:
@@ -42,7 +40,7 @@ class DittoClient(ImageClient):
         anchor = {name: task.payload.tensors.get(name, tensor).to(self.device) for name, tensor in tensors.items()}
         step = self.config.learning_rates[task.round] * options.pull
 
-        def pull(values: Mapping[str, Tensor]) -> None:
+        def pull(values: Tensors) -> None:
             torch._foreach_lerp_(list(values.values()), [anchor[name] for name in values], step)
 
         result = self.train(task, role="train personal", epochs=options.personal_epochs, after_step=pull)

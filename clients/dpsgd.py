@@ -4,13 +4,12 @@ Lian et al., NeurIPS 2017, with local epochs, as in Dis-PFL. The fixed mask is t
 one density. Whether its clients share one is not said there; here they do.
 """
 
-from torch import Tensor
-
 from clients.base import Update
 from clients.gossip import GossipClient
 from clients.task import Task
 from fedprune_app.core import rng
 from fedprune_app.core.masks import random_masks, uniform_densities
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -27,7 +26,7 @@ class DPSGDClient(GossipClient):
     def prunes(self) -> bool:
         return self.config.dpsgd.density < 1
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         options = self.config.dpsgd
         if not self.prunes:
             return {}
@@ -36,7 +35,7 @@ class DPSGDClient(GossipClient):
         draw = rng.generator(self.config.seed, "initial masks", 0)
         return state.group("masks") or random_masks(shapes, uniform_densities(shapes, options.density), draw)
 
-    def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def start_masks(self, task: Task, state: State) -> TensorDict:
         return self.masks(task, state)
 
     def local_update(self, task: Task, state: State) -> Update:

@@ -7,12 +7,11 @@ released code takes the rate of a round before the first.
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from clients.base import ImageClient
 from clients.fedavg import FedAvgClient
 from clients.privacy import Spending
 from clients.task import Task
+from fedprune_app.core.named import TensorDict
 from fedprune_app.engine.store import State
 from fedprune_app.learning.planned_noise import num_evaluations
 from fedprune_app.models import vision
@@ -31,7 +30,7 @@ class FineTuned(ImageClient):
         epochs = num_evaluations(self.config) * self.config.local_epochs
         return replace(super().spending(), more_epochs=epochs)
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: Task, state: State) -> TensorDict:
         begin = self.begin(task, state)
         private = self.privacy
         if private is not None and not private.ledger.affords(private.steps(self.config.local_epochs)):

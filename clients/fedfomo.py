@@ -7,16 +7,15 @@ told what the candidates were worth before negative values are set to 0 and the 
 """
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from clients.base import ImageClient, Update
 from clients.node import ReplyFields
 from clients.task import Task
 from fedprune_app.core.flops import sparse_flops
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
@@ -34,7 +33,7 @@ class FedFomoClient(ImageClient):
     def peer_schema(self) -> Schema:
         return self.shared_schema()
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)
 
     def local_update(self, task: Task, state: State) -> Update:
@@ -74,11 +73,11 @@ class FedFomoClient(ImageClient):
             metrics,
         )
 
-    def validation_loss(self, tensors: Mapping[str, Tensor]) -> float:
+    def validation_loss(self, tensors: Tensors) -> float:
         vision.load_state_tensors(self.model, tensors)
         images, labels = self.data.validation_images, self.data.validation_labels
         return evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).loss_sum
 
 
-def _norm(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: list[str]) -> float:
+def _norm(a: Tensors, b: Tensors, names: list[str]) -> float:
     return float(torch.stack([(a[name] - b[name]).double().square().sum() for name in names]).sum().sqrt())

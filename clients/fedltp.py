@@ -6,11 +6,8 @@ undivided: that bounds no example's influence. Here each example's gradient is m
 is divided by the batch size.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from clients.base import Scores, Update
 from clients.fedavg import FedAvgClient
@@ -19,6 +16,7 @@ from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.planned_noise import planned_rounds
@@ -53,7 +51,7 @@ class FedLTPClient(FedAvgClient):
         counts = {"round_counts": scores, "more_counts": unjoined * scores, "evaluation_counts": 3}
         return replace(super().spending(), **counts)
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") or dict(task.payload.masks)
 
     def local_update(self, task: Task, state: State) -> Update:
@@ -62,7 +60,7 @@ class FedLTPClient(FedAvgClient):
         payload = Payload(packed({name: tensors[name] for name in self.shared}, masks))  # line 17
         return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.costs.training(masks))
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
         masks = dict(task.payload.masks)
         return Payload(unpacked(sent.tensors, masks, before), masks)
 
@@ -72,7 +70,7 @@ class FedLTPClient(FedAvgClient):
         scores["accuracy-validation"] = self.accuracy(task, "validation")
         return {**scores, "accuracy-received": scores["accuracy-global"]}
 
-    def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
+    def answer_evaluation(self, task: Task) -> tuple[int, ValueDict]:
         """Answer as every client does, or with a score where the server asks for one."""
         if task.fields.get("asks") != "score":
             return super().answer_evaluation(task)
@@ -80,7 +78,7 @@ class FedLTPClient(FedAvgClient):
         vision.load_state_tensors(self.model, self.begin(task, state))
         return self.num_examples, self.score(task)
 
-    def score(self, task: Task) -> dict[str, Any]:
+    def score(self, task: Task) -> ValueDict:
         """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
         num_validation = self.images.sizes["validation"]
         if not num_validation:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clients.base import ImageClient, Scores, Update
 from clients.node import parts_not_private
@@ -26,6 +26,7 @@ from fedprune_app.core import rng
 from fedprune_app.core.flops import BACKWARD_PER_FORWARD, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import magnitude_masks
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import ChannelGroup, LeadingCounts, leading_part
 from fedprune_app.engine.store import State, grouped
@@ -53,7 +54,7 @@ class UniformPruning:
     def __init__(
         self,
         shapes: Mapping[str, torch.Size],
-        masks: Mapping[str, Tensor],
+        masks: Tensors,
         law: Law,
         draw: np.random.Generator,
         layer_flops: Mapping[str, int],
@@ -88,7 +89,7 @@ class OrderedDropout:
         model: nn.Module,
         groups: Sequence[ChannelGroup],
         full_layers: Collection[str],
-        masks: Mapping[str, Tensor],
+        masks: Tensors,
         law: Law,
         draw: np.random.Generator,
         layer_flops: Mapping[str, int],
@@ -163,7 +164,7 @@ class FedP3Client(ImageClient):
             raise ValueError(f"layers {', '.join(layer_names)} are asked for, allowed: {allowed}")
         return [*layer_names, self.head]
 
-    def global_masks(self, task: Task) -> dict[str, Tensor]:
+    def global_masks(self, task: Task) -> TensorDict:
         """P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
         if task.payload.masks or not task.payload.tensors or "density" not in task.fields:
             return dict(task.payload.masks)
@@ -174,10 +175,10 @@ class FedP3Client(ImageClient):
             return {}
         return magnitude_masks(weights, density)
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") if state.tensors else self.global_masks(task)
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         """Line 8; what is never sent (a personal head, local norms) is the client's own."""
         start = {**self.own_model(state), **task.payload.tensors}
         return start | pruned(start, self.global_masks(task))
@@ -206,7 +207,7 @@ class FedP3Client(ImageClient):
     # --- Q_i --------------------------------------------------------------------------------------------------------
 
     def local_pruning(
-        self, own_layers: list[str], masks: Mapping[str, Tensor], round: int
+        self, own_layers: list[str], masks: Tensors, round: int
     ) -> UniformPruning | OrderedDropout | None:
         """Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
         options = self.options

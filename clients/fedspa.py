@@ -4,14 +4,11 @@ Hu, Gong, Guo, IJCAI 2021. Each example's gradient is cut down to the set before
 set alone. Nothing is pruned: the client computes with, and receives, the whole network.
 """
 
-from collections.abc import Mapping
-
-from torch import Tensor
-
 from clients.base import Update
 from clients.fedavg import FedAvgClient
 from clients.task import Task
 from fedprune_app.core.masks import packed, random_coordinates, unpacked
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
@@ -23,7 +20,7 @@ class FedSPAClient(FedAvgClient):
 
     not_private = ""  # coordinates follow from a number of the server's, which has only what was released
 
-    def coordinates(self, task: Task) -> dict[str, Tensor]:
+    def coordinates(self, task: Task) -> TensorDict:
         """Return the round's set of coordinates. Raises ``ValueError`` for a seed that cannot be."""
         seed = int(wire.number(task.fields, "coordinates", 0, 2**63 - 1))
         tensors = vision.named_tensors(self.model)
@@ -36,6 +33,6 @@ class FedSPAClient(FedAvgClient):
         payload = Payload(packed({name: tensors[name] for name in self.shared}, coordinates))
         return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
         coordinates = self.coordinates(task)
         return Payload(unpacked(sent.tensors, coordinates, before), coordinates)

@@ -10,10 +10,9 @@ message: it runs its hidden states through its cached dense ones (equation 9) on
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from clients.privacy import ClientPrivacy, Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.text import (
@@ -58,7 +58,7 @@ class LayerUpdate:
 
     payload: Payload
     state: State
-    metrics: Mapping[str, Any]
+    metrics: Values
 
 
 class SegmentPrivacy(ClientPrivacy):
@@ -253,7 +253,7 @@ class FedSpaLLMClient(Node):
         layer: int,
         module: nn.Module,
         hidden: Tensor,
-        meta: Mapping[str, Any],
+        meta: Values,
         round: int,
     ) -> Payload:
         """Return means of clipped second moments over the segments, noised and charged, in place of Hessians.
@@ -308,7 +308,7 @@ class FedSpaLLMClient(Node):
         }
         return LayerUpdate(Payload(kept_weights), State({}, dict(state.meta)), {"recovery-loss": loss})
 
-    def _received_layers(self, task: Task, state: State) -> dict[str, Any]:
+    def _received_layers(self, task: Task, state: State) -> ValueDict:
         """Keep the pruned layers of a message on disk, and return the state's JSON values with them."""
         meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
         removed_counts = meta["removed"] = dict(state.meta.get("removed", {}))
@@ -348,7 +348,7 @@ class FedSpaLLMClient(Node):
                 hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
-    def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+    def answer_training(self, task: Task) -> tuple[Payload, ValueDict]:
         """Answer as every client does; a budget has to bear all layers from this one on, or the client declines."""
         if self.privacy is not None:
             self._plan_from(self.privacy, int(task.fields["layer"]))
@@ -362,7 +362,7 @@ class FedSpaLLMClient(Node):
         layers = self.model.num_layers - layer % self.model.num_layers
         privacy.round_cost = dict(privacy.steps(layers * len(observed_inputs(self.config, self.model))))
 
-    def report(self, task: Task, update: LayerUpdate) -> dict[str, Any]:
+    def report(self, task: Task, update: LayerUpdate) -> ValueDict:
         if self.privacy is not None:
             self._plan_from(self.privacy, int(task.fields["layer"]) + 1)
             return {"density": self.density(update.state), **self.privacy.report(task.round)}
@@ -388,7 +388,7 @@ class FedSpaLLMClient(Node):
         removed_counts: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed_counts.values()) / self.model.num_parameters()[0]
 
-    def introduction(self) -> dict[str, Any]:
+    def introduction(self) -> ValueDict:
         """Tell also which documents the client's text is from, and which dense model the client has."""
         documents = self.read_text()  # better now than after all pruning
         return {
@@ -398,7 +398,7 @@ class FedSpaLLMClient(Node):
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
         }
 
-    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+    def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
         """Tell the perplexity of the client's own model on the test texts, or on its own text.
 
         After one round this is the paper's "standalone". From the second on a client prunes what the server made of all
@@ -410,7 +410,7 @@ class FedSpaLLMClient(Node):
         for layer in range(self.model.num_layers):
             payload = self.own_layer(layer, state)
             total.update((payload.digest() if payload.tensors else self.model.layer_digest(layer)).encode())
-        fields: dict[str, Any] = {"digest": total.hexdigest(), "density": self.density(state)}
+        fields: ValueDict = {"digest": total.hexdigest(), "density": self.density(state)}
         fields["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1] if self.own_text else None
         if self.privacy is not None:

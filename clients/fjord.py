@@ -5,10 +5,8 @@ trains that sub-network, really a smaller one. The paper's optional self-distill
 BatchNorm statistics per width; here all widths share them.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from clients.base import ImageClient, Update
 from clients.fedp3 import FJORD_SHARES, OrderedDropout
@@ -18,6 +16,7 @@ from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import (
     Extents,
@@ -59,10 +58,10 @@ class FjORDClient(ImageClient):
         width = float(task.fields["width"])
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") or leading_masks(self.extents(task), self.shapes)
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         """Return the sub-network in full coordinates; what is not sent (local norms) is the client's own."""
         start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
         return start | pruned(start, leading_masks(self.extents(task), self.shapes))
@@ -84,5 +83,5 @@ class FjORDClient(ImageClient):
         masks = {n: m for n, m in leading_masks(widest, self.shapes).items() if n in tensors}
         return Update(Payload(sent), State(grouped(weights=tensors, masks=masks)), result, dropout.flops)
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
         return Payload(zero_padded(sent.tensors, self.shapes), leading_masks(self.extents(task), self.shapes))

@@ -1,17 +1,16 @@
 """Decentralised systems, the client half: start from the average with the neighbours, train, publish the result."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from clients.base import ImageClient, Scores
 from clients.node import ReplyFields
 from clients.task import Task
 from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
@@ -33,10 +32,10 @@ class GossipClient(ImageClient):
         """Say whether the prunable tensors are masked."""
 
     @abstractmethod
-    def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def start_masks(self, task: Task, state: State) -> TensorDict:
         """Return the masks to train under in this round."""
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         """``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
 
         A client that has nothing to average with goes on from its own model, at first the common initial one. A client
@@ -65,7 +64,7 @@ class GossipClient(ImageClient):
         start = {**start, **tensors}
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: Task, state: State) -> TensorDict:
         return state.group("weights") or self.begin(replace(task, payload=Payload({}), peer_updates={}), state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
@@ -76,7 +75,7 @@ class GossipClient(ImageClient):
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
-    def test_start(self, task: Task, start: Mapping[str, Tensor]) -> dict[str, Any]:
+    def test_start(self, task: Task, start: Tensors) -> ValueDict:
         """Load what training starts from, and test it first in rounds that end with an evaluation.
 
         A client whose budget bears the training, and no count beside it, does not test.

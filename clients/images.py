@@ -1,8 +1,5 @@
 """The images that a client learns from, and what it says of them."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,6 +8,7 @@ from clients.node import ReplyFields
 from clients.place import Place
 from clients.privacy import split_secret
 from fedprune_app.config import Config
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.data.splits import (
     client_data,
@@ -52,7 +50,7 @@ class Images:
     def record_digests(self) -> list[bytes]:
         return record_digests(self.data_config, *self.place.share)
 
-    def introduction(self) -> dict[str, Any]:
+    def introduction(self) -> ValueDict:
         """Tell the shape of the client's images and its label counts, and the classes if they have names.
 
         The columns of a dealt table are told, too. Of a client's own table only a digest of their names is told. How
@@ -60,7 +58,7 @@ class Images:
         a client's own images this stays with the client.
         """
         dataset, is_own, is_private = self.dataset, self.place.has_own_data, self.config.dp.enabled
-        fields: dict[str, Any] = {"image-shape": list(dataset.image_shape), "num-classes": dataset.num_classes}
+        fields: ValueDict = {"image-shape": list(dataset.image_shape), "num-classes": dataset.num_classes}
         classes = list(dataset.classes)
         if is_own or classes != [str(number) for number in range(len(classes))]:
             fields["classes"] = classes
@@ -78,7 +76,7 @@ class Images:
             fields["data-sha256"] = dataset_of(self.data_config).content_sha256
         return fields
 
-    def facts_to_keep(self) -> dict[str, Any]:
+    def facts_to_keep(self) -> ValueDict:
         """Return what an export of the client's model tells of the data, which may have changed by then.
 
         This is how images were normalised, and the columns of a table.
@@ -87,7 +85,7 @@ class Images:
         drawn = {"parts-drawn": PARTS_DRAWN} if self.data_config.split_secret else {}
         return {"normalisation": self._normalisation(), **features, **drawn}
 
-    def check_kept(self, meta: Mapping[str, Any]) -> None:
+    def check_kept(self, meta: Values) -> None:
         """Raise ``ValueError`` for a state from when a secret drew other parts of the data."""
         if self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
             raise ValueError(

@@ -28,6 +28,7 @@ from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models.names import chosen_name
@@ -58,14 +59,14 @@ class LDPFedP3Client(ImageClient):
         payload = Payload({"part": num_clients * vector[is_own]})  # line 9: S_i ũ_i without its zeros
         return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
         num_clients, is_own = self.sketch(task)
         values = torch.cat([before[name].flatten() for name in self.order])
         values[is_own] = sent.tensors["part"] / num_clients
         shapes = {name: before[name].shape for name in self.order}
         return Payload(self._cut(values, shapes), self._cut(is_own, shapes))
 
-    def _cut(self, flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def _cut(self, flat: Tensor, shapes: Mapping[str, torch.Size]) -> TensorDict:
         parts = torch.split(flat, [self.sizes[name] for name in self.order])
         return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 

@@ -9,13 +9,12 @@ model, upper layers included, is FedAvg's after local training under another nam
 
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from clients.base import ImageClient, Scores, Update
 from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers
+from fedprune_app.core.named import TensorDict
 from fedprune_app.engine.store import State
 
 
@@ -41,7 +40,7 @@ class LGFedAvgClient(ImageClient):
         except ValueError as error:
             raise ValueError(f"lgfedavg.global-layers is {number}: {error}") from None
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         return {**self.own_model(state), **task.payload.tensors}
 
     def local_update(self, task: Task, state: State) -> Update:
@@ -49,7 +48,7 @@ class LGFedAvgClient(ImageClient):
         is_whole = task.round <= self.config.lgfedavg.pretrain_rounds
         return self.dense_update(task, state, self.all_names if is_whole else self.shared)
 
-    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: Task, state: State) -> TensorDict:
         return self.begin(task, state)
 
     def received_scores(self, task: Task, state: State) -> Scores:

@@ -1,9 +1,8 @@
 """MTL, the client half: SGD on the local loss and on this client's part of the regulariser of ``strategies/mtl.py``."""
 
-from torch import Tensor
-
 from clients.base import ImageClient, Update
 from clients.task import Task
+from fedprune_app.core.named import TensorDict
 from fedprune_app.engine.store import State
 from fedprune_app.learning.training import proximal
 
@@ -13,7 +12,7 @@ class MTLClient(ImageClient):
 
     not_private = ""  # the regulariser is made of what others released
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)
 
     def local_update(self, task: Task, state: State) -> Update:

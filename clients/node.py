@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,6 +15,7 @@ from clients.place import Place
 from clients.privacy import ClientPrivacy, Spending, data_of, ledger_path
 from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import Config
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import is_beside_server
@@ -124,7 +125,7 @@ class Node(NumPyClient):
         self.client_id = place.client_id
         self.store: VersionedStore = client_store(place.state_dir, place.client_id, place.run_key, self.versions_kept)
         self.device = device_of(config)
-        self.kept_facts: dict[str, Any] = {}  # what every state of the client says, beside what an update says
+        self.kept_facts: ValueDict = {}  # what every state of the client says, beside what an update says
         self.privacy: ClientPrivacy | None = None
 
     # --- what a client says -------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Node(NumPyClient):
     def num_examples(self) -> int:
         """How much the client learns from, in whatever it counts."""
 
-    def introduction(self) -> dict[str, Any]:
+    def introduction(self) -> ValueDict:
         """Return what a client says of itself when it is asked who it is."""
         return {
             "partition": self.client_id,
@@ -163,11 +164,11 @@ class Node(NumPyClient):
         raise NotImplementedError(f"{type(self).__name__} has no answer() to {task.fields['asks']!r}")
 
     @abstractmethod
-    def report(self, task: Task, update: Any) -> dict[str, Any]:
+    def report(self, task: Task, update: Any) -> ValueDict:
         """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
     @abstractmethod
-    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+    def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
         """Return on how many examples the client's own model was evaluated, and what was found."""
 
     def spending(self) -> Spending:
@@ -200,14 +201,14 @@ class Node(NumPyClient):
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+    def get_properties(self, config: ValueDict) -> ValueDict:
         return self.introduction()
 
-    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
+    def fit(self, parameters: NDArrays, config: ValueDict) -> tuple[NDArrays, int, ValueDict]:
         payload, fields = self.answer_training(Task.from_numpy(parameters, config))
         return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+    def evaluate(self, parameters: NDArrays, config: ValueDict) -> tuple[float, int, ValueDict]:
         return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
     # --- answers and state --------------------------------------------------------------------------------------
@@ -223,14 +224,12 @@ class Node(NumPyClient):
         encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
         return self.pack(message, "training", {**fields, "num-examples": num_examples}, encoded)
 
-    def pack(
-        self, message: Message, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
-    ) -> Message:
+    def pack(self, message: Message, kind: Kind, fields: Values, arrays: ArrayRecord | None = None) -> Message:
         """Pack a reply. Raises ``ValueError`` for a field that the class does not declare."""
         check_reply(type(self), self.config, kind, fields)
         return Message(wire.pack(arrays, fields), reply_to=message)
 
-    def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+    def answer_training(self, task: Task) -> tuple[Payload, ValueDict]:
         """Load the state, update it, save it, and only then return the reply.
 
         A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
@@ -249,7 +248,7 @@ class Node(NumPyClient):
         except Overspent as error:
             return Payload({}), self.privacy.declined(task.round, error)
 
-    def _train_and_store(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+    def _train_and_store(self, task: Task) -> tuple[Payload, ValueDict]:
         start = time.monotonic()
         state, loss = self.load_state(task)
         update = self.local_update(task, state)
@@ -263,13 +262,13 @@ class Node(NumPyClient):
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
         return update.payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
-    def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
+    def answer_evaluation(self, task: Task) -> tuple[int, ValueDict]:
         """Load the state, evaluate it, and return the reply: how many examples, and what was found."""
         state, loss = self.load_state(task)
         num_examples, scores = self.evaluation(task, state)
         return num_examples, self._checked_fields({**scores, **_notes(task, loss)})
 
-    def _checked_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def _checked_fields(self, fields: ValueDict) -> ValueDict:
         subject = f"{type(self).__name__} tells that"
         return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
 
@@ -294,7 +293,7 @@ class Node(NumPyClient):
         """Raise ``ValueError`` naming the file where what is kept since ``round`` is damaged or missing."""
         self.store.read(round)
 
-    def lost_states(self, rounds: Iterable[int]) -> dict[str, Any]:
+    def lost_states(self, rounds: Iterable[int]) -> ValueDict:
         """Answer a server that resumes a run: which of these versions of its state it has lost, and why."""
         reasons: dict[int, str] = {}
         for round in rounds:

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from clients.base import ImageClient, Update
 from clients.privacy import Spending
 from clients.task import Task
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
@@ -19,7 +18,7 @@ class StandaloneClient(ImageClient):
     def spending(self) -> Spending:
         return replace(super().spending(), evaluation_counts=2)  # nothing is received
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)
 
     def local_update(self, task: Task, state: State) -> Update:

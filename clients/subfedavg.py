@@ -5,23 +5,23 @@ Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 11 to 18. Where the tex
 is followed, but for the gate: the code decides on test data, here validation data decides (``subfedavg.gate-split``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from clients.base import ImageClient, Update
 from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
 
 
-def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def pruned(tensors: Tensors, masks: Tensors) -> TensorDict:
     """Return the masked tensors, zero where their mask is False."""
     return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items()}
 
@@ -52,11 +52,11 @@ class SubFedAvgClient(ImageClient):
         """Plan for the gate, which asks for at most one count."""
         return replace(super().spending(), round_counts=int(self.config.subfedavg.gate_split != "none"))
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         parameters = dict(self.model.named_parameters())
         return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         """``θ_k ← θ_g ⊙ m_k``, with biases as received."""
         start = super().begin(task, state)
         return start | pruned(start, self.masks(task, state))
@@ -95,12 +95,12 @@ class SubFedAvgClient(ImageClient):
         """
         return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
 
-    def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
+    def _percent_pruned(self, mask: TensorDict) -> float:
         """Return the pruned percentage of all parameters, biases included, as the released code counts."""
         num_pruned = sum(int((~m).sum()) for name, m in mask.items() if name in self.sizes)
         return 100 * num_pruned / sum(self.sizes.values())
 
-    def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def weights(self, names: Iterable[str]) -> TensorDict:
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in names}
 
@@ -116,9 +116,7 @@ class SubFedAvgClient(ImageClient):
         # with room for float noise: 100 * (7 / 100) is more than 7
         return accuracy is not None and 100 * accuracy - self.config.subfedavg.accuracy_threshold > 1e-9
 
-    def mask_towards_target(
-        self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
-    ) -> dict[str, Tensor]:
+    def mask_towards_target(self, mask: TensorDict, full_step: TensorDict, percent_pruned: float) -> TensorDict:
         """Return the mask of a full step, or of the smaller last step before the target."""
         missing = self.target_rate - percent_pruned
         if missing >= self.config.subfedavg.prune_step:

@@ -9,11 +9,10 @@ network's coordinates, which all clients share.
 """
 
 import copy
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from clients.base import Update
 from clients.node import ReplyFields, never_private
@@ -23,6 +22,7 @@ from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import (
     Kept,
@@ -56,7 +56,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         linear = [name for name, layer in self.full.named_modules() if isinstance(layer, nn.Linear)]
         self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
 
-    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> TensorDict:
         """Return the client's norms. Where they stay local, they are the initial ones at first: nobody sends them."""
         initial = vision.state_tensors(self.full, include_buffers=True)
         return pruned({**initial, **state.group("weights"), **task.payload.tensors}, self.masks(task, state))
@@ -67,33 +67,31 @@ class SubFedAvgHyClient(SubFedAvgClient):
         """Return which channels are left, bool, by the name of their norm; all of them at first."""
         return state.group("channels") or full_channels(self.groups)
 
-    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+    def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
         num_examples, fields = super().evaluation(task, state)
         mask = torch.cat(list(self.channels(state).values()))
         return num_examples, {**fields, "channel-density": int(mask.sum()) / len(mask)}
 
-    def fc_masks(self, state: State) -> dict[str, Tensor]:
+    def fc_masks(self, state: State) -> TensorDict:
         """Return the masks of the linear layers' weights, bool, by name; all True at first."""
         return state.group("fc") or full_masks(self.fc_shapes)
 
-    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> TensorDict:
         return self.coordinates(self.channels(state), self.fc_masks(state))
 
-    def coordinates(self, kept: Kept, fc: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def coordinates(self, kept: Kept, fc: Tensors) -> TensorDict:
         """Return masks of every full tensor: of those that removed channels cut, and of the linear weights."""
         masks = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
         return masks | {name: masks[name] & mask for name, mask in fc.items()}
 
     # --- the small network ----------------------------------------------------------------------------------------
 
-    def work_with(self, tensors: Mapping[str, Tensor], kept: Kept) -> None:
+    def work_with(self, tensors: Tensors, kept: Kept) -> None:
         """Make ``self.model`` the network of these channels, with these full tensors."""
         self.model = shrink(copy.deepcopy(self.full), self.groups, kept)
         vision.load_state_tensors(self.model, gather(tensors, self.groups, kept))
 
-    def test_accuracy(
-        self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
-    ) -> float | None:
+    def test_accuracy(self, task: Task, tensors: Tensors, masks: Tensors | None = None) -> float | None:
         # a group's scales are masked where its channels are gone
         kept = {group.name: masks[group.scales[0]] for group in self.groups} if masks else full_channels(self.groups)
         self.work_with(tensors, kept)
@@ -108,7 +106,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         small_fc = gather(fc, self.groups, kept)
         scale_names = [name for group in self.groups for name in group.scales]
 
-        def proposals() -> tuple[dict[str, Tensor], Kept]:
+        def proposals() -> tuple[TensorDict, Kept]:
             weights = self.weights(small_fc)
             scales = scatter(self.weights(scale_names), self.groups, kept, self.shapes)
             return (

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from flwr.app import RecordDict
 
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 
@@ -34,7 +35,7 @@ class Task:
     round: int
     payload: Payload = Payload({})  # noqa: RUF009 - frozen, and what it holds cannot be changed
     peer_updates: Mapping[int, Payload] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Values = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -59,13 +60,13 @@ class Task:
         fields = wire.fields_of(content)
         return cls(int(fields["round"]), payload, peer_updates, fields, notes)
 
-    def to_numpy(self) -> tuple[NDArrays, dict[str, Any]]:
+    def to_numpy(self) -> tuple[NDArrays, ValueDict]:
         """Return the task as Flower's ``NumPyClient`` takes it."""
         payload = self._as_one_payload()
         return payload.to_ndarrays(), {**self.fields, "round": self.round, _NOTES: self.notes} | names_of(payload)
 
     @classmethod
-    def from_numpy(cls, arrays: NDArrays, config: Mapping[str, Any]) -> Self:
+    def from_numpy(cls, arrays: NDArrays, config: Values) -> Self:
         """Undo :meth:`to_numpy`; the payloads share their memory with the arrays."""
         fields = {name: value for name, value in config.items() if name not in (_NOTES, *_NAMES)}
         payload, peer_updates = _split_payload(payload_from_numpy(arrays, config))
@@ -99,11 +100,11 @@ def names_of(payload: Payload) -> dict[str, list[str]]:
     return dict(zip(_NAMES, (list(payload.tensors), list(payload.masks)), strict=True))
 
 
-def payload_from_numpy(arrays: NDArrays, config: Mapping[str, Any]) -> Payload:
+def payload_from_numpy(arrays: NDArrays, config: Values) -> Payload:
     """Return the payload that Flower's list of arrays and the names in ``config`` make."""
     return Payload.from_ndarrays(arrays, *(config[names] for names in _NAMES))
 
 
-def reply_from_numpy(arrays: NDArrays, metrics: Mapping[str, Any]) -> tuple[Payload, dict[str, Any]]:
+def reply_from_numpy(arrays: NDArrays, metrics: Values) -> tuple[Payload, ValueDict]:
     """Return what a client's ``fit`` answered: the payload, and the fields beside it."""
     return payload_from_numpy(arrays, metrics), {n: value for n, value in metrics.items() if n not in _NAMES}

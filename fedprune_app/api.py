@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.config.toml import config_file
+from fedprune_app.core.named import TensorDict
 from fedprune_app.data import splits
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError
@@ -278,7 +279,7 @@ def masks(
     state_dir: AnyPath = "",
     data_dir: AnyPath = "",
     plugins: str | Sequence[str] = (),
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
     A tensor without a mask is dense. Where channels were removed (Sub-FedAvg (Hy)) the masks are those of the small

@@ -9,12 +9,12 @@ no point is whole, the run is refused, or it goes on with a loss that the user a
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.config import Config, ConfigError, check_resumable
+from fedprune_app.core.named import Values
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, message_to, send_and_receive
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
@@ -31,7 +31,7 @@ LostStates = Mapping[int, Mapping[int, str]]
 class SavedRun:
     """The server's disk has ``points`` of a run to go on from, the latest first, and files that are ``damaged``."""
 
-    info: Mapping[str, Any]  # run.json
+    info: Values  # run.json
     points: list[ResumePoint]
     damaged: list[str] = field(default_factory=list)
     is_complete: bool = False  # nothing is left to do or to repair
@@ -49,7 +49,7 @@ class Choice:
     losses: list[str]
 
 
-def find(folder: Path, info: Mapping[str, Any], config: Config) -> SavedRun:
+def find(folder: Path, info: Values, config: Config) -> SavedRun:
     """Look through a run folder, whose run.json is ``info``, for points to go on from.
 
     Raises :class:`ConfigError` where ``config`` is another run's, and where no checkpoint can be read after more than
@@ -90,7 +90,7 @@ def find(folder: Path, info: Mapping[str, Any], config: Config) -> SavedRun:
     return SavedRun(info, points, [*damaged, *problems], is_complete)
 
 
-def _spoilt_results(folder: Path, info: Mapping[str, Any]) -> list[str]:
+def _spoilt_results(folder: Path, info: Values) -> list[str]:
     problems = []
     try:
         load_run(folder)

@@ -6,11 +6,10 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -24,6 +23,7 @@ from rich.progress import (
 from rich.text import Text
 
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import point_to, scratch_folder
@@ -99,7 +99,7 @@ class RunProgress:
         for line in complete.splitlines():
             self._show(json.loads(line))
 
-    def _show(self, row: Mapping[str, Any]) -> None:
+    def _show(self, row: Values) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
         if numbers := progress_line(row):
             self._accuracy = numbers
@@ -129,7 +129,7 @@ class RunProgress:
             watcher.join()
 
 
-def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> dict[str, Any]:
+def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> ValueDict:
     with Session(console) as session:
         return session.run(prepared, folder, link)
 
@@ -175,7 +175,7 @@ class Session(ExitStack):
                 self._printed_notes.add(line)
                 self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
 
-    def run(self, prepared: Prepared, folder: Path, link: Path | None = None) -> dict[str, Any]:
+    def run(self, prepared: Prepared, folder: Path, link: Path | None = None) -> ValueDict:
         """Run a federation to its end in ``folder`` and return its run.json; nothing is checked any more.
 
         The language model that the run needs is trained or fetched first. Then the ``link`` leads to the folder.

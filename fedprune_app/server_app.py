@@ -3,9 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 from flwr.app import Context
@@ -14,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedprune_app import plugins, resuming
 from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.core import masked_tensors
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.engine.store import (
@@ -84,7 +83,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         recorder.reopen()
     else:
         values = config.to_dict()
-        code: dict[str, Any] = {"plugins": plugins.described(values)}
+        code: ValueDict = {"plugins": plugins.described(values)}
         if measures := own_measures.described(config.system):
             code["measures"] = measures
         facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
@@ -149,7 +148,7 @@ def _num_simulated(grid: Grid) -> int | None:
     return int(getattr(grid, "num_nodes", 0) or os.environ.get(CLIENTS_VARIABLE, 0)) or None
 
 
-def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mapping[str, Any]) -> Roster:
+def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values) -> Roster:
     """Return the clients of the run.
 
     A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised. Clients
@@ -192,12 +191,10 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Mappin
     return roster
 
 
-def _go_on(
-    recorder: Recorder, config: Config, earlier_info: Mapping[str, Any], choice: Choice, state: State | None
-) -> None:
+def _go_on(recorder: Recorder, config: Config, earlier_info: Values, choice: Choice, state: State | None) -> None:
     """Open the run folder again: from this call on the run differs from the run that stopped."""
     values = config.to_dict()
-    changes: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
+    changes: ValueDict = {"config": {**values, "resume-from": "", "accept-loss": False}}
     if measures := own_measures.described(config.system):
         changes["measures"] = measures
     changed_plugins = plugins.changed(values, earlier_info.get("plugins", {}))

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
@@ -88,7 +89,7 @@ def _as_most_tell(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -
     return value
 
 
-def _facts_of_data(context: RunContext) -> dict[str, Any]:
+def _facts_of_data(context: RunContext) -> ValueDict:
     """Return what run.json tells of the data with the model, which are the facts that an export needs.
 
     These are how images are normalised, and a table's columns or a digest of them; what clients do not tell is left

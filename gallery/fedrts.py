@@ -8,10 +8,11 @@ gradients it is, and 0.5 from the mean. Clients send where these are, not the gr
 ``X = γ X_mean + (1 − γ) Σ p_n X_n``, by numbers of examples p_n; ``α += λ X`` and ``β += λ (1 − X)``. The K weights
 with the largest draws from their distributions stay. K − κ falls by a cosine from the share ``fedrts.adjusted`` of K.
 
-From the released code, as far as it could be found: λ = 10, γ = 0.5, the schedule and its end (300 of 500 rounds), the
-initial mask by magnitude, and the gradient of one batch after the local epochs. The share is 0.2 there and 0.4 in the
-paper. Deviations: the mask travels with each model down; what clients send is values alone, and in the rounds that move
-the mask one mask more. Weights that grow begin at 0. After the last move outcomes are counted no more.
+From the released code (FedPruning): λ = 10, γ = 0.5, when masks move and when no more (300 of 500 rounds), the initial
+mask by magnitude, and the gradient of one batch after the local epochs. The share is 0.2 there and 0.4 in the paper,
+and γ is the clients' part there. Deviations: the mask travels with each model down; what clients send is values alone,
+and in the rounds that move the mask one mask more. Weights that grow begin at 0. After the last move outcomes are
+counted no more.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ class FedRTS(fp.FedAvg):
         for name, votes in grown.items():
             if bool((votes & self.masks[name]).any()) or int(votes.sum()) > self.sizes[name]:
                 raise ValueError(f"votes for {name!r} are {int(votes.sum())}, allowed: {self.sizes[name]} pruned ones")
-        reply.update = fp.Payload(model := fp.masks.unpacked(parts.group("model"), self.masks, self.model))
+        reply.update = fp.Payload(fp.masks.unpacked(parts.group("model"), self.masks, self.model))
         super().receive(round, reply)
         weight = self.weight_of(reply.client)
-        for name, core in self.core(model).items():
+        for name, core in self.core(reply.update.tensors).items():
             self.votes[name] += weight * (core | grown[name] if name in grown else core)
         self.num_voters += weight
 

@@ -89,7 +89,7 @@ class FedP3(AveragingStrategy):
 
     def _assignment(self, client: int) -> Assigned:
         options, hidden = self.options, self.hidden
-        density = options.density_of(client, self.config.density)
+        density = self.config.density
         round = self.draws if options.assignment == "per-round" else 0
         draw = rng.numpy_generator(self.config.seed, "layers", client, round)
         is_balanced, position = options.assignment == "balanced", list(self.clients).index(client)

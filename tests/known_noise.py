@@ -25,3 +25,6 @@ class KnownNoise(Noise):
     def laplace(self, scale: float) -> float:
         centred = float(self.uniform(1)) - 0.5
         return -scale * math.copysign(math.log(1 - 2 * abs(centred)), centred)
+
+    def seed(self) -> int:
+        return self.generator.initial_seed()

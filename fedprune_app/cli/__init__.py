@@ -12,6 +12,7 @@ import typer
 from fedprune_app import __version__
 from fedprune_app.cli import deploying, first_look, looking, running
 from fedprune_app.config import OPTIONS, ConfigError
+from fedprune_app.core.texts import one_line
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.terminal import say
@@ -69,18 +70,14 @@ def main(commands: typer.Typer = app) -> None:
         error.show()
         sys.exit(error.exit_code)
     except LeftGoing as error:
-        say(f" {_one_line(error)}", "not followed any more:", "yellow")
+        say(f" {one_line(error)}", "not followed any more:", "yellow")
         sys.exit(1)
     except LaunchError as error:
-        say(f" {_one_line(error)}", "failed:", "red")
+        say(f" {one_line(error)}", "failed:", "red")
         sys.exit(1)
     except (ValueError, OSError) as error:
-        say(f" {_one_line(error)}", "error:", "red")
+        say(f" {one_line(error)}", "error:", "red")
         sys.exit(2)
     if code == _INTERRUPTED:
         say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

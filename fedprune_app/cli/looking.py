@@ -7,22 +7,24 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import Placement, given_in, trusted_code
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import Plugins, Terminal, console, say
+from fedprune_app.terminal import Plugins, Terminal, console, print_rows, say
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
 
 app = typer.Typer()
+_MOST_TOKENS = 64  # that `predict` adds to a text
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
@@ -119,7 +121,11 @@ def export(
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
-        typer.Option("--format", help="safetensors, sparse or onnx. Default: as the file's suffix says."),
+        typer.Option("--format", help="safetensors, sparse, onnx or gguf. Default: as the file's suffix says."),
+    ] = "",
+    type: Annotated[
+        str,
+        typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     state_dir: Annotated[
@@ -136,14 +142,19 @@ def export(
     RUN is the folder of a completed run.
     The command prints what the model saves, compared with the dense model.
     With a format of sparse, a CPU computes with the kept weights alone.
-    For a language model the format is sparse.
+    For a language model the format is sparse, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
-    from fedprune_app.exports.formats import check_options, export_model, format_of, is_language_model
+    from fedprune_app.exports.formats import check_options, export_model, format_of, is_gguf, is_language_model
 
+    if type and not is_gguf(output):
+        raise ConfigError("--type", type, "none, since it has no effect", condition=f"with --output {str(output)!r}")
     if is_language_model(folder):
         check_options(output, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugin)
-        _export_language_model(folder, output, force)
+        if is_gguf(output):
+            _export_gguf(folder, output.expanduser(), type, force)
+        else:
+            _export_language_model(folder, output, force)
         return
     format = format_of(output, format)
     if (client is None) != is_global:
@@ -187,6 +198,27 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     say(f": {output.resolve()}", "exported", "green")
 
 
+def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
+    from fedprune_app.exports.formats import machine
+    from fedprune_app.exports.language import export_gguf
+
+    with console.status(Text(f"writing {output}")):
+        costs = export_gguf(folder, output, type, force=force)
+    caption = f"ms of one thread in llama.cpp, in turns, on {machine()}; perplexity before weights are rounded"
+    table = Table(title=output.name, caption=caption, box=None)
+    for column in ("", "MB", "ms per token", "perplexity"):
+        table.add_column(column, justify="right" if column else "left")
+    for model, num_bytes, *numbers in costs:
+        cells = ["-" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(model, f"{num_bytes / 1e6:,.2f}", *cells)
+    Terminal().print(table)
+    loaded = f'AutoModelForCausalLM.from_pretrained("{output.parent}", gguf_file="{output.name}")'
+    ollama = f"echo FROM {output.resolve()} > Modelfile && ollama create {output.stem} -f Modelfile"
+    here = f'fedprune predict {output} "Once upon a time"'
+    print_rows((("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded), ("here", here)))
+    say(f": {output.resolve()}", "exported", "green")
+
+
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
     """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
     from fedprune_app.exports.formats import machine
@@ -202,7 +234,7 @@ def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]])
 @app.command()
 def predict(
     model: Annotated[Path, typer.Argument(metavar="MODEL")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...")],
     top: Annotated[int, typer.Option("--top", help="How many classes to show for each example.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     build: Annotated[
@@ -212,18 +244,22 @@ def predict(
     """Classify images, or rows of tables, with an exported model.
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
-    Each FILE is an image, which is brought to the size of the model's images.
-    For a model that was trained on a table, a FILE is a CSV or Parquet table.
-    Its columns are found by their names.
+    If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
+    Otherwise a FILE is an image, which is brought to the model's size.
+    For a model of tables, it is a CSV or Parquet table with the same columns.
     """
     from fedprune_app import plugins
+    from fedprune_app.exports.formats import is_gguf
     from fedprune_app.exports.predict import predictions
 
+    if is_gguf(model):
+        _continue_texts(model, files, as_json)
+        return
     function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
     errors: list[ValueError] = []
-    results = predictions(model, list(dict.fromkeys(files)), top, function, errors.append)
+    results = predictions(model, [Path(file) for file in dict.fromkeys(files)], top, function, errors.append)
     if as_json:
-        by_file: dict[str, Any] = {}
+        by_file: ValueDict = {}
         for file, row, classes in results:
             if row is None:
                 by_file[str(file)] = dict(classes)
@@ -236,6 +272,18 @@ def predict(
         say(f" {error}", "error:", "red")
     if errors:
         raise typer.Exit(2)
+
+
+def _continue_texts(model: Path, texts: Iterable[str], as_json: bool) -> None:
+    from fedprune_app.exports.llama_cpp import LlamaCpp
+
+    runtime = LlamaCpp(model)
+    continued = {text: runtime.complete(text, _MOST_TOKENS).text for text in texts}
+    if as_json:
+        typer.echo(json.dumps(continued, indent=1))
+        return
+    for text, more in continued.items():
+        Terminal().print(text + more, soft_wrap=True)
 
 
 def _print_predictions(results: Sequence[Prediction]) -> None:

@@ -1,13 +1,14 @@
 """Commands that start runs: ``run``, ``check``, ``check-data`` and ``sweep``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from fedprune_app.core.named import Values
 from fedprune_app.files import next_folder
 from fedprune_app.preflight.given import Placement, given_in
 from fedprune_app.preflight.prepare import Prepared, prepare
@@ -170,7 +171,7 @@ def say_notes(notes: Iterable[str]) -> None:
         say(f" {line}", "note:", "yellow")
 
 
-def say_sizes(info: Mapping[str, Any], out: Path) -> None:
+def say_sizes(info: Values, out: Path) -> None:
     """Say where a language model was written, and how large its weights are."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):

@@ -15,7 +15,7 @@ from fedprune_app.config.errors import REFUSED, ConfigError, refused, told_of
 from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
-from fedprune_app.config.options import Kind, Option, Scalar, option
+from fedprune_app.config.options import Kind, Option, Scalar, Settings, option
 from fedprune_app.config.parsing import (
     check_effects,
     check_resumable,
@@ -51,6 +51,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Scalar",
+    "Settings",
     "Table",
     "check_effects",
     "check_resumable",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, execution_option, option
 
 # What only systems need that learn from images.
 IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
@@ -44,12 +44,10 @@ class CommonOptions:
         "or 'file.py:function'.",
         kind=Kind.CODE,
     )
-    data_dir: str = option(
+    data_dir: str = execution_option(
         "",
         "The folder that holds the data. Dataset 'digits' needs none.",
         kind=Kind.FOLDER,
-        changes_results=False,
-        resumable=True,
         needs={"dataset": NoneOf(("digits", "stdlib"))},
     )
     classes: str = option(
@@ -87,11 +85,9 @@ class CommonOptions:
         "The names of a table's columns that are no features, such as a patient's number: 'id, name'.",
         needs={"dataset": ("table",)},
     )
-    download: bool = option(
+    download: bool = execution_option(
         False,
         "If true, missing files are fetched: a torchvision dataset into data-dir, a model from the Hugging Face hub.",
-        changes_results=False,
-        resumable=True,
         needs={"dataset": NoneOf(("digits", "image-folder", "table", "huggingface"))},
     )
     partition: str = option(
@@ -323,12 +319,10 @@ class CommonOptions:
     deadline_seconds: float = option(
         600.0, "The time that a round waits for replies, in seconds.", above=0, resumable=True
     )
-    startup_seconds: float = option(
+    startup_seconds: float = execution_option(
         300.0,
         "The time that a run waits for its clients to come up, in seconds.",
         above=0,
-        changes_results=False,
-        resumable=True,
     )
     min_clients: int = option(
         1, "The number of clients that a run waits for, startup-seconds long, and needs to begin.", least=1,
@@ -337,28 +331,24 @@ class CommonOptions:
     min_replies: int = option(
         1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
     )
-    out_dir: str = option(
+    out_dir: str = execution_option(
         "",
         "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",
         kind=Kind.RUN_FOLDER,
-        changes_results=False,
-        resumable=True,
     )
-    state_dir: str = option(
+    state_dir: str = execution_option(
         "",
         "The folder for the clients' state of any run, as an absolute path. Empty means <run folder>/clients.",
         kind=Kind.STATE_FOLDER,
-        changes_results=False,
-        resumable=True,
     )
-    resume_from: str = option(
-        "", "The run folder of the run to continue.", kind=Kind.RUN_FOLDER, changes_results=False, resumable=True
+    resume_from: str = execution_option(
+        "",
+        "The run folder of the run to continue.",
+        kind=Kind.RUN_FOLDER,
     )
-    accept_loss: bool = option(
+    accept_loss: bool = execution_option(
         False,
         "If true, a run is resumed even where a damaged file changes the result; run.json then names the loss.",
-        changes_results=False,
-        resumable=True,
     )
     device: str = option(
         "auto",
@@ -389,24 +379,20 @@ class CommonOptions:
         "If true, a CUDA device computes by deterministic algorithms alone: the same run then ends with the same "
         "final_sha256 on that device. On the CPU every run does.",
     )
-    cuda_graphs: bool = option(
+    cuda_graphs: bool = execution_option(
         True,
         "If true, a CUDA device repeats training steps, and blocks of SparseGPT, as CUDA graphs.",
-        changes_results=False,
-        resumable=True,
     )
     num_threads: int = option(
         1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1, most=1024
     )
-    cohort: int = option(
+    cohort: int = execution_option(
         0,
         "The largest number of clients that a simulation trains in one step; 0 means eight on a CPU, where no result "
         "depends on the number, and 32 on a GPU.",
         least=0,
-        changes_results=False,
-        resumable=True,
     )
-    tracking: str = option(
+    tracking: str = execution_option(
         "none",
         "The tracker that gets the run's settings and numbers beside the run's own records.",
         choices={
@@ -414,17 +400,13 @@ class CommonOptions:
             "tensorboard": "TensorBoard's event files in the run folder",
             "mlflow": "MLflow, at MLFLOW_TRACKING_URI or in the run folder",
         },
-        changes_results=False,
-        resumable=True,
     )
 
-    plugins: str = option(
+    plugins: str = execution_option(
         "",
         "The plug-ins that the run needs: modules, and files that end in .py, separated by commas. The system, "
         "network, dataset or partition of an installed plug-in needs no mention here.",
         kind=Kind.CODE,
-        changes_results=False,
-        resumable=True,
     )
     plugin_options: str = option(
         "",

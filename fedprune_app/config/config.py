@@ -19,7 +19,7 @@ from fedprune_app.config.fedltp import FedLTPOptions, public_share
 from fedprune_app.config.fedp3 import FedCROptions, FedP3Options
 from fedprune_app.config.fedspallm import FedSpaLLMOptions
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions
-from fedprune_app.config.options import Option, Scalar, option_of
+from fedprune_app.config.options import Option, Scalar, Settings, option_of
 from fedprune_app.config.privacy import DPOptions
 from fedprune_app.config.subfedavg import SubFedAvgOptions
 
@@ -115,7 +115,7 @@ _OPTIONS = {key: _with_needs(key, option, Config()) for key, _, option in flat(C
 # Every option by its key: those of the product, and those of the plug-ins that are loaded.
 OPTIONS: Mapping[str, Option] = MappingProxyType(_OPTIONS)
 # The default of every option of the product; Flower's pyproject.toml declares these keys.
-DEFAULTS: Mapping[str, Scalar] = {key: option.default for key, option in OPTIONS.items()}
+DEFAULTS: Settings = {key: option.default for key, option in OPTIONS.items()}
 
 
 def register_keys(prefix: str, options: Mapping[str, Option]) -> None:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, execution_option, option
 
 _PUBLIC_SHARE = 0.2
 # What the keys need that make tickets or choose one.
@@ -31,12 +31,10 @@ class FedLTPOptions(Table):
         "The server's public dataset. Empty means a share of the dataset that no client gets.",
         needs=_TICKETS,
     )
-    public_data_dir: str = option(
+    public_data_dir: str = execution_option(
         "",
         "The folder of the public data, on the server.",
         kind=Kind.FOLDER,
-        changes_results=False,
-        resumable=True,
         needs=_TICKETS,
     )
     public_samples: int = option(

@@ -81,11 +81,6 @@ class FedP3Options(Table):
         " Empty means the whole model.",
         needs={**_OF_FEDP3, ".layer-set": ("capacity",)},
     )
-    densities: str = option(
-        "",
-        "The densities of the clients in turn: '0.9 0.7'. Empty means that every client has the key density.",
-        needs=_OF_BOTH,
-    )
     local: str = option(
         "fixed",
         "The local pruning of the layers that a client does not train.",
@@ -122,7 +117,6 @@ class FedP3Options(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        self.density_of(0, common.density)
         self.capacity_of(0)
         if (self.layer_set == "by-hand") != bool(self.layers):
             raise ConfigError(
@@ -133,9 +127,6 @@ class FedP3Options(Table):
             )
         if common.system == "fedcr" and self.local != "fixed":
             raise ConfigError("fedp3.local", self.local, "'fixed'", condition="with system 'fedcr'")
-
-    def density_of(self, client: int, default: float) -> float:
-        return share_in_turn("fedp3.densities", self.densities, client, default)
 
     def capacity_of(self, client: int) -> float:
         """Return the share of the model that client number ``client`` can hold, where its node does not say.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from fedprune_app.config.errors import ConfigError, not_allowed
 
 Scalar = bool | int | float | str
+Settings = Mapping[str, Scalar]  # by key
 S = TypeVar("S", bool, int, float, str)
 
 
@@ -133,6 +134,11 @@ def option(
     bounds = tuple((words, limit, holds) for words, limit, holds in ends if limit is not None)
     declaration = Option(default, help, choices or {}, bounds, kind, changes_results, resumable, needs or {})
     return field(default=default, metadata={_OPTION: declaration})
+
+
+def execution_option(default: S, help: str, **more: Any) -> S:
+    """Declare an option that only says where or how a run is executed, and that a resumed run may change."""
+    return option(default, help, changes_results=False, resumable=True, **more)
 
 
 _OPTION = "option"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, unknown_key
-from fedprune_app.config.options import Kind, Needs, NoneOf, Scalar
+from fedprune_app.config.options import Kind, Needs, NoneOf, Scalar, Settings
 from fedprune_app.config.plugged import is_used, without_carrier
 from fedprune_app.config.systems import declared
 
@@ -40,7 +40,7 @@ def _checked_config(items: frozenset[tuple[str, Scalar]], own_options: Table) ->
     return config
 
 
-def _with_values(blank: T, values: Mapping[str, Scalar], prefix: str = "") -> T:
+def _with_values(blank: T, values: Settings, prefix: str = "") -> T:
     changes: dict[str, Any] = {}
     for item in fields(blank):
         key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(blank, item.name)
@@ -50,7 +50,7 @@ def _with_values(blank: T, values: Mapping[str, Scalar], prefix: str = "") -> T:
     return replace(blank, **changes)
 
 
-def paths_from_here(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def paths_from_here(values: Settings) -> dict[str, Scalar]:
     """Return ``values`` with absolute paths: on a command line relative paths begin at the current folder."""
     return {key: OPTIONS[key].from_here(value) if key in OPTIONS else value for key, value in values.items()}
 
@@ -95,7 +95,6 @@ _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
     # of a client that trains all layers nothing is chosen or pruned
     ("density", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
-    ("fedp3.densities", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
     ("fedp3.assignment", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedprune_app.config.config import OPTIONS
 from fedprune_app.config.errors import ConfigError, not_allowed, told_of
-from fedprune_app.config.options import Scalar
+from fedprune_app.config.options import Scalar, Settings
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -60,7 +60,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
     return key.strip(), parsed
 
 
-def to_toml(values: Mapping[str, Scalar]) -> str:
+def to_toml(values: Settings) -> str:
     """Return flat ``values`` as TOML that Flower and :func:`read_toml` read back."""
     lines = []
     for key, value in sorted(values.items(), key=lambda item: ("." in item[0], item[0])):

@@ -5,13 +5,14 @@ coordinates flip per round. Replies arrive in any order. So each addend is round
 added as an integer. Integer addition is exact, and therefore commutative and associative.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from fedprune_app.core import masked_tensors
 from fedprune_app.core.masks import keep_count
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, n_of_m_mask, smallest
 
@@ -45,9 +46,9 @@ class MaskedMean:
         self.max_weight = max_weight
         self.max_magnitude = _HEADROOM / (max_addends + 1)
         self.num_added = 0
-        self._sums: dict[str, Tensor] = {}  # int64, in units of 2^-40 / max_weight
+        self._sums: TensorDict = {}  # int64, in units of 2^-40 / max_weight
         self._dtypes: dict[str, torch.dtype] = {}  # the dtype of the first addend
-        self._weights: dict[str, Tensor] = {}  # Σ a_k m_k; 0-dim while every addend was dense
+        self._weights: TensorDict = {}  # Σ a_k m_k; 0-dim while every addend was dense
         self._weight_dtype = torch.int32 if max_addends * max_weight < 2**31 else torch.int64
 
     def add(self, payload: Payload, weight: int = 1) -> None:
@@ -119,7 +120,7 @@ class MaskedMean:
             weights = masked_tensors.zeros(tensor.shape, self._weight_dtype, tensor.device)
             self._weights[name] = weights.add_(count) if count else weights
 
-    def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def mean(self, fallback: Tensors) -> TensorDict:
         """Return the mean in the names, order and dtypes of ``fallback``.
 
         A coordinate that nobody kept has its value in ``fallback``.
@@ -129,7 +130,7 @@ class MaskedMean:
             for name, default in fallback.items()
         }
 
-    def mixed(self) -> dict[str, Tensor]:
+    def mixed(self) -> TensorDict:
         """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
 
         Each mask must be the one with which the weights were trained, and not the mask that the search afterwards
@@ -152,7 +153,7 @@ class MaskedMean:
             output.copy_(means if default is None else torch.where(counts > 0, means, defaults.double()))
         return result.to(dtype)
 
-    def held(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    def held(self, names: Iterable[str] | None = None) -> TensorDict:
         """Return a bool tensor for each tensor added, or for those of ``names``.
 
         True stands at the coordinates that at least one addend kept.
@@ -214,7 +215,7 @@ class L0Mean:
         has that already.
         """
         mean = self.mean() if mean is None else mean
-        masks: dict[str, Tensor] = {}
+        masks: TensorDict = {}
         for name in self._masked:
             holders, values = self._mean.held_weight(name), mean.tensors[name]
             target = holders.numel() - keep_count(holders.numel(), density)

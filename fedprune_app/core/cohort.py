@@ -7,12 +7,14 @@ no system has to know of cohorts. On a CPU a client's result does not depend on 
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from fedprune_app.core.named import Values
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
@@ -66,7 +68,7 @@ def share_of(num_messages: int, num_workers: int, max_size: int) -> int:
     return max(1, math.ceil(num_messages / (num_workers * times)))
 
 
-def largest_cohort(run_config: Mapping[str, Any]) -> int:
+def largest_cohort(run_config: Values) -> int:
     """Return how many clients a run trains together at most."""
     on_gpu = run_config.get("device", "cpu") != "cpu" and torch.cuda.is_available()
     return int(run_config.get("cohort", 0)) or (LARGEST_ON_GPU if on_gpu else LARGEST_COHORT)

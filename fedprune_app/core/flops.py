@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedprune_app.core.named import Tensors
 from fedprune_app.core.rng import global_draws_of
 
 # A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights.
@@ -41,7 +42,7 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     return {name: layers[name] for name, _ in model.named_modules() if layers[name]}
 
 
-def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) -> float:
+def sparse_flops(layer_flops: Mapping[str, int], masks: Tensors) -> float:
     """Return the FLOPs when only kept weights are multiplied: each layer's count times the kept share of its weight.
 
     ``masks`` are by parameter name (``conv1.weight``), True = kept. A layer without a mask is dense. Masks of other
@@ -51,9 +52,7 @@ def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) ->
     return sum(count * densities.get(f"{name}.weight", 1.0) for name, count in layer_flops.items())
 
 
-def training_flops(
-    layer_flops: Mapping[str, int], num_examples: int, masks: Mapping[str, Tensor] | None = None
-) -> float:
+def training_flops(layer_flops: Mapping[str, int], num_examples: int, masks: Tensors | None = None) -> float:
     """Return the FLOPs of training on ``num_examples`` (those of all epochs together): forward and backward passes.
 
     ``layer_flops`` are :func:`forward_flops` of the model. Dis-PFL's table adds the dense gradient of one batch for its

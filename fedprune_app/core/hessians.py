@@ -10,6 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedprune_app.core.named import TensorDict, Tensors
+
 # This prefix before the name of the first matrix with the same inputs names their Hessian in a payload.
 HESSIAN = "hessian/"
 _FRACTION = 2.0**40
@@ -31,12 +33,12 @@ def _upper_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).triu()
 
 
-def encoded(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def encoded(matrices: Tensors) -> TensorDict:
     """Return the tensors in which Hessians (n, n) travel: their upper triangles in float32."""
     return {HESSIAN + name: packed_upper(matrix.float()) for name, matrix in matrices.items()}
 
 
-def like(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+def like(sizes: Mapping[str, int]) -> TensorDict:
     """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``sizes`` inputs, without values."""
     return {HESSIAN + name: torch.empty(size * (size + 1) // 2, device="meta") for name, size in sizes.items()}
 
@@ -130,7 +132,7 @@ class HessianSum:
         self._whole = torch.zeros(size * (size + 1) // 2, dtype=torch.int64)
         self._fraction = torch.zeros_like(self._whole)
 
-    def add(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> None:
+    def add(self, name: str, tensors: Tensors, weight: int) -> None:
         """Add what :func:`encoded` made, ``weight`` times: that many sequences are behind it.
 
         An error leaves the sum as if these tensors had not come.
@@ -142,7 +144,7 @@ class HessianSum:
         self.weight += weight
         self.num_added += 1
 
-    def check(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> Tensor:
+    def check(self, name: str, tensors: Tensors, weight: int) -> Tensor:
         """Return the upper triangle, float64, that :meth:`add` would add, and add nothing.
 
         Raises ``ValueError`` for a diagonal below 0, and for numbers that are too large for an exact sum.

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Masks = dict[str, Tensor]
+from fedprune_app.core.named import Shapes, TensorDict, Tensors
+
+Masks = TensorDict
 
 
 def keep_count(n: int, density: float) -> int:
@@ -25,7 +27,7 @@ def keep_count(n: int, density: float) -> int:
     return min(n, math.floor(density * n + 1e-6))  # 0.29 * 100 is 29, not 28.999...
 
 
-def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
+def erk_densities(shapes: Shapes, density: float) -> dict[str, float]:
     """Return Erdős-Rényi-kernel densities: small tensors stay denser, all together keep ``density`` of the coordinates.
 
     A tensor's density is proportional to ``sum(shape) / prod(shape)``. A tensor whose density would pass 1 becomes
@@ -59,7 +61,7 @@ def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: f
     return {name: epsilon * raw[name] if name in sparse else 1.0 for name in shapes}
 
 
-def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
+def uniform_densities(shapes: Shapes, density: float) -> dict[str, float]:
     """Return ``density`` for every weight (2 or more dimensions) and 1 for every 1-D tensor.
 
     1-D tensors stay dense because they cost next to nothing, and because a normalisation scale masked to 0 silences its
@@ -68,12 +70,12 @@ def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], densit
     return {name: density if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
 
 
-def full_masks(shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> Masks:
+def full_masks(shapes: Shapes) -> Masks:
     return {name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}
 
 
 def random_masks(
-    shapes: Mapping[str, torch.Size | tuple[int, ...]],
+    shapes: Shapes,
     densities: Mapping[str, float],
     rng: torch.Generator,
 ) -> Masks:
@@ -87,7 +89,7 @@ def random_masks(
     return masks
 
 
-def random_coordinates(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float, seed: int) -> Masks:
+def random_coordinates(shapes: Shapes, density: float, seed: int) -> Masks:
     """Draw masks that together keep exactly ``keep_count(d, density)`` of all d coordinates, uniformly placed.
 
     Unlike :func:`random_masks` the function draws from all tensors at once, biases too. ``seed`` alone decides, so the
@@ -101,14 +103,12 @@ def random_coordinates(shapes: Mapping[str, torch.Size | tuple[int, ...]], densi
     return {name: part.view(tuple(shape)).clone() for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
-def packed(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def packed(tensors: Tensors, masks: Tensors) -> TensorDict:
     """Return each masked tensor as the vector of its kept values, to be sent to somebody who knows the masks."""
     return {name: tensor[masks[name]] if name in masks else tensor for name, tensor in tensors.items()}
 
 
-def unpacked(
-    values: Mapping[str, Tensor], masks: Mapping[str, Tensor], fallback: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def unpacked(values: Tensors, masks: Tensors, fallback: Tensors) -> TensorDict:
     """Return the tensors that :func:`packed` packed; coordinates that were not sent are those of ``fallback``."""
     tensors = dict(values)
     for name in values.keys() & masks.keys():
@@ -117,7 +117,7 @@ def unpacked(
     return tensors
 
 
-def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
+def magnitude_masks(weights: Tensors, density: float) -> Masks:
     """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, per tensor.
 
     Ties go to the lowest flat index. Source: FedP3, section 4.3.1, as its released code has it (``int(p n)`` per weight
@@ -132,7 +132,7 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
     return masks
 
 
-def magnitude_masks_across(weights: Mapping[str, Tensor], density: float) -> Masks:
+def magnitude_masks_across(weights: Tensors, density: float) -> Masks:
     """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, of all tensors together.
 
     Ties go to the tensor that comes first, and in it to the lowest flat index. Source: SNIP, Lee et al., ICLR 2019.
@@ -142,7 +142,7 @@ def magnitude_masks_across(weights: Mapping[str, Tensor], density: float) -> Mas
     return {name: part.view(weights[name].shape).clone() for name, part in zip(weights, parts, strict=True)}
 
 
-def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], percent: float) -> Masks:
+def prune_percent(weights: Tensors, masks: Tensors, percent: float) -> Masks:
     """Return masks without about ``percent`` % of the remaining weights of each tensor: those of smallest magnitude.
 
     Per tensor the threshold is the linearly interpolated percentile of ``|w|`` over the alive coordinates (kept and
@@ -164,7 +164,7 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
     return new_masks
 
 
-def relative_threshold_masks(weights: Mapping[str, Tensor], ratio: float) -> Masks:
+def relative_threshold_masks(weights: Tensors, ratio: float) -> Masks:
     """Return masks that keep ``|w| > ratio · max |w|``, where the maximum is over the weight's own tensor.
 
     The number of kept weights depends on the weights' distribution. The largest weight always stays. With ratio 0 exact
@@ -184,9 +184,7 @@ def relative_threshold_masks(weights: Mapping[str, Tensor], ratio: float) -> Mas
     return new_masks
 
 
-def prune_and_grow(
-    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor], fraction: float
-) -> Masks:
+def prune_and_grow(weights: Tensors, gradients: Tensors, masks: Tensors, fraction: float) -> Masks:
     """Move a fraction of each mask: drop the kept weights of smallest magnitude, grow where the gradient is largest.
 
     Per tensor ``n = ceil(fraction * kept)``, at least 1 if anything is kept and ``fraction`` > 0.
@@ -256,7 +254,7 @@ def kth_smallest(flat: Tensor, rank: int) -> Tensor:
     return flat.sort().values[rank - 1]
 
 
-def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+def mask_distance(a: Tensors, b: Tensors) -> float:
     """Return the mean over tensors, each counting alike, of the share of coordinates in which two masks differ.
 
     The distance is in [0, 1], and 0 for masks without tensors. Source: Sub-FedAvg, Algorithm 1 line 13. ``ValueError``

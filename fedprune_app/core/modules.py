@@ -7,6 +7,8 @@ from copy import deepcopy
 import torch
 from torch import fx, nn
 
+from fedprune_app.core.named import TensorDict
+
 _KNOWN = ("torch.nn.", "torchvision.", "fedprune_app.")
 _ELSEWHERE = {"training", "_parameters", "_buffers", "_modules"}
 
@@ -36,6 +38,11 @@ def _attributes(module: nn.Module) -> str:
 def traced(model: nn.Module) -> fx.Graph:
     """Return the operations of a network in training, which may be others than in a test. It stays as it is."""
     return fx.Tracer().trace(deepcopy(model).train())
+
+
+def tensors_of(model: nn.Module) -> TensorDict:
+    """Return all parameters and buffers by name: the model's own, not copies."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import masked_tensors
+from fedprune_app.core.named import Tensors
 
 _BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has no bfloat16: two bytes under a field of that name
 
@@ -32,8 +33,8 @@ class Payload:
     ([3.0, 0.0], 0.5)
     """
 
-    tensors: Mapping[str, Tensor]
-    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Tensors
+    masks: Tensors = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, tensor in (*self.tensors.items(), *self.masks.items()):
@@ -51,7 +52,7 @@ class Payload:
         object.__setattr__(self, "masks", MappingProxyType(dict(self.masks)))
 
     @classmethod
-    def pruned(cls, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Payload:
+    def pruned(cls, tensors: Tensors, masks: Tensors) -> Payload:
         """Return a payload of new tensors, zero wherever their mask is False."""
         pruned_tensors = {
             name: _apply_mask(tensor, masks[name]) if name in masks else tensor.clone()

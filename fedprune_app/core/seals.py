@@ -5,8 +5,8 @@ SHA-256 finds damage, not malice: those who may write a file may write its diges
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
+
+from fedprune_app.core.named import ValueDict, Values
 
 # A sealed JSON object has this field besides its own fields.
 KEY = "content_sha256"
@@ -14,13 +14,13 @@ _START = b"fedprune seal "
 _MAX_LINE = 4096
 
 
-def sealed_json(content: Mapping[str, Any]) -> dict[str, Any]:
+def sealed_json(content: Values) -> ValueDict:
     """Return the object with its digest as a last field."""
     fields = {key: value for key, value in content.items() if key != KEY}
     return {**fields, KEY: _json_digest(fields)}
 
 
-def check_json(content: Mapping[str, Any]) -> None:
+def check_json(content: Values) -> None:
     """Raise ``ValueError`` for an object that is not as :func:`sealed_json` made it."""
     if KEY not in content:
         raise ValueError("it has no digest")
@@ -28,7 +28,7 @@ def check_json(content: Mapping[str, Any]) -> None:
         raise ValueError("its content is not what was written")
 
 
-def seal(body: bytes | memoryview, about: Mapping[str, Any]) -> bytes:
+def seal(body: bytes | memoryview, about: Values) -> bytes:
     """Return a file's content: one line with a digest and with ``about``, which says what the file is, then ``body``.
 
     >>> content = seal(b"weights", {"client": 3})
@@ -42,7 +42,7 @@ def seal(body: bytes | memoryview, about: Mapping[str, Any]) -> bytes:
     return b"".join([_START, json.dumps(line).encode(), b"\n", body])
 
 
-def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
+def unseal(content: bytes, about: Values) -> memoryview:
     """Return the body that :func:`seal` wrote; every entry of ``about`` must be in the seal.
 
     Raises ``ValueError`` for content that is damaged, cut, empty or about something else.
@@ -61,11 +61,11 @@ def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
     return body
 
 
-def _digest(body: bytes | memoryview, about: Mapping[str, Any]) -> str:
+def _digest(body: bytes | memoryview, about: Values) -> str:
     total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     total.update(body)
     return total.hexdigest()
 
 
-def _json_digest(content: Mapping[str, Any]) -> str:
+def _json_digest(content: Values) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()

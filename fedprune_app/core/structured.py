@@ -14,10 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.core.modules import generic_copy
+from fedprune_app.core.modules import generic_copy, tensors_of
+from fedprune_app.core.named import Shapes, TensorDict, Tensors
 
 # Channel masks are, for each group by its name, bool (size,), True = kept.
-Kept = dict[str, Tensor]
+Kept = TensorDict
 
 
 # Extents say how far leading units reach into tensors: name → dimension → how many of its indices.
@@ -55,7 +56,7 @@ def full_channels(groups: Sequence[ChannelGroup]) -> Kept:
 
 
 def choose_channels(
-    groups: Sequence[ChannelGroup], tensors: Mapping[str, Tensor], kept: Kept, fraction: float, floor: float
+    groups: Sequence[ChannelGroup], tensors: Tensors, kept: Kept, fraction: float, floor: float
 ) -> Kept:
     """Return channel masks without the channels of smallest BatchNorm scale, of each group by itself, once.
 
@@ -98,9 +99,7 @@ def _indices(groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, dict[int, 
     return indices
 
 
-def coordinate_masks(
-    groups: Sequence[ChannelGroup], kept: Kept, shapes: Mapping[str, torch.Size | tuple[int, ...]]
-) -> dict[str, Tensor]:
+def coordinate_masks(groups: Sequence[ChannelGroup], kept: Kept, shapes: Shapes) -> TensorDict:
     """Return masks of the full tensors that groups cut: a coordinate is kept if its channels are, in every dimension.
 
     A convolution's weight (o, i) is kept if both output channel o and input channel i are.
@@ -118,7 +117,7 @@ def coordinate_masks(
     return masks
 
 
-def gather(tensors: Mapping[str, Tensor], groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, Tensor]:
+def gather(tensors: Tensors, groups: Sequence[ChannelGroup], kept: Kept) -> TensorDict:
     """Return a full network's tensors (or masks) as the small network has them.
 
     Tensors that no group cuts stay as they are.
@@ -132,11 +131,11 @@ def gather(tensors: Mapping[str, Tensor], groups: Sequence[ChannelGroup], kept: 
 
 
 def scatter(
-    small: Mapping[str, Tensor],
+    small: Tensors,
     groups: Sequence[ChannelGroup],
     kept: Kept,
-    shapes: Mapping[str, torch.Size | tuple[int, ...]],
-) -> dict[str, Tensor]:
+    shapes: Shapes,
+) -> TensorDict:
     """Undo :func:`gather`: return full tensors of ``shapes``, 0 (or False) where channels are gone."""
     full_tensors = dict(small)
     for name, indices_by_dim in _indices(groups, kept).items():
@@ -159,7 +158,7 @@ def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.M
     network, faster. Raises ``ValueError`` for a layer of another kind.
     """
     names = {piece.tensor for group in groups for piece in group.slices}
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = tensors_of(model)
     small = gather({name: state[name].detach() for name in names if name in state}, groups, kept)
     for name, tensor in small.items():
         path, _, attribute = name.rpartition(".")
@@ -189,7 +188,7 @@ def of_leading_units(model: nn.Module, reach: Extents, norm_groups: Mapping[str,
     """Return the network of the leading units of ``model``, whose GroupNorms it changes."""
     for name, count in norm_groups.items():
         model.get_submodule(name).num_groups = count  # type: ignore[assignment]
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = tensors_of(model)
     blocks = {name: leading_block(state[name], dims) for name, dims in reach.items() if name in state}
     return lambda images: torch.func.functional_call(model, blocks, (images,))
 
@@ -197,7 +196,7 @@ def of_leading_units(model: nn.Module, reach: Extents, norm_groups: Mapping[str,
 def check_cut(
     model: nn.Module,
     image_shape: Sequence[int],
-    masks: Callable[[], Mapping[str, Tensor]],
+    masks: Callable[[], Tensors],
     cut: Callable[[nn.Module], Callable[[Tensor], Tensor]],
 ) -> None:
     """Raise ``ValueError`` unless ``cut(model)`` computes what the full network does with 0 where masks are False.
@@ -213,7 +212,7 @@ def check_cut(
                 buffer.uniform_(0, 0.5, generator=draw).add_(name.endswith("var"))
         images = torch.rand(4, *image_shape, generator=draw).to(next(full.parameters()).dtype)
         masked = copy.deepcopy(full)
-        state = {**dict(masked.named_parameters()), **dict(masked.named_buffers())}
+        state = tensors_of(masked)
         with torch.no_grad():
             for name, mask in masks().items():
                 state[name].mul_(mask)
@@ -234,9 +233,7 @@ def check_cut(
 # --- leading units ----------------------------------------------------------------------------------------------------
 
 
-def hidden_groups(
-    layers: Mapping[str, Sequence[str]], shapes: Mapping[str, torch.Size | tuple[int, ...]]
-) -> tuple[ChannelGroup, ...]:
+def hidden_groups(layers: Mapping[str, Sequence[str]], shapes: Shapes) -> tuple[ChannelGroup, ...]:
     """Return the units between consecutive layers of a chain, each group by the name of the layer that puts them out.
 
     ``layers`` maps each layer, in order, to the names of its tensors (:func:`fedprune_app.core.layers.layers_of`); its
@@ -298,7 +295,7 @@ def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
     return tensor
 
 
-def zero_padded(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+def zero_padded(small: Tensors, shapes: Shapes) -> TensorDict:
     """Undo :func:`leading_block`: return tensors of the full ``shapes``, 0 beyond the leading blocks."""
     full_tensors = {}
     for name, tensor in small.items():
@@ -309,7 +306,7 @@ def zero_padded(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | t
     return full_tensors
 
 
-def leading_masks(cut: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+def leading_masks(cut: Extents, shapes: Shapes) -> TensorDict:
     """Return masks of the full tensors that ``cut`` names: True in their leading blocks."""
     return {
         name: zero_padded({name: leading_block(torch.ones(tuple(shapes[name]), dtype=torch.bool), dims)}, shapes)[name]

@@ -3,15 +3,14 @@
 Source: Fed-LTP, section 4; Frankle and Carbin, "The Lottery Ticket Hypothesis", ICLR 2019.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedprune_app.core.masks import Masks, keep_count, relative_threshold_masks
+from fedprune_app.core.named import TensorDict, Tensors, Values
 from fedprune_app.core.scores import magnitude_mask, smallest
 
 # A ticket that is right of one percent fewer images is drawn with 1/e of the probability.
@@ -22,13 +21,13 @@ TEMPERATURE = 0.01
 class Ticket:
     """A ticket is a pruned network: the values to start from, the masks, and the trained weights that gave these."""
 
-    start: Mapping[str, Tensor]
-    trained: Mapping[str, Tensor]
-    masks: Mapping[str, Tensor]
-    about: Mapping[str, Any] = field(default_factory=dict)  # plain values, for the record
+    start: Tensors
+    trained: Tensors
+    masks: Tensors
+    about: Values = field(default_factory=dict)  # plain values, for the record
 
 
-def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "quantile") -> Masks:
+def ticket_masks(weights: Tensors, density: float, rule: str = "quantile") -> Masks:
     """Return the masks of trained weights, tensor by tensor, by one of two rules.
 
     * ``quantile`` keeps exactly ``keep_count(n, density)`` weights of largest magnitude, so that ``p = 1 - Pr``
@@ -57,9 +56,7 @@ def selection_probabilities(counts: Sequence[float], total: int, temperature: fl
     return [float(power) for power in powers / powers.sum()]
 
 
-def nested_levels(
-    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], num_models: int, pruned_share: float
-) -> dict[str, Tensor]:
+def nested_levels(weights: Tensors, masks: Tensors, num_models: int, pruned_share: float) -> TensorDict:
     """Return how many of the nested sub-models ``M_1 ⊃ M_2 ⊃ ... ⊃ M_K`` keep each coordinate.
 
     The numbers are int16, and 0 outside ``masks``. ``M_i`` keeps ``keep_count(kept, (1 - pruned_share)^i)`` of a
@@ -78,6 +75,6 @@ def nested_levels(
     return levels
 
 
-def at_level(levels: Mapping[str, Tensor], model: int) -> Masks:
+def at_level(levels: Tensors, model: int) -> Masks:
     """Return the masks of sub-model number ``model``; numbers start at 1."""
     return {name: level >= model for name, level in levels.items()}

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.core.rng import global_draws_of
+from fedprune_app.core.texts import error_text
 from fedprune_app.data.dataset import Dataset, Form, Images, Labels, coded, in_order, scale, shortened, text_of
 from fedprune_app.data.folders import as_deep_as, open_picture, stacked
 from fedprune_app.data.partitions import Indices
@@ -49,7 +50,7 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, form: Form, *,
         with global_draws_of(0):  # each process loads the data for itself
             data = load(data_dir)
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
-        raise ValueError(f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"dataset '{name}' cannot be loaded: {error_text(error)}") from error
     if isinstance(data, Dataset):
         return _check_dataset(name, data, public_scale)
     parts = [data.get("train"), data.get("test")] if isinstance(data, Mapping) else data
@@ -96,7 +97,7 @@ def dealt(
     try:
         parts = [np.sort(np.asarray(part)) for part in deal(labels, num_clients, rng)]
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
-        raise ValueError(f"partition '{name}' fails: {type(error).__name__}: {error}") from error
+        raise ValueError(f"partition '{name}' fails: {error_text(error)}") from error
     if len(parts) != num_clients:
         raise ValueError(f"partition '{name}' returns {len(parts)} parts, allowed: one per client, {num_clients}")
     for client, part in enumerate(parts):
@@ -190,10 +191,9 @@ def _part(name: str, split: str, part: Any, form: Form) -> _Part:
         except ValueError:  # lists of several lengths
             labels = np.asarray(labels, object)
     except Exception as error:  # a user's dataset raises what it likes
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
             f"dataset '{name}': the {split} part, of type {type(part).__name__}, cannot be read as examples with "
-            f"labels: {reason}"
+            f"labels: {error_text(error)}"
         ) from error
     if labels.ndim == 2 and labels.shape[1] == 1:  # a column of a table
         labels = labels[:, 0]

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.named import ImageShape
+from fedprune_app.core.texts import one_line
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.files import locked
 
@@ -139,7 +141,7 @@ class Dataset:
         return total.hexdigest()
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
+    def image_shape(self) -> ImageShape:
         """Return (C, H, W)."""
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width
@@ -188,9 +190,7 @@ def require(
                 if not all(file.exists() for file in files):
                     fetch()
         except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"data-dir '{folder}': download of dataset '{name}' failed: {' '.join(str(error).split())}"
-            ) from error
+            raise ValueError(f"data-dir '{folder}': download of dataset '{name}' failed: {one_line(error)}") from error
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedprune_app.core.named import ImageShape
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data import brought, folders, partitions, tables
@@ -238,7 +239,7 @@ _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what image libraries mean by grey
 
 
 def public_dataset(
-    name: str, data_dir: str, shape: tuple[int, int, int], samples: int, seed: int, download: bool = False
+    name: str, data_dir: str, shape: ImageShape, samples: int, seed: int, download: bool = False
 ) -> tuple[Tensor, Tensor, int]:
     """Return training images of a dataset as float32 (N, *shape), their labels (N,), and the number of classes.
 
@@ -265,7 +266,7 @@ def some_of(labels: Labels, samples: int, seed: int) -> Indices:
     return partitions.stratified_sample(labels, samples, rng) if samples else np.arange(len(labels))
 
 
-def adapted(images: Images, shape: tuple[int, int, int]) -> Tensor:
+def adapted(images: Images, shape: ImageShape) -> Tensor:
     """Return uint8 images (N, C, H, W) as float32 (N, *shape) in [0, 1].
 
     * Grey comes from colours by luminance.

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.named import ImageShape
 from fedprune_app.data.dataset import (
     AS_IT_IS,
     Dataset,
@@ -324,7 +325,7 @@ def _decode(paths: list[str], form: Form = AS_IT_IS) -> Images:
     return stacked(pictures(), len(paths), refuse, form.image_size, form.image_fit)
 
 
-def read_image(path: Path, shape: tuple[int, int, int], fit: str = "crop") -> Images:
+def read_image(path: Path, shape: ImageShape, fit: str = "crop") -> Images:
     """Return one image as uint8 of ``shape`` (C, H, W), with C = 1 for grey.
 
     An image of another size is brought to it as ``fit`` says, see :func:`resized`. Grey comes from colours by

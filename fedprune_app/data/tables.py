@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core.texts import one_line
 from fedprune_app.data.dataset import (
     Dataset,
     FileError,
@@ -122,7 +123,7 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
                 values = ["" if pandas.isna(value) else text_of(value) for value in frame[name]]
                 frame[name] = [value or None for value in values]
     except Exception as error:  # pandas' readers raise what they like
-        raise FileError(path, f"cannot be read: {' '.join(str(error).split())}") from None
+        raise FileError(path, f"cannot be read: {one_line(error)}") from None
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
         allowed = "a name of its own for each (to_csv(index=False) writes no row numbers)"
         raise FileError(path, f"has columns without a name, or two of one name, allowed: {allowed}")

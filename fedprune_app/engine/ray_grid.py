@@ -18,6 +18,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedprune_app.core.cohort import share_of
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_reply
 
@@ -57,7 +58,7 @@ class RayGrid(SimulatedGrid):
         self,
         client_app: str,
         num_clients: int,
-        run_config: Mapping[str, Any],
+        run_config: Values,
         resources: Mapping[str, float],
         one_machine: bool,
     ) -> None:
@@ -169,7 +170,7 @@ class RayGrid(SimulatedGrid):
 def _room_for(resources: Mapping[str, float]) -> int:
     """Return how many actors with these ``resources`` Ray has room for; none is on two machines."""
     needs = {{"num_cpus": "CPU", "num_gpus": "GPU"}[key]: count for key, count in resources.items() if count}
-    machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    machines: list[ValueDict] = ray.nodes()  # type: ignore[no-untyped-call]
     capacities = [machine["Resources"] for machine in machines]
     room = sum(min(int(capacity.get(name, 0) / count) for name, count in needs.items()) for capacity in capacities)
     if not room:

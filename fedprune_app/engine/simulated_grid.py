@@ -7,15 +7,15 @@ import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedprune_app.core.cohort import largest_cohort, share_of, work_in_cohort
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.rng import derive_seed
 from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
@@ -74,13 +74,13 @@ RAISED = 2
 class SimulatedGrid(Grid):
     """The grid has ``num_clients`` nodes with partition ids 0, 1, ...; node ids are arbitrary, as Flower's are."""
 
-    def __init__(self, num_clients: int, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, num_clients: int, run_config: Values) -> None:
         self.num_nodes = num_clients  # that there will ever be
         self._run_config = dict(run_config)
         self._contexts = {}
         for client in range(num_clients):
             node_id = derive_seed(client, "node-id")
-            node_config: dict[str, Any] = {"partition-id": client, "num-partitions": num_clients}
+            node_config: ValueDict = {"partition-id": client, "num-partitions": num_clients}
             self._contexts[node_id] = Context(RUN_ID, node_id, node_config, RecordDict(), self._run_config)
         self._largest_cohort = largest_cohort(run_config)
         self._pending: dict[str, Message] = {}
@@ -172,7 +172,7 @@ class InProcessGrid(SimulatedGrid):
     It is for breakpoints, for tests, and for machines without Ray. Only the transport differs: it is a dictionary.
     """
 
-    def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]) -> None:
+    def __init__(self, client_app: ClientApp, num_clients: int, run_config: Values) -> None:
         super().__init__(num_clients, run_config)
         self._client_app = client_app
 
@@ -193,8 +193,6 @@ class InProcessGrid(SimulatedGrid):
         return list(self.pull_messages(self.push_messages(messages)))
 
 
-def run_in_process(
-    server_app: ServerApp, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]
-) -> None:
+def run_in_process(server_app: ServerApp, client_app: ClientApp, num_clients: int, run_config: Values) -> None:
     """Run a federation to its end in this process; whatever the ServerApp raises is raised."""
     InProcessGrid(client_app, num_clients, run_config).serve(server_app)

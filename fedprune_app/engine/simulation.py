@@ -14,7 +14,7 @@ import shlex
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 
 from flwr.app import Context, RecordDict
 
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import (
     NOOP_FEDERATION_ID,
     SUPERLINK_NODE_ID,
@@ -60,12 +61,12 @@ class Workers:
         cluster: Any = ray  # these functions have no types
         return {"num_cpus": 1, "num_gpus": float(self.gpus > 0 and cluster.cluster_resources().get("GPU", 0) > 0)}
 
-    def init_args(self) -> dict[str, Any]:
+    def init_args(self) -> ValueDict:
         sizes = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
         return {"log_to_driver": False, **sizes}
 
 
-def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+def with_this_python(environment: Values | None) -> ValueDict:
     """Return Ray's runtime environment with this Python as a shell takes it.
 
     Ray hands the path of Python to a shell as it is. So its processes never start where the path has a space or a
@@ -76,7 +77,7 @@ def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
     return {**({"py_executable": quoted} if is_needed else {}), **(environment or {})}
 
 
-def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
+def run(app: Path, config: ValueDict, num_clients: int, workers: Workers) -> None:
     """Run the Flower app in the folder ``app``, which is on Python's path, to its end on a Grid of our own.
 
     ``config`` has all keys of the run. Whatever ends the run is raised.
@@ -94,7 +95,7 @@ def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -
     grid.serve(resolve_name(components["serverapp"]))
 
 
-def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
+def run_on_flower(app: Path, config: ValueDict, num_clients: int, workers: Workers) -> None:
     """Run the Flower app in the folder ``app`` to its end on Flower's own simulation; otherwise as :func:`run`."""
     import ray
 

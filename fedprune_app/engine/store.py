@@ -17,14 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from fedprune_app.config import Config
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import locked, make_durable, replace_file
@@ -39,16 +38,16 @@ _KEY = "fedprune-state"  # in the file's metadata
 class State:
     """A state has tensors by name, and plain JSON values beside them."""
 
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Tensors = field(default_factory=dict)
+    meta: Values = field(default_factory=dict)
 
-    def group(self, prefix: str) -> dict[str, Tensor]:
+    def group(self, prefix: str) -> TensorDict:
         """Return the tensors named ``prefix/name``, by ``name``."""
         start = f"{prefix}/"
         return {name[len(start) :]: t for name, t in self.tensors.items() if name.startswith(start)}
 
 
-def grouped(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def grouped(**groups: Tensors) -> TensorDict:
     """Return the inverse of :meth:`State.group`: ``grouped(weights=w, masks=m)``."""
     return {f"{prefix}/{name}": t for prefix, tensors in groups.items() for name, t in tensors.items()}
 
@@ -63,8 +62,8 @@ def owner(name: str, run_key: str) -> str | None:
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any] | None = None,
+    tensors: Tensors,
+    meta: Values | None = None,
     *,
     round: int = 0,
     owner: str | None = None,
@@ -76,7 +75,7 @@ def write_tensors(
     Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. The
     file is for its owner alone, unless it is not ``private``. Raises ``ValueError`` for values that are no JSON.
     """
-    contiguous: dict[str, Tensor] = {}
+    contiguous: TensorDict = {}
     addresses: set[int] = set()
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
@@ -109,9 +108,7 @@ def read_tensors(path: Path, *, round: int | None = None, owner: str | None = No
         raise ValueError(f"state file {str(path)!r} is damaged: {reason}") from None
 
 
-def _check_content(
-    tensors: Mapping[str, Tensor], header: dict[str, Any], round: int | None, owner: str | None
-) -> State:
+def _check_content(tensors: Tensors, header: ValueDict, round: int | None, owner: str | None) -> State:
     check_json(header)
     if header["tensors"] != Payload(tensors).digest():
         raise ValueError("its content is not what was written")

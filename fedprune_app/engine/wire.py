@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.named import Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.flower_private import recorddict_to_proto
 from fedprune_app.engine.printable import printable
 
-Fields = Mapping[str, Any]
+Fields = Values
 PAYLOAD = "payload"
 # the largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear
 LARGEST = 2.0**23
@@ -115,7 +115,7 @@ def _field(size: int) -> int:
     return 1 + max(1, -(-size.bit_length() // 7)) + size
 
 
-def fields_of(content: RecordDict) -> dict[str, Any]:
+def fields_of(content: RecordDict) -> ValueDict:
     """Return the named values of a message.
 
     Raises ``ValueError`` when there are none.
@@ -200,7 +200,7 @@ class Schema:
     unread: bool = False
 
     @classmethod
-    def like(cls, tensors: Mapping[str, Tensor], masked: frozenset[str] = frozenset()) -> Schema:
+    def like(cls, tensors: Tensors, masked: frozenset[str] = frozenset()) -> Schema:
         """Return the schema of payloads with the names, shapes and dtypes of these tensors."""
         return cls(
             {name: t.shape for name, t in tensors.items()},

@@ -24,13 +24,15 @@ from fedprune_app.exports.file import ExportInfo, full_density, network_of, prob
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.models.initial import channels_of, initial_model, seed_of_builder
 from fedprune_app.models.names import BUILDERS, chosen_name
+from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.reader import read_info
+from fedprune_app.results.reader import check_models, read_info
 
 _GLOBAL = Path("models") / "global.safetensors"
+CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,18 @@ class Exportable:
     network: nn.Module
     full: nn.Module
     masks: Mapping[str, Tensor]
+
+
+def finished_checkpoint(folder: Path) -> Path:
+    """Return the folder of a completed run's language model, undamaged, or of the checkpoint that ``folder`` is."""
+    if (folder / "run.json").exists():
+        info = read_info(folder)
+        if (status := info["status"]) != "completed":
+            raise ValueError(f"run {str(folder)!r} is {status}, allowed: a completed run")
+        if damages := check_models(folder, info):
+            raise ValueError(damages[0])
+        folder = folder / CHECKPOINT
+    return resolve_checkpoint(str(folder), download=False)
 
 
 def find_model(

@@ -26,14 +26,12 @@ from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.exports.file import ExportInfo, encode_export, num_parameters
-from fedprune_app.exports.find import Exportable, find_model
+from fedprune_app.exports.find import CHECKPOINT, Exportable, find_model, finished_checkpoint
 from fedprune_app.files import replace_file
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
-from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.sparse import SparseLinear, sparsify
 from fedprune_app.models.vision import parameter_names, state_tensors
-from fedprune_app.results.reader import check_models, read_info
 
 Runner = Callable[[Tensor], Any]  # images (N, C, H, W) to logits (N, classes)
 
@@ -114,6 +112,7 @@ def machine() -> str:
 
 
 SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
+GGUF = "gguf"  # of language models
 FORMATS = ("safetensors", SPARSE, "onnx")
 SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx"}
 
@@ -225,9 +224,6 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
     return content, runner, _onnx(model.full, model.info)[1]
 
 
-CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
-
-
 # --- packed language models -------------------------------------------------------------------------------------------
 
 
@@ -260,6 +256,10 @@ def is_language_model(folder: Path) -> bool:
     return any((place / "config.json").is_file() for place in (folder, folder / CHECKPOINT))
 
 
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == f".{GGUF}"
+
+
 def check_options(output: Path, client: int | None, format: str, **options: object) -> None:
     """Raise :class:`ConfigError` for options of ``fedprune export`` that a language model does not have.
 
@@ -268,8 +268,8 @@ def check_options(output: Path, client: int | None, format: str, **options: obje
     condition = "with a language model"
     if client is not None:
         raise ConfigError("--client", client, "none, for the global model", condition=condition)
-    if format not in ("", "sparse"):
-        raise ConfigError("--format", format, "sparse", condition=condition)
+    if format not in ("", own := GGUF if is_gguf(output) else SPARSE):
+        raise ConfigError("--format", format, own, condition=f"{condition} and --output {str(output)!r}")
     if output.suffix.lower() in SUFFIXES:
         raise ConfigError("--output", output, "a folder, whose name has no suffix of a file", condition=condition)
     for name, value in options.items():
@@ -288,14 +288,7 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         raise ConfigError(
             "--output", output, "a new folder", which="exists", hint="" if force else "force replaces a packed model"
         )
-    if (folder / "run.json").exists():
-        info = read_info(folder)
-        if (status := info["status"]) != "completed":
-            raise ValueError(f"run {str(folder)!r} is {status}, allowed: a completed run")
-        if damages := check_models(folder, info):
-            raise ValueError(damages[0])
-        folder = folder / CHECKPOINT
-    model = LanguageModel(resolve_checkpoint(str(folder), download=False))
+    model = LanguageModel(finished_checkpoint(folder))
     counts = {"all": 0, "kept": 0}
 
     def layer(number: int) -> Payload:

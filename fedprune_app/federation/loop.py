@@ -34,7 +34,7 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
     if not rounds_completed:
         context.recorder.note(strategy.doubts())
         strategy.prepare()
-    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.measures, strategy.members)
+    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.measures)
     last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not participation.eligible(number):

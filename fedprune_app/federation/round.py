@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +53,6 @@ class Channel:
     budgets: Budgets
     state_rounds: dict[int, int]  # by client, the round of the last update that was received from it
     measures: Measures  # all numbers that replies of the system may report
-    members: Collection[int]  # the clients that rounds may ask; those that are held out join after the last round
 
 
 @dataclass

@@ -22,7 +22,7 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.config import ConfigError, Settings
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.errors import LaunchError
@@ -164,7 +164,7 @@ class Deployment:
             if _KNOWN_KEY not in str(error):
                 raise
 
-    def start_node(self, name: str, node_config: Mapping[str, Scalar]) -> None:
+    def start_node(self, name: str, node_config: Settings) -> None:
         """Start the SuperNode ``name``, or start it again; its key makes it the same node as before.
 
         A SuperLink takes a node that was killed for online for about a minute, and refuses the node in this time. So
@@ -220,7 +220,7 @@ class Deployment:
             self.kill(name)
 
 
-def node_config_text(values: Mapping[str, Scalar]) -> str:
+def node_config_text(values: Settings) -> str:
     """Return the value of ``--node-config`` as Flower reads it: TOML values, separated by spaces.
 
     Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
@@ -233,7 +233,7 @@ def node_config_text(values: Mapping[str, Scalar]) -> str:
 
 
 @contextmanager
-def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Iterator[Deployment]:
+def local_deployment(folder: Path, nodes: Sequence[Settings]) -> Iterator[Deployment]:
     """Start a whole deployment on this machine, and end it when the block ends.
 
     There is one SuperNode for each entry of ``nodes``, which is its node-config. The state of node k is below

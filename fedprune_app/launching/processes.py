@@ -22,12 +22,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 
-from fedprune_app.config import Scalar, to_toml
+from fedprune_app.config import Settings, to_toml
+from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending, replace_file
 from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
@@ -189,7 +189,7 @@ def outcome_of(run_file: Path) -> tuple[str, int] | None:
     return None if status == "running" else (str(status), run_file.stat().st_mtime_ns)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> ValueDict:
     """Return the table in a JSON file, which is empty where the file is not there or not whole."""
     try:
         table = json.loads(path.read_text())
@@ -307,7 +307,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
     return answer
 
 
-def submit(link: Link, app: Path, config: Mapping[str, Scalar]) -> str:
+def submit(link: Link, app: Path, config: Settings) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-") as file:
         file.write(to_toml(config))
         file.flush()

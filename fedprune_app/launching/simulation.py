@@ -13,14 +13,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import clients
 import strategies
-from fedprune_app.config import DEFAULTS, Scalar, to_toml
+from fedprune_app.config import DEFAULTS, Settings, to_toml
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import processes
 from fedprune_app.launching.processes import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, RecordedEnd, launcher_identity
@@ -67,7 +67,7 @@ class Simulation:
 @contextmanager
 def started(
     app: Path,
-    config: Mapping[str, Scalar],
+    config: Settings,
     num_clients: int,
     num_workers: int,
     gpus: int,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import computing, fast_layout, move_to_device
 
@@ -79,7 +80,7 @@ def evaluate(
 
 def dense_gradient(
     model: nn.Module, images: Tensor, labels: Tensor, *, device: torch.device | str | None = None
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return the gradient of the mean cross entropy on one batch by every parameter, without any masks.
 
     Dis-PFL grows weights by this gradient. There is no clipping and no weight decay, and the model is in eval mode. The

@@ -1,12 +1,14 @@
 """The trained parameters of one network, or of several alike, become one flat tensor, with masks in the same layout."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor, nn
+
+from fedprune_app.core.named import TensorDict, Tensors
 
 _ALIGNMENT = 64  # bytes; torch aligns tensors so, and kernels then give the same bits as on a tensor's own memory
 
@@ -56,7 +58,7 @@ class FlatLayout:
     def zeros(self) -> Tensor:
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
-    def views(self, flat: Tensor, client: int = 0) -> dict[str, Tensor]:
+    def views(self, flat: Tensor, client: int = 0) -> TensorDict:
         """Return one client's parts of a flat tensor, by parameter name and in its shape."""
         return {
             name: flat.as_strided(shape, self._strides[name], self._offsets[name] + client * self._steps[name])
@@ -137,7 +139,7 @@ class FlatParameters:
             parameter.requires_grad_(True)
 
 
-def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+def check_masks(model: nn.Module, masks: Tensors) -> None:
     check_names("masks", masks, model)
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():

@@ -10,7 +10,7 @@ any others, and a step of a client alone takes no longer than that of the networ
 """
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,11 @@ from torch.nn import functional as F
 
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.modules import computation_key, generic_copy, traced
+from fedprune_app.core.named import Tensors
 from fedprune_app.learning.device import fast_layout
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 
-Weights = Mapping[str, Tensor]
-_Operation = Callable[[Weights, int, Sequence[Tensor]], Tensor]
+_Operation = Callable[[Tensors, int, Sequence[Tensor]], Tensor]
 _ALIGNED_ROWS = 16  # so many rows of whatever length are a multiple of 64 bytes
 _ELEMENTWISE = (nn.ReLU, nn.Identity, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.LeakyReLU, nn.SiLU)
 _BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
@@ -51,7 +51,7 @@ class GroupedForm:
     steps: tuple[_Step, ...]
     flops: int
 
-    def __call__(self, weights: Weights, images: Tensor) -> Tensor:
+    def __call__(self, weights: Tensors, images: Tensor) -> Tensor:
         """Map images (clients, B, ...) to logits (clients, B, classes).
 
         ``weights`` are all clients' parameters by name: matrices stacked (clients, out, in), the first dimensions of
@@ -150,7 +150,7 @@ _COMPARED = 3  # examples of each client, an odd number: the form fills up batch
 
 def grouped_gradients(
     form: GroupedForm,
-    weights: Weights,
+    weights: Tensors,
     leaves: Sequence[Tensor],
     images: Tensor,
     labels: Tensor,
@@ -182,7 +182,7 @@ def _operation(model: nn.Module, node: fx.Node) -> _Operation:
 
 
 def _layer_operation(path: str, layer: nn.Module) -> _Operation:
-    def for_halves(weights: Weights, clients: int) -> tuple[Tensor, Tensor | None]:
+    def for_halves(weights: Tensors, clients: int) -> tuple[Tensor, Tensor | None]:
         bias = weights.get(f"{path}.bias")
         return _repeat_for_halves(weights[f"{path}.weight"], clients), None if bias is None else _repeat_for_halves(
             bias, clients
@@ -238,7 +238,7 @@ def _group_norm_input(value: Tensor) -> Tensor:
     return value if value.requires_grad else value.contiguous()
 
 
-def _flatten(_weights: Weights, clients: int, values: Sequence[Tensor]) -> Tensor:
+def _flatten(_weights: Tensors, clients: int, values: Sequence[Tensor]) -> Tensor:
     value = values[0]
     if value.dim() == 5:
         return _align(value.flatten(2))

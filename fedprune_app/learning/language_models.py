@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.config.fedspallm import CUT
+from fedprune_app.core.named import TensorDict
 from fedprune_app.data.text import (
     perplexity_texts,
     stdlib_training_text,
@@ -51,9 +51,7 @@ def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
     return texts
 
 
-def evaluation_windows(
-    config: Config, model: LanguageModel, text: str | None = None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def evaluation_windows(config: Config, model: LanguageModel, text: str | None = None) -> tuple[TensorDict, TensorDict]:
     """Return by test text all of its windows, and those on which perplexity is measured.
 
     A ``text`` that is given is the only one. ``ValueError`` for a text that is shorter than a window.

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.modules import tensors_of
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.structured import Extents, leading_block
 
 Network = Callable[[Tensor], Tensor]
@@ -25,7 +27,7 @@ class Part:
     * ``norm_groups``: how many groups a GroupNorm, by its name, then has left.
     """
 
-    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    masks: Tensors = field(default_factory=dict)
     extents: Extents = field(default_factory=dict)
     norm_groups: Mapping[str, int] = field(default_factory=dict)
 
@@ -38,12 +40,12 @@ class Changes:
     of each client by name. ``rows`` has the gradients of several clients by parameter, each (clients, elements).
     """
 
-    by_client: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
+    by_client: Sequence[tuple[Tensors, Tensors]]
     values: list[Tensor]
     gradients: list[Tensor]
     velocity: list[Tensor] | None
     kept: list[Tensor] | None
-    keep: Mapping[str, Tensor] = field(default_factory=dict)  # by name, 1 where the step has a weight, 0 elsewhere
+    keep: Tensors = field(default_factory=dict)  # by name, 1 where the step has a weight, 0 elsewhere
     rows: Sequence[Tensor] = ()
 
 
@@ -52,17 +54,17 @@ class Work(Changes):
     """What one step of one client computes with, and what the step changes. Its gradients are zero before."""
 
     network: Network
-    named_kept: Mapping[str, Tensor] = field(default_factory=dict)  # kept, by name; empty without masks
+    named_kept: Tensors = field(default_factory=dict)  # kept, by name; empty without masks
 
     @property
-    def named_values(self) -> Mapping[str, Tensor]:
+    def named_values(self) -> Tensors:
         return self.by_client[0][0]
 
     @property
-    def named_gradients(self) -> Mapping[str, Tensor]:
+    def named_gradients(self) -> Tensors:
         return self.by_client[0][1]
 
-    def trained(self) -> dict[str, Tensor]:
+    def trained(self) -> TensorDict:
         """Return, by name, 1 where the step changes a weight by its gradient and 0 elsewhere."""
         factors = {name: torch.ones_like(gradient) for name, gradient in self.named_gradients.items()}
         for masks in (self.named_kept, self.keep):
@@ -71,9 +73,7 @@ class Work(Changes):
 
 
 @contextmanager
-def weights_set_aside(
-    masks: Mapping[str, Tensor], values: Mapping[str, Tensor], velocity: Mapping[str, Tensor] | None
-) -> Iterator[dict[str, Tensor]]:
+def weights_set_aside(masks: Tensors, values: Tensors, velocity: Tensors | None) -> Iterator[TensorDict]:
     """Weights and their momentum are 0 where the masks are False meanwhile; afterwards they come back.
 
     The context gives the masks as numbers, 1 or 0: a product with these is many times faster than with a bool tensor.
@@ -94,9 +94,9 @@ def weights_set_aside(
 def leading_network(
     model: nn.Module,
     part: Part,
-    values: Mapping[str, Tensor],
-    velocity: Mapping[str, Tensor] | None,
-    kept: Mapping[str, Tensor] | None,
+    values: Tensors,
+    velocity: Tensors | None,
+    kept: Tensors | None,
 ) -> Iterator[Work]:
     """Give, as a context, the network of the leading units, whose values are views of the full network's."""
     names = list(values)
@@ -105,7 +105,7 @@ def leading_network(
     for leaf in leaves.values():
         leaf.grad = torch.zeros_like(leaf)
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = tensors_of(model)
 
     other_extents = {name: dims for name, dims in part.extents.items() if name in tensors and name not in leaves}
     other_blocks = {name: leading_block(tensors[name].detach(), dims) for name, dims in other_extents.items()}
@@ -114,7 +114,7 @@ def leading_network(
         logits: Tensor = torch.func.functional_call(model, {**leaves, **other_blocks}, (images,))
         return logits
 
-    def cut_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def cut_tensors(tensors: Tensors) -> TensorDict:
         return {name: leading_block(tensors[name], part.extents.get(name)) for name in names}
 
     cut_velocity = None if velocity is None else list(cut_tensors(velocity).values())

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fedprune_app.core.texts import one_line
 from fedprune_app.data.text import (
     Document,
     calibration_documents,
@@ -18,7 +19,6 @@ from fedprune_app.data.text import (
     texts_in,
 )
 from fedprune_app.models.llm import LanguageModel
-from fedprune_app.models.transformers import one_line
 
 log = logging.getLogger("flwr.fedprune")
 Files = tuple[tuple[str, int, int], ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedprune_app.core.cohort import together
 from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
 from fedprune_app.core.modules import module_mode
+from fedprune_app.core.named import Tensors
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
@@ -35,8 +36,8 @@ if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
 class HowToTrain(TypedDict, total=False):
     """With these fields of :class:`Training` a system says how its training differs from plain SGD."""
 
-    masks: Mapping[str, Tensor] | None
-    active: Mapping[str, Tensor] | None
+    masks: Tensors | None
+    active: Tensors | None
     frozen: Collection[str]
     adjust_gradients: GradientHook | None
     after_step: StepHook | None
@@ -142,7 +143,9 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
             learner.take_place(flat, number, stack)
         steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
         # a network that draws is a plug-in's, and trained alone
-        stack.enter_context(global_draws_of(first.rng.initial_seed()))
+        # one example less gives the others in its batch other draws: so nobody may know these where data are private
+        seed = first.rng.initial_seed() if first.private is None else first.private.noise.seed()
+        stack.enter_context(global_draws_of(seed))
         is_plain = all(training.has_plain_steps for training in trainings)
         is_long = first.num_steps >= _WORTH_RECORDING
         repeated_steps = RepeatedSteps(first.recorder) if first.recorder and is_plain and is_long else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.graphs import CudaGraphs
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.learning.evaluate import check_examples
 from fedprune_app.learning.flat import check_masks, check_names
 from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
@@ -23,9 +24,9 @@ if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
     from fedprune_app.privacy.dpsgd import DPSGD
 
 # a gradient hook changes gradients in place, given all trained (parameters, gradients) by name
-GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+GradientHook = Callable[[Tensors, Tensors], None]
 # a step hook changes all trained parameters in place, given by name, after an update
-StepHook = Callable[[Mapping[str, Tensor]], None]
+StepHook = Callable[[Tensors], None]
 # an objective is the loss to differentiate, given the network, a batch's images and its labels
 Objective = Callable[[Network, Tensor, Tensor], Tensor]
 
@@ -34,10 +35,10 @@ def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(network(images), labels)
 
 
-def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+def proximal(anchor: Tensors, strength: float) -> GradientHook:
     """Return a hook that adds the gradient of ``strength / 2 ‖w − anchor‖²``, over the tensors in ``anchor``."""
 
-    def pull(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    def pull(values: Tensors, gradients: Tensors) -> None:
         names = [name for name in values if name in anchor]
         differences = torch._foreach_sub([values[name] for name in names], [anchor[name] for name in names])
         torch._foreach_add_([gradients[name] for name in names], differences, alpha=strength)
@@ -51,11 +52,11 @@ def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> Gra
     Plain SGD without momentum then does what Adam does. One hook serves one training, whose moments it holds.
     Source: Kingma and Ba, ICLR 2015, Algorithm 1.
     """
-    first: dict[str, Tensor] = {}
-    second: dict[str, Tensor] = {}
+    first: TensorDict = {}
+    second: TensorDict = {}
     steps = 0
 
-    def precondition(_: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    def precondition(_: Tensors, gradients: Tensors) -> None:
         nonlocal steps
         steps += 1
         for name, gradient in gradients.items():
@@ -119,8 +120,8 @@ class Training:
     labels: Tensor
     sgd: SGD
     rng: torch.Generator
-    masks: Mapping[str, Tensor] | None = None
-    active: Mapping[str, Tensor] | None = None
+    masks: Tensors | None = None
+    active: Tensors | None = None
     frozen: Collection[str] = ()
     augment: Augmenter | None = None
     adjust_gradients: GradientHook | None = None
@@ -152,7 +153,7 @@ class Training:
         check_masks(self.model, self.kept)
 
     @property
-    def kept(self) -> Mapping[str, Tensor]:
+    def kept(self) -> Tensors:
         return self.masks or self.active or {}
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedprune_app.core.named import TensorDict
 from fedprune_app.learning.device import computing
 from fedprune_app.learning.flat import Flat, FlatLayout
 from fedprune_app.learning.grouped import grouped_gradients
@@ -129,7 +130,7 @@ class Grouped:
         self._sizes: list[int] = []
         self._weights = torch.zeros(clients, size, device=device)
         self._counts = torch.zeros(clients, dtype=torch.int64, device=device)
-        self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
+        self._networks: dict[int, tuple[TensorDict, list[Tensor], Changes]] = {}
         self._frozen = _frozen_values(trainings, flat.layout)
         # a CPU gathers one client's examples as fast as all clients', and need not hold them twice
         gathers_at_once = device.type != "cpu" and not any(training.augment for training in trainings)
@@ -172,7 +173,7 @@ class Grouped:
         self.loss_sums[:clients] += losses.sum(1) * self._counts[:clients]
         return changes
 
-    def _network(self, clients: int) -> tuple[dict[str, Tensor], list[Tensor], Changes]:
+    def _network(self, clients: int) -> tuple[TensorDict, list[Tensor], Changes]:
         """Return the first clients' weights and gradients for the grouped form, and what a step changes."""
         if clients not in self._networks:
             layout = self._flat.layout
@@ -180,7 +181,7 @@ class Grouped:
             self._networks[clients] = self._weights_of(clients), gradients, self._changes_of(clients)
         return self._networks[clients]
 
-    def _weights_of(self, clients: int) -> dict[str, Tensor]:
+    def _weights_of(self, clients: int) -> TensorDict:
         flat, layout = self._flat, self._flat.layout
         weights = {name: layout.stacked(flat.values, name, clients).detach().requires_grad_() for name in layout.names}
         if self._frozen is not None:

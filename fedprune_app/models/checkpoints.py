@@ -6,15 +6,16 @@ Which files count, what their tensors are called in the model, and how they are 
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from fedprune_app.models.transformers import import_transformers, one_line
+from fedprune_app.core.named import TensorDict, Tensors
+from fedprune_app.core.texts import one_line
+from fedprune_app.models.transformers import import_transformers
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -58,7 +59,7 @@ class TensorFiles:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self.kinds: dict[str, str] = {}  # by name, the dtype in the words of the file's format
-        self.like: dict[str, Tensor] = {}  # by name, a tensor of the same shape without values
+        self.like: TensorDict = {}  # by name, a tensor of the same shape without values
         try:
             for path in weight_files(folder):
                 with safe_open(path, framework="pt") as file:
@@ -71,9 +72,9 @@ class TensorFiles:
         if not self._file_of:
             raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: model.safetensors, or {INDEX}")
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str]) -> TensorDict:
         """Return copies of the tensors ``names``, aligned as torch's own are."""
-        tensors: dict[str, Tensor] = {}
+        tensors: TensorDict = {}
         try:
             for name in names:
                 with safe_open(self._file_of[name], framework="pt") as file:
@@ -98,7 +99,7 @@ def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> Any:
     return model.eval()
 
 
-def fill(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+def fill(model: Any, tensors: Tensors) -> Any:
     """Return ``model``, which takes ``tensors`` as its weights, and ties to them what is tied and not among them.
 
     ``ValueError`` naming a tensor that is too much, or that is still lacking.
@@ -144,7 +145,7 @@ class Checkpoint:
         """Return an error that names the folder and the class of its model."""
         return ValueError(f"checkpoint {str(self.folder)!r} is of {type(self.config).__name__}, {reason}")
 
-    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def read(self, names: Iterable[str]) -> TensorDict:
         """Return tensors by their name in the model, on the CPU, as transformers converts and casts them.
 
         Those that the checkpoint lacks, since they are tied to others, are left out. All of a module are to be asked
@@ -157,7 +158,7 @@ class Checkpoint:
         state = model.state_dict()
         return {name: state[name] for name in names if not state[name].is_meta}
 
-    def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def as_stored(self, tensors: Tensors) -> TensorDict:
         """Return tensors under the names, and in the shapes, in which transformers saves this model."""
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -196,7 +197,7 @@ class Checkpoint:
             sources_by_name.setdefault(name, []).append(source)
         return sources_by_name
 
-    def _load(self, model: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
+    def _load(self, model: Any, tensors: Tensors, device: str) -> Any:
         """Load some of the files' tensors into ``model`` as ``from_pretrained`` does; return what it tells of it."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.modeling_utils import LoadStateDictConfig

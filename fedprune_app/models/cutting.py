@@ -6,13 +6,12 @@ and columns of ``o_proj``. Masks say what is left, in the coordinates of the who
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedprune_app.core.cutting import cut_inputs
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.models.checkpoints import skeleton
 from fedprune_app.models.llm import LanguageModel, decoder_layers
@@ -51,7 +50,7 @@ class Cut:
         if layer.get_submodule(self.names["o_proj"].removesuffix(".weight")).weight.shape != (hidden, width):
             raise _kind_error(model)
 
-    def layer(self, dense: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Payload:
+    def layer(self, dense: Tensors, hessians: Tensors) -> Payload:
         """Return a layer's matrices and masks; ``hessians`` are those of the inputs of ``o_proj`` and ``down_proj``."""
         weights = {part: dense[name] for part, name in self.names.items()}
         columns = {}
@@ -87,7 +86,7 @@ def _kind_error(model: LanguageModel) -> ValueError:
     )
 
 
-def narrowed(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def narrowed(tensors: Tensors, masks: Tensors) -> TensorDict:
     """Return a layer's tensors without the rows and columns, and without the biases, of which a mask keeps nothing."""
     result = dict(tensors)
     for name, mask in masks.items():

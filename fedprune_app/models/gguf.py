@@ -4,13 +4,15 @@ from contextlib import redirect_stderr
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from fedprune_app.core.named import ValueDict
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import scratch_folder, sha256_of
 from fedprune_app.models.cached import cache_folder, cached_model
-from fedprune_app.models.transformers import import_transformers, one_line
+from fedprune_app.models.gguf_keys import KEYS, import_gguf, write_keys
+from fedprune_app.models.transformers import import_transformers
 
 
 def folder_of_gguf(path: Path) -> Path:
@@ -27,7 +29,7 @@ def folder_of_gguf(path: Path) -> Path:
 
 @lru_cache(maxsize=8)  # the file and its copy are read once in a process, not for every message of a run
 def _converted_folder(path: Path, changed: int) -> Path:
-    folder = cache_folder() / f"gguf-alone-{sha256_of(path)[:16]}"
+    folder = cache_folder() / f"gguf-keys-{sha256_of(path)[:16]}"
     return cached_model(folder, f"reads {str(path)!r}", lambda new_folder: _convert(path, new_folder))
 
 
@@ -40,16 +42,13 @@ def _convert(path: Path, folder: Path) -> None:
 
 def _convert_in(alone: Path, path: Path, folder: Path) -> None:
     transformers = import_transformers()
-    source: dict[str, Any] = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
-    options: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    import_gguf()  # transformers says less plainly that it is missing
+    source: ValueDict = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
+    options: ValueDict = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
-        import gguf  # noqa: F401  # transformers says less plainly that it is missing
-
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
         with redirect_stderr(StringIO()):  # a bar that logs would show line by line
             model = transformers.AutoModelForCausalLM.from_pretrained(**source, **options)
-    except ImportError:
-        raise ValueError("GGUF files need the package gguf: install the extra fedprune[gguf]") from None
     except Exception as error:  # transformers refuses with many kinds of error
         raise ValueError(
             f"model {str(path)!r} cannot be read ({one_line(error)[:200]}), allowed: a whole GGUF file of a language "
@@ -57,3 +56,4 @@ def _convert_in(alone: Path, path: Path, folder: Path) -> None:
         ) from None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_keys(path, folder / KEYS)

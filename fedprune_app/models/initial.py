@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.modules import module_mode
+from fedprune_app.core.named import ImageShape
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import (
     ChannelGroup,
@@ -34,8 +35,6 @@ from fedprune_app.models.vision import (
     parameter_names,
     prunable_names,
 )
-
-ImageShape = tuple[int, int, int]
 
 
 def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGroup, ...]:
@@ -118,7 +117,7 @@ def _traced_groups(model: nn.Module, image_shape: ImageShape) -> list[ChannelGro
 
 
 def initial_model(
-    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, *, init: str, seed: int
+    name: str, dataset: str, image_shape: ImageShape, num_classes: int, *, init: str, seed: int
 ) -> nn.Module:
     """Return the network from which all participants start, drawn from the run's seed alone.
 
@@ -134,19 +133,19 @@ def seed_of_builder(name: str, dataset: str, init: str, seed: int) -> int:
 
 @lru_cache(maxsize=2)  # a process that simulates many clients makes it once
 def _initial_model(
-    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, init: str, seed: int
+    name: str, dataset: str, image_shape: ImageShape, num_classes: int, init: str, seed: int
 ) -> nn.Module:
     return build_model(chosen_name(name, dataset), image_shape, num_classes, rng=generator(seed, "init"), init=init)
 
 
 @lru_cache(maxsize=2)
-def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
+def layer_flops(name: str, dataset: str, image_shape: ImageShape, num_classes: int) -> Mapping[str, int]:
     """Return the FLOPs of one example's forward pass through that network, by layer."""
     return forward_flops(architecture(chosen_name(name, dataset), image_shape, num_classes), image_shape)
 
 
 @lru_cache(maxsize=2)
-def trains_on_one(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> bool:
+def trains_on_one(name: str, dataset: str, image_shape: ImageShape, num_classes: int) -> bool:
     """Return whether that network can be trained on a batch of one example.
 
     BatchNorm needs two values of each channel: it cannot where one example has one value of a channel.
@@ -162,9 +161,7 @@ def trains_on_one(name: str, dataset: str, image_shape: tuple[int, int, int], nu
 
 
 @lru_cache(maxsize=2)
-def channels_of(
-    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int
-) -> tuple[ChannelGroup, ...]:
+def channels_of(name: str, dataset: str, image_shape: ImageShape, num_classes: int) -> tuple[ChannelGroup, ...]:
     """Return the groups of channels of that network that are removed together.
 
     ``ValueError`` for a network without BatchNorm, which would rank the channels.
@@ -175,7 +172,7 @@ def channels_of(
 
 @lru_cache(maxsize=4)
 def units_of(
-    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, alike: bool
+    name: str, dataset: str, image_shape: ImageShape, num_classes: int, alike: bool
 ) -> tuple[ChannelGroup, ...]:
     """Return the hidden units of that network, in groups of which the leading ones are a network by themselves.
 

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.core.hessians import ClippedMoments
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
@@ -110,7 +111,7 @@ def input_matrices(
     hidden: Tensor,
     batch_size: int,
     clip_norm: float | None = None,
-) -> dict[str, Tensor]:
+) -> TensorDict:
     """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
 
     With ``clip_norm`` they are :class:`ClippedMoments`. Matrices that are given one tensor share a Hessian, under the
@@ -167,14 +168,14 @@ def _group_by_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> 
 class _Watch(TorchFunctionMode):
     """A watch sees what is multiplied by which of some matrices (out, in), and calls ``observer`` with both."""
 
-    def __init__(self, matrices: Mapping[str, Tensor], observer: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, matrices: Tensors, observer: Callable[[str, Tensor], None]) -> None:
         super().__init__()
         self.observer = observer
         self.names = {_place(matrix): name for name, matrix in matrices.items()}
         self.transposed_names = {_place(matrix.mT): name for name, matrix in matrices.items()}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: ValueDict | None = None
     ) -> Any:
         inputs, matrix = args[_PRODUCTS[func] :][:2] if func in _PRODUCTS and len(args) > 1 else (None, None)
         if isinstance(matrix, Tensor):
@@ -201,13 +202,13 @@ def _observe(
     hidden: Tensor,
     kind: Kind | None,
     batch_size: int,
-) -> tuple[Tensor, dict[str, Any]]:
+) -> tuple[Tensor, ValueDict]:
     """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.
 
     Matrices that are given one tensor share its statistics. An expert is sent some tokens of a batch, or none: the
     others count as zeros.
     """
-    statistics: dict[str, Any] = {}
+    statistics: ValueDict = {}
     first_names: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
     tensors: list[Tensor] = []  # so that no id is used twice within a batch
     unseen_names = set(names)  # in the current batch

@@ -7,7 +7,7 @@ more between its layers is refused when it is opened.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.texts import one_line
 from fedprune_app.models.checkpoints import Checkpoint, fill
 from fedprune_app.models.transformers import import_transformers as import_transformers
-from fedprune_app.models.transformers import one_line
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,13 @@ class Matrices:
                 self._names_of[name] = list(places)
                 self.places |= places
 
-    def apart(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apart(self, tensors: Tensors) -> TensorDict:
         """Return a layer's tensors, or masks, with its matrices in place of the parameters that hold them."""
         return {name: tensor.contiguous() for name, tensor in self.views(tensors).items()}
 
-    def views(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def views(self, tensors: Tensors) -> TensorDict:
         """Return what :meth:`apart` returns, in the memory of ``tensors``."""
-        views: dict[str, Tensor] = {}
+        views: TensorDict = {}
         for name, tensor in tensors.items():
             for matrix_name in self._names_of.get(name, [name]):
                 place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
@@ -76,9 +77,9 @@ class Matrices:
                 views[matrix_name] = part.mT if place.is_turned else part
         return views
 
-    def joined(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def joined(self, tensors: Tensors) -> TensorDict:
         """Return what :meth:`apart` was given; ``tensors`` has all matrices of a parameter, or none."""
-        parameters: dict[str, Tensor] = {}
+        parameters: TensorDict = {}
         for matrix_name, tensor in tensors.items():
             place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
             if place.expert > 0:
@@ -94,7 +95,7 @@ _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; log
 _SHARE = 4  # hidden states may fill one part in so many of a GPU's memory
 _HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
 # A function of this type returns the tensors of decoder layer i, by name within the layer.
-LayerTensors = Callable[[int], Mapping[str, Tensor]]
+LayerTensors = Callable[[int], Tensors]
 # With these arguments, and these by keyword, a decoder layer is called beside its hidden states.
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
@@ -199,24 +200,24 @@ class LanguageModel:
         """
         return list(self.matrices[layer].places)
 
-    def layer_tensors(self, layer: int) -> dict[str, Tensor]:
+    def layer_tensors(self, layer: int) -> TensorDict:
         """Return the checkpoint's tensors of a decoder layer, by name within the layer, on the CPU."""
         start = f"{self.prefix}.{layer}."
         tensors = self.checkpoint.read(start + name for name in self._layers[layer].state_dict())
         return self.matrices[layer].apart({name.removeprefix(start): tensor for name, tensor in tensors.items()})
 
-    def layer_like(self, layer: int) -> dict[str, Tensor]:
+    def layer_like(self, layer: int) -> TensorDict:
         """Return tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
         return self.matrices[layer].apart(self._layers[layer].state_dict())
 
-    def shell_tensors(self) -> dict[str, Tensor]:
+    def shell_tensors(self) -> TensorDict:
         """Return the checkpoint's other tensors, by full name: embeddings, last norm, head.
 
         Tied tensors are there once.
         """
         return self.checkpoint.read(self._shell.state_dict())
 
-    def named(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def named(self, layer: int, tensors: Tensors) -> TensorDict:
         """Return tensors of a decoder layer, or masks, as transformers' model has them, by full name."""
         return {f"{self.prefix}.{layer}.{n}": t for n, t in self.matrices[layer].joined(tensors).items()}
 
@@ -227,7 +228,7 @@ class LanguageModel:
         """Return the SHA-256 of the tensors that are in no decoder layer."""
         return self._digest(-1, self.shell_tensors)
 
-    def _digest(self, part: int, read: Callable[[], Mapping[str, Tensor]]) -> str:
+    def _digest(self, part: int, read: Callable[[], Tensors]) -> str:
         if part not in self._digests:
             self._digests[part] = Payload(read()).digest()
         return self._digests[part]
@@ -251,7 +252,7 @@ class LanguageModel:
                 return self.device
         return torch.device("cpu")
 
-    def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+    def layer(self, layer: int, tensors: Tensors) -> nn.Module:
         """Return a decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
         module.__dict__["number"] = layer
@@ -416,9 +417,7 @@ class Perplexity:
     windows_in_text: int | None = None  # how many windows the text has; its first `windows` ones were measured
 
 
-def perplexities(
-    model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
-) -> dict[str, Perplexity]:
+def perplexities(model: LanguageModel, layers: LayerTensors, texts: Tensors, batch_size: int) -> dict[str, Perplexity]:
     """Return the perplexity of each text by name: exp of the mean, over windows, of each one's mean cross entropy.
 
     ``texts`` are windows (windows, length) of token ids; each window counts its next tokens. One decoder layer is in
@@ -426,7 +425,7 @@ def perplexities(
     SparseGPT's released code, which weighs each window's mean over ``length - 1`` targets by ``length``.
     """
     results: dict[str, Perplexity] = {}
-    group: dict[str, Tensor] = {}
+    group: TensorDict = {}
     for name, windows in texts.items():
         if group and sum(tokens.numel() for tokens in [*group.values(), windows]) * model.token_bytes > _HIDDEN:
             results |= _perplexities(model, layers, group, batch_size)
@@ -435,7 +434,7 @@ def perplexities(
     return results | _perplexities(model, layers, group, batch_size)
 
 
-def dense_perplexities(model: LanguageModel, texts: Mapping[str, Tensor], batch_size: int) -> dict[str, Perplexity]:
+def dense_perplexities(model: LanguageModel, texts: Tensors, batch_size: int) -> dict[str, Perplexity]:
     """Return what :func:`perplexities` returns for the model's own layers.
 
     The runs of a sweep share the model, so the same windows are measured once in a process.
@@ -446,9 +445,7 @@ def dense_perplexities(model: LanguageModel, texts: Mapping[str, Tensor], batch_
     return dict(model.dense[key])
 
 
-def _perplexities(
-    model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
-) -> dict[str, Perplexity]:
+def _perplexities(model: LanguageModel, layers: LayerTensors, texts: Tensors, batch_size: int) -> dict[str, Perplexity]:
     home = model.home(sum(windows.numel() for windows in texts.values()))
     hidden = {name: model.embed(windows, batch_size, home) for name, windows in texts.items()}
     for layer in range(model.num_layers):

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from fedprune_app.core.named import ImageShape
+
 MODELS: dict[str, str] = {
     "lenet5": "LeNet-5 of Sub-FedAvg: conv 6, 16 (5x5), fc 120, 84; 62,006 parameters on 3x32x32, 10 classes",
     "lenet5-bn": "LeNet-5 with batch normalisation after each convolution (Sub-FedAvg hybrid)",
@@ -45,7 +47,7 @@ AUTO = {
 }
 
 # By network of a plug-in: the function that makes it, given an image's shape (C, H, W) and the number of classes.
-BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Any]] = {}
+BUILDERS: dict[str, Callable[[ImageShape, int], Any]] = {}
 
 
 def chosen_name(name: str, dataset: str) -> str:

@@ -4,15 +4,16 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from fedprune_app.core import codec
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import as_path, replacing_folder
@@ -119,7 +120,7 @@ def _sparse_model(config: Any, parts: Iterator[Payload], chooser: Chooser) -> An
     return model.requires_grad_(False)
 
 
-def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+def _dtype(tensors: Tensors) -> torch.dtype:
     return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
@@ -138,9 +139,7 @@ def _layer(template: nn.Module, start: str, part: Payload, chooser: Chooser) -> 
     return module
 
 
-def _named_part(
-    model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut | None
-) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
+def _named_part(model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut | None) -> tuple[TensorDict, Tensors]:
     """Return (tensors, masks) by full name: of a decoder layer, or for -1 of all the rest."""
     if layer < 0:
         return model.shell_tensors(), {}

@@ -4,10 +4,11 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import locked, replacing_folder, sha256_of
 from fedprune_app.models.checkpoints import weight_files
 from fedprune_app.models.gguf import folder_of_gguf
-from fedprune_app.models.transformers import import_transformers, one_line
+from fedprune_app.models.transformers import import_transformers
 
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 

@@ -18,7 +18,3 @@ def import_transformers() -> Any:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())

@@ -2,32 +2,33 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.modules import tensors_of
+from fedprune_app.core.named import ImageShape, TensorDict, Tensors, ValueDict
 from fedprune_app.core.rng import global_draws_of
+from fedprune_app.core.texts import error_text
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
-ImageShape = tuple[int, int, int]  # (channels, height, width)
-
-_LENET5: dict[str, Any] = {"channels": (6, 16), "hidden": (120, 84)}
-_CNN5: dict[str, Any] = {"channels": (10, 20), "hidden": (50,)}
-_CNN_SMALL: dict[str, Any] = {"channels": (16, 32), "kernel_size": 3, "padding": 1}
-_VGG11: dict[str, Any] = {
+_LENET5: ValueDict = {"channels": (6, 16), "hidden": (120, 84)}
+_CNN5: ValueDict = {"channels": (10, 20), "hidden": (50,)}
+_CNN_SMALL: ValueDict = {"channels": (16, 32), "kernel_size": 3, "padding": 1}
+_VGG11: ValueDict = {
     "channels": (64, 128, 256, 256, 512, 512, 512, 512),
     "pooled": (True, True, False, True, False, True, False, True),
     "kernel_size": 3,
     "padding": 1,
     "global_pool": True,
 }
-_CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
+_CONV_NETS: dict[str, ValueDict] = {  # arguments of conv_net
     "lenet5": _LENET5,
     "lenet5-bn": {**_LENET5, "norm": "bn"},
     "cnn5": _CNN5,
@@ -245,7 +246,7 @@ def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(
             f"model '{name}' cannot be made for images of {_sizes(image_shape)} and {num_classes} classes: "
-            f"{type(error).__name__}: {error}"
+            f"{error_text(error)}"
         ) from error
     if not isinstance(model, nn.Module) or any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module, no TorchScript")
@@ -275,9 +276,7 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
     try:
         logits = outputs(model, torch.zeros(2, *image_shape))
     except Exception as error:  # a user's network raises what it likes
-        raise ValueError(
-            f"model '{name}' fails on images of {_sizes(image_shape)}: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"model '{name}' fails on images of {_sizes(image_shape)}: {error_text(error)}") from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
         raise ValueError(
             f"model '{name}' returns {_sizes(getattr(logits, 'shape', ())) or type(logits).__name__} for two images, "
@@ -363,13 +362,13 @@ def buffer_names(model: nn.Module) -> list[str]:
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+def named_tensors(model: nn.Module) -> TensorDict:
     """Return all parameters by name, in order, then the running statistics: the model's own, not copies."""
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = tensors_of(model)
     return {name: tensors[name] for name in parameter_names(model) + buffer_names(model)}
 
 
-def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module, include_buffers: bool = False) -> TensorDict:
     """Return contiguous CPU copies of all parameters by name, in order.
 
     With ``include_buffers`` the running statistics follow.
@@ -380,12 +379,12 @@ def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, 
 
 
 @torch.no_grad()
-def load_state_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_state_tensors(model: nn.Module, tensors: Tensors) -> None:
     """Copy tensors into the parameters and buffers of their names; the others stay as they are.
 
     Raises ``ValueError`` for a name that the model lacks, or another shape; the model is then unchanged.
     """
-    own_tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own_tensors = tensors_of(model)
     for name, tensor in tensors.items():
         if name not in own_tensors:
             raise ValueError(f"tensor '{name}' is not in the model, allowed: {', '.join(own_tensors)}")

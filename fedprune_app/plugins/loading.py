@@ -28,6 +28,8 @@ from types import ModuleType
 from typing import Any
 
 from fedprune_app.config import DEFAULTS, ConfigError
+from fedprune_app.core.named import ValueDict
+from fedprune_app.core.texts import error_text
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import BUILDERS, MODELS
@@ -161,8 +163,7 @@ def _module_of(code: Code) -> ModuleType:
     except BaseException as error:  # whatever a user's module raises, SystemExit too
         lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == code.target]
         which = f"cannot be loaded, line {lines[-1]}" if lines else "cannot be loaded"
-        error_text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(code.key, code.target, which=which, hint=error_text) from error
+        raise ConfigError(code.key, code.target, which=which, hint=error_text(error)) from error
 
 
 @contextmanager
@@ -185,7 +186,7 @@ def located() -> Iterator[None]:
 def told(error: BaseException) -> str:
     """Return an error in one line, with the place in a plug-in's code where it was raised, if there is one."""
     place = _place_in_plugin(error)
-    return " ".join(f"{type(error).__name__}: {error}".split()) + (f" ({place})" if place else "")
+    return error_text(error) + (f" ({place})" if place else "")
 
 
 def _place_in_plugin(error: BaseException) -> str:
@@ -222,7 +223,7 @@ def _from_file(code: Code) -> ModuleType:
 
 def _register_function(code: Code) -> None:
     function, name = _function_in(code), str(code)
-    tables: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    tables: dict[str, tuple[ValueDict, dict[str, str]]] = {
         "model": (BUILDERS, MODELS),
         "dataset": (LOADERS, DATASETS),
         "partition": (DEALERS, PARTITIONS),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from fedprune_app.config import ConfigError, Table, check_uses, register_table
+from fedprune_app.core.named import ImageShape
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
@@ -66,7 +67,7 @@ def register_system(
     SYSTEMS[name] = System(strategy, client, summary, options=table, uses=checked_uses, measures=checked_measures)
 
 
-def register_model(name: str, build: Callable[[tuple[int, int, int], int], Any], summary: str) -> None:
+def register_model(name: str, build: Callable[[ImageShape, int], Any], summary: str) -> None:
     """Add a network: ``build(image_shape, num_classes)`` returns a ``torch.nn.Module`` that maps images to logits.
 
     ``image_shape`` is (channels, height, width). The weights of its convolutions and linear layers can be pruned. The

@@ -38,6 +38,9 @@ class Noise(Protocol):
     def laplace(self, scale: float) -> float:
         """Draw one number from the Laplace distribution of this scale."""
 
+    def seed(self) -> int:
+        """Return the seed of what a network draws, such as dropout; it is the same each time."""
+
 
 class KeyedNoise(Noise):
     """Keyed noise is the key stream of ChaCha20 under a ``key`` of 32 bytes; the same key gives the same draws.
@@ -87,6 +90,9 @@ class KeyedNoise(Noise):
         """Draw by the inverse of the Laplace distribution function."""
         centred = float(self.uniform(1)) + 2.0**-54 - 0.5  # never -0.5, whose logarithm is infinite
         return -scale * math.copysign(math.log1p(-2 * abs(centred)), centred)
+
+    def seed(self) -> int:
+        return abs(int(_KeyStream(self._key, 0).words(1)))  # draws begin with 1
 
     def _stream(self, device: torch.device | None = None) -> _KeyStream | _DeviceKeyStream:
         self._num_draws += 1

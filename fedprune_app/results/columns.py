@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from fedprune_app.results import measures
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.groups import Group
+from fedprune_app.results.groups import Groups
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Row, Run
@@ -35,7 +35,7 @@ class Column:
     of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
 
 
-def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
+def outcome(groups: Groups) -> tuple[Column, ...]:
     """Return the columns of the table of final numbers: those that are declared, and those made of several numbers.
 
     The systems of the ``groups`` may have declared numbers of their own.
@@ -67,7 +67,7 @@ def cost() -> tuple[Column, ...]:
     return tuple(sorted((*_declared_columns(is_cost=True), *compound_columns), key=_place))
 
 
-def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
+def columns(groups: Groups) -> tuple[Column, ...]:
     return (*outcome(groups), *cost())
 
 
@@ -79,7 +79,7 @@ def _declared_columns(is_cost: bool) -> Iterator[Column]:
             yield Column(in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, remark)
 
 
-def own_measures_of(groups: Sequence[Group]) -> dict[str, OwnMeasure]:
+def own_measures_of(groups: Groups) -> dict[str, OwnMeasure]:
     """Return the numbers that the systems of these groups declared, each under a key of its own.
 
     Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
@@ -92,7 +92,7 @@ def own_measures_of(groups: Sequence[Group]) -> dict[str, OwnMeasure]:
     return keys
 
 
-def _own_columns(groups: Sequence[Group]) -> Iterator[Column]:
+def _own_columns(groups: Groups) -> Iterator[Column]:
     for key, measure in own_measures_of(groups).items():
         if in_table := measure.shown.table:
             value = partial(_own_value, measure=measure)
@@ -116,7 +116,7 @@ def _headline_remark(runs: Sequence[Run]) -> str:
     return _last_remark(runs, runs[0].headline)
 
 
-def epsilon_remark(groups: Sequence[Group]) -> str:
+def epsilon_remark(groups: Groups) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
     return _last_remark([run for group in groups for run in group.runs], "epsilon_max")
 

@@ -25,7 +25,9 @@ _TRAINING, _EVALUATION = frozenset({Reply.TRAINING}), frozenset({Reply.EVALUATIO
 _LAYER, _PERPLEXITY, _PRIVACY = frozenset({Reply.LAYER}), frozenset({Reply.PERPLEXITY}), frozenset({Reply.PRIVACY})
 
 
-_WHERE_MEASURED, _NEVER = Recorded.WHERE_MEASURED, Recorded.NEVER
+_sometimes = partial(Column, recorded=Recorded.WHERE_MEASURED)
+_told_sometimes = partial(Measure, recorded=Recorded.WHERE_MEASURED)
+_accuracy = partial(Measure, least=0, most=1, may_be_noised=True)
 
 
 def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place: int) -> InTable:
@@ -68,12 +70,9 @@ MEASURES = Measures(
             table=_megabytes("paper_busiest_megabytes", "Busiest node, MB/round, paper's formula", "mean", 60),
         ),
         Measure("num_examples", least=1, is_count=True),
-        Measure(
+        _accuracy(
             "accuracy_personal",
             optional=_EVALUATION,
-            least=0,
-            most=1,
-            may_be_noised=True,
             view=Title("Personal", 10),
             columns=(
                 Column(
@@ -98,47 +97,37 @@ MEASURES = Measures(
             ),
         ),
         # accuracy of clients that were held out, after they joined
-        Measure(
+        _told_sometimes(
             "accuracy_newcomer",
             least=0,
             most=1,
             may_be_noised=True,
-            recorded=_WHERE_MEASURED,
             columns=(
-                Column(
+                _sometimes(
                     "accuracy_newcomer_mean",
-                    recorded=_WHERE_MEASURED,
                     table=InTable("newcomer_accuracy", "New clients (%)", 2, 100, place=29),
                     remark=noised_remark,
                 ),
             ),
         ),
         # accuracy after one more local phase of all clients, and what that cost
-        Measure(
+        _told_sometimes(
             "accuracy_last_phase",
             least=0,
             most=1,
-            recorded=_WHERE_MEASURED,
             columns=(
-                Column(
+                _sometimes(
                     "accuracy_last_phase_mean",
-                    recorded=_WHERE_MEASURED,
                     table=InTable("last_phase_accuracy", "After a last phase (%)", 2, 100, place=28),
                     remark=accuracy_remark,
                 ),
-                *(
-                    Column(f"last_phase_{cost}", recorded=_WHERE_MEASURED)
-                    for cost in ("bytes_up", "bytes_down", "flops")
-                ),
+                *(_sometimes(f"last_phase_{cost}") for cost in ("bytes_up", "bytes_down", "flops")),
             ),
         ),
         # tested before training, in the training reply or by the evaluation
-        Measure(
+        _accuracy(
             "accuracy_received",
             optional=_TRAINING | _EVALUATION,
-            least=0,
-            most=1,
-            may_be_noised=True,
             view=Title("Received", 30),
             columns=(
                 Column(
@@ -150,15 +139,12 @@ MEASURES = Measures(
                     is_noised_mean=True,
                 ),
                 # where models go from peer to peer, clients receive one in the rounds alone in which they train
-                Column("accuracy_received_clients", number, recorded=_WHERE_MEASURED),
+                _sometimes("accuracy_received_clients", number),
             ),
         ),
-        Measure(
+        _accuracy(
             "accuracy_validation",
             optional=_EVALUATION,
-            least=0,
-            most=1,
-            may_be_noised=True,
             columns=(
                 Column(
                     "accuracy_validation_mean",
@@ -168,13 +154,12 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        Measure(
+        _told_sometimes(
             "accuracy_global",
             optional=_EVALUATION,
             least=0,
             most=1,
             may_be_noised=True,
-            recorded=_WHERE_MEASURED,
             view=Title("Global model", 20),
             columns=(
                 Column(
@@ -190,18 +175,17 @@ MEASURES = Measures(
             ),
         ),
         # standard deviation of the noise in each of the client's accuracies on test data
-        Measure(
+        _told_sometimes(
             "accuracy_noise",
             optional=_EVALUATION,
             least=0,
-            recorded=_WHERE_MEASURED,
-            columns=(Column("accuracy_noise", noise_of_mean, recorded=_WHERE_MEASURED),),
+            columns=(_sometimes("accuracy_noise", noise_of_mean),),
         ),
         # by column, where a number is of fewer clients than were evaluated: their count, and the noise in their mean
-        Column("clients_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
-        Column("noise_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        _sometimes("clients_by_column", kind=Kind.BY_NAME),
+        _sometimes("noise_by_column", kind=Kind.BY_NAME),
         # accuracy of the personal model on the client's test examples of each class, by the class's number
-        Measure(
+        _told_sometimes(
             "accuracy_by_class",
             "accuracy-of-class",
             optional=_EVALUATION,
@@ -209,9 +193,8 @@ MEASURES = Measures(
             most=1,
             withheld=True,
             by="class",
-            recorded=_WHERE_MEASURED,
             kind=Kind.BY_NAME,
-            columns=(Column("accuracy_by_class", running_mean, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),),
+            columns=(_sometimes("accuracy_by_class", running_mean, kind=Kind.BY_NAME),),
         ),
         # language models: on the run's first test text, others are in perplexity_by_text
         Measure(
@@ -237,11 +220,10 @@ MEASURES = Measures(
         # layers of the client's own language model that it has pruned
         Measure("pruned_layers", least=0, is_count=True),
         # FedSpaLLM's loss is the mean relative error of the layers that were pruned
-        Measure(
+        _told_sometimes(
             "loss",
             required=_TRAINING,
             withheld=True,
-            recorded=_WHERE_MEASURED,
             columns=(
                 Column(
                     "loss_mean",
@@ -304,18 +286,17 @@ MEASURES = Measures(
             "density_before_expansion",
             table=InTable("union_density", "Density, pruned matrices before expansion", 3, place=110),
         ),
-        Measure(
+        _told_sometimes(
             "density_by_layer",
             "density",
             optional=_EVALUATION,
             least=0,
             most=1,
             by="layer",
-            recorded=_WHERE_MEASURED,
             kind=Kind.BY_NAME,
             columns=(Column("density_by_layer", running_mean, kind=Kind.BY_NAME),),
         ),
-        Measure("flops", required=_TRAINING, least=0, recorded=_WHERE_MEASURED, columns=(Column("flops", sum),)),
+        _told_sometimes("flops", required=_TRAINING, least=0, columns=(Column("flops", sum),)),
         Measure("bytes_up"),
         Measure("bytes_down"),
         # ε that each client has spent so far; null without dp.enabled
@@ -328,14 +309,13 @@ MEASURES = Measures(
         # Fed-LTP's printed formula, which is no guarantee
         _epsilon("epsilon_paper", InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)),
         # 1 where the client's noise derives from the run's seed, 0 where it comes from the operating system
-        Measure(
+        _told_sometimes(
             "epsilon_simulated",
             optional=_PRIVACY,
             least=0,
             most=1,
             is_count=True,
-            recorded=_WHERE_MEASURED,
-            columns=(Column("epsilon_simulated", mean, recorded=_WHERE_MEASURED),),
+            columns=(_sometimes("epsilon_simulated", mean),),
         ),
         # seconds of a client's work; how long the work takes may depend on the data
         Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
@@ -349,29 +329,28 @@ MEASURES = Measures(
         Column("best_round"),
         # clients that take part no more, because their privacy budget would not bear it
         Column("budgets_spent"),
-        Column("failure_reasons", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
+        _sometimes("failure_reasons", kind=Kind.TEXTS),
         # FedSpaLLM: what was measured of each decoder layer, by its number
-        Column("layers", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
-        Column("evaluated", recorded=_WHERE_MEASURED),  # clients, see evaluate-clients
-        Column("clients", recorded=_WHERE_MEASURED),  # of the run
-        Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
-        Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
-        Column("evaluation_seconds", recorded=_WHERE_MEASURED),
-        Column("notes", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
+        _sometimes("layers", kind=Kind.TABLE),
+        _sometimes("evaluated"),  # clients, see evaluate-clients
+        _sometimes("clients"),  # of the run
+        _sometimes("evaluation_failures", lost=Title("Evaluation failures", 30)),
+        _sometimes("perplexity_by_text", kind=Kind.TABLE),
+        _sometimes("evaluation_seconds"),
+        _sometimes("notes", kind=Kind.TEXTS),
         # how far a layer's output is from the dense layer's; told by those that prune it
-        Measure("relative_error", least=0, recorded=_NEVER),
-        Measure("layers_pruned", recorded=_WHERE_MEASURED),
+        Measure("relative_error", least=0, recorded=Recorded.NEVER),
+        _told_sometimes("layers_pruned"),
         # mean cross entropy of the next token, in nats, over the steps of a round of recovery
-        Measure(
+        _told_sometimes(
             "recovery_loss",
             least=0,
-            recorded=_WHERE_MEASURED,
-            columns=(Column("recovery_loss", mean, recorded=_WHERE_MEASURED),),
+            columns=(_sometimes("recovery_loss", mean),),
         ),
-        Measure("perplexity", least=0, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        _told_sometimes("perplexity", least=0, kind=Kind.BY_NAME),
         # windows of a client's own text
-        Measure("windows", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
-        Measure("windows_in_text", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
+        _told_sometimes("windows", least=1, most=2**31, is_count=True),
+        _told_sometimes("windows_in_text", least=1, most=2**31, is_count=True),
     )
 )
 """All numbers that are reported, in the order in which they are recorded."""

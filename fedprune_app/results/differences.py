@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
-from fedprune_app.results.groups import Group, place_of_data
+from fedprune_app.results.groups import Group, Groups, place_of_data
 from fedprune_app.results.reader import Run, last_of_clients
 from fedprune_app.results.remarks import noise_in
 
@@ -110,7 +110,7 @@ def personal_accuracies(group: Group) -> Paired:
     return {(seed, int(row["partition"])): float(row["accuracy_personal"]) for seed, row in rows}
 
 
-def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Difference]]]:
+def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
     """Return the label of the group with the best personal accuracy, and how far each other group is behind.
 
     The groups have the same data. The best one is that over the clients which all of them evaluated.
@@ -135,7 +135,7 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
     return best.label, distances
 
 
-def of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
+def of_the_same_data(groups: Groups) -> list[list[Group]]:
     """Return the groups together whose clients have the same data in the seeds that they share."""
     families: list[list[Group]] = []
     for group in groups:
@@ -172,14 +172,14 @@ def _partition_of(run: Run) -> list[Any]:
     return [len(counts or ()), settings]
 
 
-def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]]]]:
+def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
     """Return for each data the best group's label, and for each other group a row.
 
     A row has the group's label, distance, interval, pairs and a verdict. Runs that did not complete, or went on without
     lost states, are left out.
     """
     tables = []
-    for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
+    for family in of_the_same_data([group for group in groups if not group.first.flaw]):
         best, distances = from_best(family)
         rows = []
         for group, distance in distances:

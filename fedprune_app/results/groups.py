@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import PUBLISHED
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.reader import Run
 
 NOT_MEASURED = "–"
@@ -47,8 +49,21 @@ class Group:
 
     label: str
     system: str
-    settings: Mapping[str, Any]
+    settings: Values
     runs: tuple[Run, ...]
+
+    @property
+    def first(self) -> Run:
+        return self.runs[0]
+
+    def over(self, number: Callable[[Run], float | None]) -> Statistic | None:
+        return Statistic.of(map(number, self.runs))
+
+    def last(self, field: str) -> Statistic | None:
+        return self.over(partial(Run.last, field=field))
+
+
+Groups = Sequence[Group]
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -80,7 +95,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def compared_settings(run: Run) -> dict[str, Any]:
+def compared_settings(run: Run) -> ValueDict:
     """Return the number of clients, and the configuration without the seed and what does not change the result.
 
     Runs of a plug-in whose code has changed are runs of two systems. What tells a dataset that is no published one from
@@ -95,7 +110,7 @@ def compared_settings(run: Run) -> dict[str, Any]:
     return compared | place_of_data(run) | public | {"clients": clients, **({"code": code} if code else {})}
 
 
-def place_of_data(run: Run) -> dict[str, Any]:
+def place_of_data(run: Run) -> ValueDict:
     """Return what tells the data of the clients from other data of the same dataset's name, by key.
 
     That is a digest of the data, or their folder where no digest was told. Nothing is returned for a published dataset,
@@ -105,7 +120,7 @@ def place_of_data(run: Run) -> dict[str, Any]:
     return {"data": str(digest)[:12]} if place and digest else place
 
 
-def _place(run: Run, dataset: str, folder: str) -> dict[str, Any]:
+def _place(run: Run, dataset: str, folder: str) -> ValueDict:
     is_published = run.config.get(dataset) in {*PUBLISHED, None, ""}
     return {} if is_published or folder not in run.config else {folder: run.config[folder]}
 
@@ -114,7 +129,7 @@ def _identity(run: Run) -> str:
     return repr((run.system, sorted(compared_settings(run).items(), key=lambda item: item[0])))
 
 
-def _settings(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
+def _settings(run: Run, runs: Sequence[Run]) -> ValueDict:
     """Return this run's values of the few keys that are needed to tell runs of the same system apart.
 
     A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
@@ -133,7 +148,7 @@ def _settings(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
     return {key: compared_settings(run).get(key) for key in chosen_keys}
 
 
-def _label(run: Run, settings: Mapping[str, Any]) -> str:
+def _label(run: Run, settings: Values) -> str:
     parts = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in settings.items()]
     return " · ".join([run.system, *parts]) + (f" ({run.flaw})" if run.flaw else "")
 

@@ -20,8 +20,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.named import Values
 
-Row = Mapping[str, Any]
+Row = Values
 Take = Callable[[Sequence[float]], float | None]
 # A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.
 # It is made of rows and of the column's name. The rows are one, or the last ones of several runs whose numbers are

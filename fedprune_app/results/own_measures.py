@@ -1,13 +1,14 @@
 """A plug-in's system declares numbers of its own; a run writes the declarations into its run.json."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from fedprune_app.config import ConfigError, declared
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import (
     Column,
@@ -157,7 +158,7 @@ def of_system(system: str) -> tuple[OwnMeasure, ...]:
     return declared(system).measures
 
 
-def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str) -> dict[str, Any]:
+def for_reply(system: str, fields: Values, is_private: bool, who: str) -> ValueDict:
     """Return the fields of a client's reply with the numbers that the system declares checked; ``who`` tells them.
 
     Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
@@ -175,11 +176,11 @@ def all_of(system: str) -> Measures:
     return Measures((*MEASURES, *(measure.declaration for measure in measures))) if measures else MEASURES
 
 
-def described(system: str) -> list[dict[str, Any]]:
+def described(system: str) -> list[ValueDict]:
     return [asdict(measure) for measure in of_system(system)]
 
 
-def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
+def from_info(info: Values, where: str) -> tuple[OwnMeasure, ...]:
     """Return the declarations in a run.json, which a later version may refuse.
 
     Raises a one-line ``ValueError`` that says ``where`` they are wrong.

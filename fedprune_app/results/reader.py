@@ -22,13 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.core import seals
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.files import as_path, sha256_of
 from fedprune_app.results import own_measures
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind
 from fedprune_app.results.own_measures import OwnMeasure
 
-Row = Mapping[str, Any]
+Row = Values
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
 # From whom each client receives, by client.
 Links = Mapping[int, Sequence[int]]
@@ -82,7 +83,7 @@ class Run:
     """
 
     folder: Path
-    info: Mapping[str, Any]
+    info: Values
     rounds: tuple[Row, ...]
     clients: tuple[Row, ...]
     masks: Masks | None = None
@@ -111,8 +112,8 @@ class Run:
         return int(self.info["seed"])
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        config: Mapping[str, Any] = self.info["config"]
+    def config(self) -> Values:
+        config: Values = self.info["config"]
         return config
 
     @cached_property
@@ -154,7 +155,7 @@ class Run:
         series = self.series(field)
         return series[-1][1] if series else None
 
-    def last_table(self, field: str) -> Mapping[str, Any]:
+    def last_table(self, field: str) -> Values:
         """Return the last object that rounds.jsonl has in ``field``, or an empty one if none was recorded."""
         return next((row[field] for row in reversed(self.rounds) if row.get(field)), {})
 
@@ -200,7 +201,7 @@ def last_of_clients(run: Run, field: str) -> list[Row]:
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
-def marks_of(records: Mapping[str, Any] | None) -> dict[str, Mark]:
+def marks_of(records: Values | None) -> dict[str, Mark]:
     """Return the mark of each record, as run.json and checkpoints have them; nothing where there are no marks."""
     return {name: Mark(**records[name]) for name in RECORDS} if records else {}
 
@@ -215,14 +216,14 @@ def check_records(folder: Path, marks: Mapping[str, Mark], *, whole: bool = Fals
     return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if digests[name] != mark.sha256]
 
 
-def check_models(folder: Path, info: Mapping[str, Any]) -> list[str]:
+def check_models(folder: Path, info: Values) -> list[str]:
     """Return one line for each file below ``models`` that is damaged or missing, as run.json tells their digests."""
     digests = {folder / "models" / name: digest for name, digest in info.get("model_files", {}).items()}
     is_whole = {path: path.is_file() and sha256_of(path) == digest for path, digest in digests.items()}
     return [f"{path} is missing or damaged" for path in digests if not is_whole[path]]
 
 
-def read_info(folder: Path) -> dict[str, Any]:
+def read_info(folder: Path) -> ValueDict:
     """Read the run.json of a run folder.
 
     A run that is recorded as running, and that no process works on any more, is "interrupted": its process was killed.
@@ -240,7 +241,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     return info
 
 
-def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | None:
+def read_masks(folder: Path, info: Values | None = None) -> Masks | None:
     """Read and check the masks.json of a run folder; the result is None where there is none.
 
     For a completed run, whose run.json is ``info``, the file must be the one that the run wrote.
@@ -259,7 +260,7 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def read_rows(path: Path, mark: Mark | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, mark: Mark | None = None) -> Iterator[ValueDict]:
     """Yield the rows of a jsonl file, or of the part that its ``mark`` vouches for; a file that is missing has none.
 
     A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. Raises
@@ -283,7 +284,7 @@ def _part(path: Path, mark: Mark | None) -> bytes:
     return content[: mark.size] if mark else content
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def _row(line: bytes, where: str) -> ValueDict:
     row = _parse(line, where)
     round = row.get("round")
     if type(round) is not int or not 0 <= round < 1 << 53:
@@ -294,7 +295,7 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
     return row
 
 
-def _parse(text: bytes, where: str) -> dict[str, Any]:
+def _parse(text: bytes, where: str) -> ValueDict:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

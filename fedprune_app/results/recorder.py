@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedprune_app.core import seals
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.texts import error_text
 from fedprune_app.files import append_lines, replace_file, sha256_of
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
@@ -49,7 +51,7 @@ def row_of(
     layers: Iterable[str] = (),
     num_classes: int = 0,
     declared: Measures | None = None,
-) -> dict[str, Any]:
+) -> ValueDict:
     """Return the numbers of this kind of reply by name, each checked.
 
     An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
@@ -64,7 +66,7 @@ def row_of(
     }
 
 
-def from_training(row: Row, trained: Row) -> dict[str, Any]:
+def from_training(row: Row, trained: Row) -> ValueDict:
     """Return the numbers that the ``row`` of an evaluation lacks and the training of the round told."""
     names = (name for name, measure in MEASURES.of_clients.items() if _is_of_either(measure))
     return {name: trained.get(name) for name in names if row[name] is None}
@@ -74,7 +76,7 @@ def _is_of_either(measure: Measure) -> bool:
     return {Reply.TRAINING, Reply.EVALUATION} <= measure.replies
 
 
-def recorded_of_client(row: Row) -> dict[str, Any]:
+def recorded_of_client(row: Row) -> ValueDict:
     """Clients.jsonl records these fields of a row: no number of the round alone, and no object that was not told."""
     left_out = {name for name, measure in MEASURES.of_clients.items() if measure.recorded is Recorded.NEVER}
     objects = MEASURES.kinds[Kind.BY_NAME]
@@ -85,7 +87,7 @@ def recorded_of_client(row: Row) -> dict[str, Any]:
 
 def round_columns(
     rows: Iterable[Row], reply: Reply, others: Sequence[Row] = (), declared: Measures | None = None
-) -> dict[str, Any]:
+) -> ValueDict:
     """Return the columns of a round, by name, that the clients' rows of one kind of reply make.
 
     A client that lacks a number is left out of its columns. Numbers by layer or class become a column of numbers by
@@ -94,7 +96,7 @@ def round_columns(
     are, by default fedprune's own.
     """
     rows = list(rows)
-    columns: dict[str, Any] = {}
+    columns: ValueDict = {}
     for measure in (declared or MEASURES).told_in(reply):
         if measure.is_evaluated and not reply.is_evaluation:
             continue
@@ -112,7 +114,7 @@ def _rows_telling(measure: Measure, rows: Sequence[Row], others: Sequence[Row]) 
     return [row for row in candidates if row.get(measure.name) is not None]
 
 
-def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
+def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> ValueDict:
     """Return two columns, with an entry for each column of accuracies that some of the clients did not tell.
 
     One says how many clients told the number. The other has the noise in their mean, where they told how much of it is
@@ -182,7 +184,7 @@ class Recorder:
         self._tracking = tracking
         self._tracker: Tracker | None = None
         self._last: dict[str, float] = {}  # the numbers of the last round
-        self._info: dict[str, Any] = {}
+        self._info: ValueDict = {}
         self._tallies = {name: _Tally() for name in RECORDS}
         self._masks_sha256: str | None = None
         self._writes = False  # False: what is known of the run is kept in memory only
@@ -193,7 +195,7 @@ class Recorder:
         if tracking != "none":
             check_tracker(tracking)
 
-    def start(self, config: Mapping[str, Any], seed: int, extra: Mapping[str, Any] | None = None) -> None:
+    def start(self, config: Values, seed: int, extra: Values | None = None) -> None:
         """Begin a new run; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
 
         ``headline`` names the system's main number. ``partition`` lists per client ``{partition, train, validation,
@@ -272,17 +274,17 @@ class Recorder:
             self.annotate(notes=[*earlier_notes, *new_lines])
 
     @property
-    def marks(self) -> dict[str, dict[str, Any]]:
+    def marks(self) -> dict[str, ValueDict]:
         return {name: vars(tally.mark) for name, tally in self._tallies.items()}
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> ValueDict:
         """The info is what run.json holds of the run that is open. Raises ``ValueError`` where none is."""
         if not self._info:
             raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
         return self._info
 
-    def round(self, row: Mapping[str, Any]) -> None:
+    def round(self, row: Values) -> None:
         full_row = _complete(row, MEASURES.round_fields)
         with self._writing:
             info = self.info
@@ -292,7 +294,7 @@ class Recorder:
         self._last = dict(scalars(full_row))
         self._track(lambda tracker: tracker.log(self._last, full_row["round"]))
 
-    def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def clients(self, rows: Iterable[Values]) -> None:
         fields = MEASURES.client_fields
         full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
@@ -326,7 +328,7 @@ class Recorder:
     def done_waiting(self) -> None:
         (self.folder / "progress.json").unlink(missing_ok=True)
 
-    def _tell(self, content: Mapping[str, Any]) -> None:
+    def _tell(self, content: Values) -> None:
         with suppress(OSError):
             replace_file(self.folder / "progress.json", json.dumps(content).encode(), durable=False)
 
@@ -354,7 +356,7 @@ class Recorder:
         if not keep:
             self._masks_path.unlink(missing_ok=True)
 
-    def _begin(self, info: dict[str, Any]) -> None:
+    def _begin(self, info: ValueDict) -> None:
         self._info, self._writes = _plain(info), True
         self._seconds_before = float(info["seconds"])
         self._started_at = time.monotonic()
@@ -379,7 +381,7 @@ class Recorder:
             self._stop_tracking(error)
 
     def _stop_tracking(self, error: Exception) -> None:
-        line = f"tracking stops: {type(error).__name__}: {' '.join(str(error).split())}"
+        line = f"tracking stops: {error_text(error)}"
         if self.is_open:
             self.note([line])
         else:
@@ -393,13 +395,13 @@ class Recorder:
             self._info["seconds"] = round(self._seconds_before + time.monotonic() - self._started_at, 3)
             write_info(self.folder, self._info)
 
-    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, name: str, rows: Sequence[Values]) -> None:
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         append_lines(self.folder / name, lines)
         self._tallies[name].add(lines, len(rows))
 
 
-def write_info(folder: Path, info: Mapping[str, Any]) -> None:
+def write_info(folder: Path, info: Values) -> None:
     replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
 
 
@@ -418,7 +420,7 @@ def holds_run(folder: Path) -> bool:
     return bool(info["rounds_completed"]) or info["status"] == "completed"
 
 
-def _changed_versions(info: Mapping[str, Any]) -> dict[str, str | None]:
+def _changed_versions(info: Values) -> dict[str, str | None]:
     earlier_versions = dict(info.get("versions", {}))
     for change in info.get("versions_since", []):
         earlier_versions |= change
@@ -470,8 +472,8 @@ def _git(folder: Path, *arguments: str) -> str:
     return process.stdout.strip()
 
 
-def _complete(row: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
-    plain: dict[str, Any] = _plain({**dict.fromkeys(fields), **row})
+def _complete(row: Values, fields: Iterable[str]) -> ValueDict:
+    plain: ValueDict = _plain({**dict.fromkeys(fields), **row})
     return plain
 
 
@@ -488,7 +490,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _info_text(info: Mapping[str, Any]) -> str:
+def _info_text(info: Values) -> str:
     """Return JSON for people too: a line per key of each object, and long lists of counts on one line."""
     indents = {key: 2 if isinstance(value, dict) else None for key, value in info.items()}
     texts = {key: json.dumps(value, indent=indents[key], allow_nan=False) for key, value in info.items()}

@@ -14,13 +14,15 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.named import ValueDict
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import OWN, difference_tables, is_noise, noise_between, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
-from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, short_name
+from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, short_name
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run, read_info
@@ -109,7 +111,7 @@ def write_report(
         try:
             runs.append(load_run(folder))
         except (ValueError, OSError) as error:
-            left_out.append(" ".join(str(error).split()))
+            left_out.append(one_line(error))
     if not runs:
         raise ValueError(f"no run folder can be read: {left_out[0]}")
     if on_left_out is not None:
@@ -172,7 +174,7 @@ def _packed_plotly() -> str:
     return base64.b85encode(zlib.compress(get_plotlyjs().encode(), 9)).decode().replace("<", ",")
 
 
-def appearance(groups: Sequence[Group]) -> list[Series]:
+def appearance(groups: Groups) -> list[Series]:
     """Return a series for each group: colours tell systems apart, and dashes tell settings apart.
 
     With a single system, colours tell the settings apart.
@@ -188,7 +190,7 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
+def _table(groups: Groups, shown_columns: Sequence[Column], *, is_first: bool = False) -> ValueDict:
     """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown_columns)
     common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
@@ -202,7 +204,7 @@ def _table(groups: Sequence[Group], shown_columns: Sequence[Column], *, is_first
     }
 
 
-def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
+def _perplexity_table(groups: Groups) -> ValueDict:
     header, rows = perplexity_rows(groups)
     return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
 
@@ -226,24 +228,24 @@ def _facts(runs: Sequence[Run]) -> list[str]:
     return [number_of(len(runs), "run"), *facts]
 
 
-def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
+def _cards(groups: Groups) -> list[ValueDict]:
     by_label = compared_by(groups)
     return [
         _language_card(group)
-        if group.runs[0].headline.startswith("perplexity")
+        if group.first.headline.startswith("perplexity")
         else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "global_accuracy")
         for group in groups
     ]
 
 
-def _language_card(group: Group) -> dict[str, Any]:
+def _language_card(group: Group) -> ValueDict:
     tables = [run.last_table("perplexity_by_text") for run in group.runs]
     text = next((text for text, entry in tables[0].items() if entry.get("global") is not None), "")
     statistics = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
     facts = {
         "Dense model": statistics["dense"],
         "Clients' own, mean": statistics["personal_mean"],
-        "Density, pruned matrices": Statistic.of(run.last("density_global") for run in group.runs),
+        "Density, pruned matrices": group.last("density_global"),
     }
     fact_texts = {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()}
     main = "perplexity, global model" + (f"; {windows_of_text(text, tables[0][text])}" if text else "")
@@ -261,12 +263,12 @@ def _short(statistic: Statistic | None, column: Column, unit: str = "") -> str:
 
 
 def _traffic(group: Group) -> dict[str, str]:
-    total, is_of_peers = traffic(group), group.runs[0].total("peer_bytes") is not None
+    total, is_of_peers = traffic(group), group.first.total("peer_bytes") is not None
     text = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
     return {"Traffic, peer to peer" if is_of_peers else "Traffic": text}
 
 
-def _card(group: Group, accuracy: str) -> dict[str, Any]:
+def _card(group: Group, accuracy: str) -> ValueDict:
     numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
     titles = {
         "personal_accuracy": "Own models",
@@ -283,13 +285,13 @@ def _card(group: Group, accuracy: str) -> dict[str, Any]:
     return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
 
 
-def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _losses(runs: Sequence[Run]) -> list[ValueDict]:
     counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
     run_counts = zip(runs, counts, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]
 
 
-def _details(run: Run) -> dict[str, Any]:
+def _details(run: Run) -> ValueDict:
     info = run.info
     facts = {
         "Status": run.status,
@@ -312,24 +314,24 @@ def _details(run: Run) -> dict[str, Any]:
 REFERENCE = "fedavg"
 
 
-def comparison(groups: Sequence[Group]) -> list[str]:
+def comparison(groups: Groups) -> list[str]:
     """Return sentences on the clients' own models of each group, beside those of FedAvg or of the most accurate group.
 
     Groups whose clients have the same data are compared, and runs that did not complete are left out.
     """
-    complete_groups = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
+    complete_groups = [group for group in groups if not group.first.flaw and own_accuracy(group)]
     return [line for family in of_the_same_data(complete_groups) if len(family) > 1 for line in _sentences(family)]
 
 
 def own_accuracy(group: Group) -> Statistic | None:
-    return Statistic.of(run.last(OWN) for run in group.runs)
+    return group.last(OWN)
 
 
 def traffic(group: Group) -> Statistic | None:
-    return Statistic.of(map(traffic_of, group.runs))
+    return group.over(traffic_of)
 
 
-def _sentences(groups: Sequence[Group]) -> Iterator[str]:
+def _sentences(groups: Groups) -> Iterator[str]:
     accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
     columns_by_key = {column.key: column for column in columns(groups)}
     standalone_groups = [group for group in groups if group.system == "standalone"]

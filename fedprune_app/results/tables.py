@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedprune_app.config import ConfigError
+from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, epsilon_remark
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.differences import OWN, from_best, half_interval, of_the_same_data
-from fedprune_app.results.groups import NOT_MEASURED, Group, Statistic, group_runs, value_text
+from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
@@ -25,10 +26,7 @@ def statistics_of(group: Group, shown_columns: Iterable[Column] = ()) -> dict[st
 
     A number that a run did not measure is None.
     """
-    return {
-        column.key: Statistic.of(column.value(run) for run in group.runs)
-        for column in shown_columns or columns([group])
-    }
+    return {column.key: group.over(column.value) for column in shown_columns or columns([group])}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
@@ -41,12 +39,12 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
-def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
+def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
     shown_columns = shown_columns or columns(groups)
     numbers = [statistics_of(group, shown_columns) for group in groups]
     measured_columns = [column for column in shown_columns if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured_columns)]
-    judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
+    judged_by = {group.label: accuracy_words(group.first.headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
@@ -60,12 +58,12 @@ def final_rows(groups: Sequence[Group], shown_columns: Sequence[Column] = ()) ->
     return header, rows
 
 
-def compared_by(groups: Sequence[Group]) -> dict[str, str]:
+def compared_by(groups: Groups) -> dict[str, str]:
     """Return by label the number that groups are compared by: what each is judged by, if that is the same for all.
 
     Otherwise it is the accuracy of the clients' own models, if all groups have it.
     """
-    judged_by = {group.label: group.runs[0].headline for group in groups}
+    judged_by = {group.label: group.first.headline for group in groups}
     have_own = all(run.last(OWN) is not None for group in groups for run in group.runs)
     return dict.fromkeys(judged_by, OWN) if have_own and len(set(judged_by.values())) > 1 else judged_by
 
@@ -77,7 +75,7 @@ def accuracy_words(name: str) -> str:
 
 
 def data_cells(group: Group) -> tuple[str, str]:
-    run = group.runs[0]
+    run = group.first
     text = next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
     dataset = value_text(run.config.get("dataset")) + (f", tested on {text}" if text else "")
     is_dealt = not run.headline.startswith("perplexity")  # texts have no labels, so no partition by them
@@ -95,7 +93,7 @@ def model_name(key: str, group: Group) -> str:
     return own_models(max(rounds, default=1))
 
 
-def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
+def perplexity_tables(groups: Groups) -> dict[str, dict[str, list[Mapping[str, float]]]]:
     """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
     tables: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
@@ -106,7 +104,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
     return tables
 
 
-def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+def perplexity_rows(groups: Groups) -> tuple[list[str], list[list[str]]]:
     columns: list[tuple[str, dict[str, str]]] = []
     groups_by_label = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -131,7 +129,7 @@ def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
 
 
-def markdown(groups: Sequence[Group]) -> str:
+def markdown(groups: Groups) -> str:
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -146,19 +144,18 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_te
     return "".join(f"| {' | '.join(line)} |\n" for line in [header, alignment, *rows])
 
 
-def latex(groups: Sequence[Group]) -> str:
+def latex(groups: Groups) -> str:
     header, rows = final_rows(groups)
-    return _latex(map(_latex_cell, header), [list(map(_latex_cell, row)) for row in rows], num_texts=3)
+    return _latex([*map(_latex_cell, header)], [[*map(_latex_cell, row)] for row in rows], num_texts=3)
 
 
-def _latex(header: Iterable[str], rows: Iterable[Iterable[str]], num_texts: int) -> str:
-    titles = list(header)
+def _latex(titles: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
     lines = [f"\\begin{{tabular}}{{{'l' * num_texts}{'r' * (len(titles) - num_texts)}}}", "\\toprule"]
     lines += [" & ".join(titles) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
-def comma_separated(groups: Sequence[Group]) -> str:
+def comma_separated(groups: Groups) -> str:
     """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured.
 
     ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
@@ -170,7 +167,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
-        cells += [group.runs[0].status, len(group.runs)]
+        cells += [group.first.status, len(group.runs)]
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
@@ -202,7 +199,7 @@ PAPER_COLUMNS = ("personal_accuracy", "megabytes_up", "gigaflops", "density")
 
 
 def paper_rows(
-    groups: Sequence[Group], keys: Sequence[str], intervals: bool, best_bold: bool
+    groups: Groups, keys: Sequence[str], intervals: bool, best_bold: bool
 ) -> tuple[list[str], list[list[str]], set[str]]:
     """Return the titles and rows of a table of few columns, and the labels of the rows in bold.
 
@@ -226,9 +223,9 @@ def paper_rows(
     return ["System", *(column.title for column in shown_columns)], rows, _best_labels(groups) if best_bold else set()
 
 
-def _best_labels(groups: Sequence[Group]) -> set[str]:
+def _best_labels(groups: Groups) -> set[str]:
     labels = set()
-    for family in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
+    for family in of_the_same_data([group for group in groups if not group.first.flaw]):
         best, distances = from_best(family)
         labels |= {best, *(group.label for group, distance in distances if distance.doubt)}
     return labels
@@ -240,24 +237,16 @@ def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
         return text.getvalue()
-    if suffix == ".tex":
-        lines = [[_latex_cell(cell) for cell in row] for row in rows]
-        lines = [
-            [f"\\textbf{{{cell}}}" for cell in line] if row[0] in bold else line
-            for row, line in zip(rows, lines, strict=True)
-        ]
-        return _latex(map(_latex_cell, header), lines, num_texts=1)
-    lines = [[_markdown_cell(cell) for cell in row] for row in rows]
-    lines = [
-        [f"**{cell}**" for cell in line] if row[0] in bold else line for row, line in zip(rows, lines, strict=True)
-    ]
-    return _markdown_table([_markdown_cell(cell) for cell in header], lines, num_texts=1)
+    escaped, form = (_latex_cell, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
+    lines = [[(form if row[0] in bold else "{}").format(escaped(cell)) for cell in row] for row in rows]
+    write = _latex if suffix == ".tex" else _markdown_table
+    return write([escaped(cell) for cell in header], lines, 1)
 
 
 def _markdown_cell(text: str) -> str:
     for character in "\\`*_[]<>|":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return one_line(text)
 
 
 _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {

@@ -1,9 +1,8 @@
 """Results in words: test texts and models by name, and a round in one line."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
+from fedprune_app.core.named import Values
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.measures import MEGABYTE, Measures, Row
 
@@ -11,7 +10,7 @@ from fedprune_app.results.measures import MEGABYTE, Measures, Row
 OWN_TEXT = "own"
 
 
-def windows_of_text(text: str, entry: Mapping[str, Any]) -> str:
+def windows_of_text(text: str, entry: Values) -> str:
     """Return the name of a test text with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
 
     ``entry`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
@@ -31,7 +30,7 @@ def own_models(round: int) -> str:
     return "standalone" if round == 1 else "clients' own"
 
 
-def tested_on(row: Mapping[str, Any]) -> str:
+def tested_on(row: Values) -> str:
     """Return the text that a round's ``perplexity_global`` was measured on, with its windows.
 
     That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
+
+from fedprune_app.core.named import ValueDict, Values
 
 _AT_ONCE = 100  # so many parameters MLflow takes in one request
 
@@ -26,7 +27,7 @@ def check_tracker(kind: str) -> None:
         raise ValueError(f"tracking is {kind!r}, which needs the package {kind}: install the extra fedprune[{extra}]")
 
 
-def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(row: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row by name; those within a mapping as ``name/key``."""
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -38,7 +39,7 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 class TensorBoard:
     """TensorBoard's event files are in ``folder/tensorboard``; a resumed run replaces those of lost rounds."""
 
-    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, info: Values) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._settings = _settings(info)
@@ -76,7 +77,7 @@ class MLflow:
     """MLflow's run is in the store that MLFLOW_TRACKING_URI names, or else in ``folder/mlflow/mlflow.db``."""
 
     @_discreet()
-    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, info: Values) -> None:
         # or else MLflow asks a server that does not answer again and again for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -122,8 +123,8 @@ class MLflow:
 
 Tracker = TensorBoard | MLflow
 # What opens the tracker of a run, by kind: of a run folder and of its run.json.
-TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+TRACKERS: Mapping[str, Callable[[Path, Values], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
-def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(info: Values) -> ValueDict:
     return {key: value for key, value in info["config"].items() if value != ""}

@@ -11,13 +11,15 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import OPTIONS, ConfigError, Scalar, flatten, told_of
+from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, told_of
 from fedprune_app.config.options import Option
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.texts import one_line
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
 
-Range = list[Scalar] | Mapping[str, Any]  # choices, or a table with low and high, and with log or step
+Range = list[Scalar] | Values  # choices, or a table with low and high, and with log or step
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Search:
     """
 
     name: str
-    settings: Mapping[str, Scalar]
+    settings: Settings
     space: Mapping[str, Range]
     seeds: tuple[int, ...]
     where: str
@@ -55,7 +57,7 @@ class Search:
             for value in choices[1:]:
                 yield f"{self.name} {key}={value}".strip(), {**first, key: value}
 
-    def distributions(self) -> dict[str, Any]:
+    def distributions(self) -> ValueDict:
         """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
         with told_of(self.where):
             return {key: _distribution(key, spec) for key, spec in self.space.items()}
@@ -123,7 +125,7 @@ class Matrix:
     are none to be run: they have each choice and each end of what is drawn.
     """
 
-    settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
+    settings: tuple[tuple[str, Settings], ...]
     num_clients: int | None
     common: frozenset[str] = frozenset()  # keys that are the same in all cells
     where: str = "matrix"
@@ -160,7 +162,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def to_yaml(document: Mapping[str, Any]) -> str:
+def to_yaml(document: Values) -> str:
     text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
     return text
 
@@ -173,7 +175,7 @@ def read_matrix(path: Path) -> Matrix:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("matrix", path, which="cannot be read", hint=" ".join(str(error).split())) from None
+        raise ConfigError("matrix", path, which="cannot be read", hint=one_line(error)) from None
     return matrix_of(document, path)
 
 
@@ -216,9 +218,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
     return Matrix(tuple(settings), num_clients, frozenset(common), where, searches)
 
 
-def _cells(
-    where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: Sequence[int]
-) -> list[tuple[str, dict[str, Any]]]:
+def _cells(where: str, document: Values, common: Values, seeds: Sequence[int]) -> list[tuple[str, ValueDict]]:
     systems = _variants(where, "systems", "system", document.get("systems"))
     datasets = _variants(where, "datasets", "dataset", document.get("datasets", ["digits"]))
     settings = []
@@ -230,15 +230,13 @@ def _cells(
     return settings
 
 
-def _searches(
-    where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: tuple[int, ...]
-) -> Iterator[Search]:
+def _searches(where: str, document: Values, common: Values, seeds: tuple[int, ...]) -> Iterator[Search]:
     table = document["search"]
     keys = (*_OF_SEARCH, "space")
     if not isinstance(table, dict) or not table.keys() <= {*keys}:
         raise ConfigError("search", table, f"a table with {', '.join(keys)}", where=where)
     with told_of(where):
-        options: dict[str, Any] = {
+        options: ValueDict = {
             key: option.parse(key, table.get(key, option.default)) for key, option in _OF_SEARCH.items()
         }
     shared = _space(where, table.get("space", {}))
@@ -267,7 +265,7 @@ def _without_space(entry: Any) -> Any:
     return {key: value for key, value in entry.items() if key != "space"} if isinstance(entry, dict) else entry
 
 
-def _space(where: str, space: Any) -> dict[str, Any]:
+def _space(where: str, space: Any) -> ValueDict:
     if not isinstance(space, dict):
         raise ConfigError("space", space, "a range or choices for each key", where=where)
     for key, spec in space.items():
@@ -278,7 +276,7 @@ def _space(where: str, space: Any) -> dict[str, Any]:
 _LONGEST = 200  # characters of a name, of 255 that a folder may have: a digest, trial and seed may follow
 
 
-def _settings(where: str, section: str, table: Any) -> dict[str, Any]:
+def _settings(where: str, section: str, table: Any) -> ValueDict:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"an entry of {section}", table, "key: value pairs", where=where)
     with told_of(f"{where}: an entry of {section}"):
@@ -288,7 +286,7 @@ def _settings(where: str, section: str, table: Any) -> dict[str, Any]:
     return settings
 
 
-def _variants(where: str, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
+def _variants(where: str, section: str, key: str, entries: Any) -> Sequence[ValueDict]:
     if not (isinstance(entries, list) and entries):
         raise ConfigError(section, entries, "a list of settings", where=where)
     variants = [{key: e} if isinstance(e, str) else _settings(where, section, e) for e in entries]
@@ -304,7 +302,7 @@ def _check_distinct(where: str, kind: str, names: Sequence[str]) -> None:
         raise ConfigError(f"name of {kind}", duplicate, "distinct settings", which="is there twice", where=where)
 
 
-def _name(variant: Mapping[str, Any], key: str) -> str:
+def _name(variant: Values, key: str) -> str:
     """Return a folder name with the settings that distinguish a variant, such as ``subfedavg-target-rate50``."""
     settings = {k: v for k, v in variant.items() if k != key and not (k in OPTIONS and OPTIONS[k].kind.is_folder)}
     parts = [str(variant[key]), *(f"{k.rpartition('.')[2]}{v}" for k, v in settings.items())]

@@ -44,7 +44,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from fedprune_app.config import Config, ConfigError, Scalar, has_effect, paths_from_here, to_toml
+from fedprune_app.config import Config, ConfigError, Scalar, Settings, has_effect, paths_from_here, to_toml
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.texts import one_line
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
@@ -72,7 +74,7 @@ BEST = "best.yaml"
 class SearchResult:
     """A search has found that these settings have the best ``value`` of its objective, and made these runs."""
 
-    settings: Mapping[str, Scalar]
+    settings: Settings
     value: float
     runs: tuple[Run, ...]
 
@@ -116,7 +118,7 @@ def find(
     search: Search,
     study: Study,
     out: Path,
-    make: Callable[[str, Mapping[str, Scalar]], Run],
+    make: Callable[[str, Settings], Run],
     say: Callable[[str, str], object],
 ) -> SearchResult:
     """Make all trials of a search, the runs of each by ``make(name, settings)``, and return what was found.
@@ -135,7 +137,7 @@ def find(
         try:
             study.tell(trial.number, twin.value if twin else _value_of(search, trial.number, params, make))
         except (LaunchError, ConfigError) as error:
-            say("failed", f" {label}trial {trial.number + 1}: {' '.join(str(error).split())}")
+            say("failed", f" {label}trial {trial.number + 1}: {one_line(error)}")
             study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
         _write_table(out / search.file("search.csv"), study, search)
     _write_table(out / search.file("search.csv"), study, search)  # of a search that was killed before it did
@@ -145,7 +147,7 @@ def find(
     return SearchResult(effective(search, study.best_params), float(study.best_value), tuple(runs))
 
 
-def effective(search: Search, params: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def effective(search: Search, params: Settings) -> dict[str, Scalar]:
     """Return those of the settings of a trial, but for the seed, that have an effect; paths are absolute."""
     settings = paths_from_here({**search.settings, **params})
     config = prepare(Given(settings)).config
@@ -165,11 +167,11 @@ def _distinct_trials(search: Search, study: Study) -> dict[str, FrozenTrial]:
     return trials
 
 
-def _identity(search: Search, params: Mapping[str, Scalar]) -> str:
+def _identity(search: Search, params: Settings) -> str:
     return json.dumps(effective(search, params), sort_keys=True)
 
 
-def _next_trial(search: Search, study: Study, distributions: Mapping[str, Any]) -> FrozenTrial | None:
+def _next_trial(search: Search, study: Study, distributions: Values) -> FrozenTrial | None:
     """Return a trial that is not over: one that was interrupted, else a new one."""
     for trial in study.trials:
         if not trial.state.is_finished():
@@ -183,9 +185,7 @@ def _next_trial(search: Search, study: Study, distributions: Mapping[str, Any]) 
     return study.trials[number]
 
 
-def _value_of(
-    search: Search, number: int, params: Mapping[str, Scalar], make: Callable[[str, Mapping[str, Scalar]], Run]
-) -> float:
+def _value_of(search: Search, number: int, params: Settings, make: Callable[[str, Settings], Run]) -> float:
     values = []
     for seed in search.seeds:
         name = search.folder(number, seed)
@@ -206,7 +206,7 @@ def _write_table(path: Path, study: Study, search: Search) -> None:
     replace_file(path, text.getvalue().encode())
 
 
-def best_matrix(best: Sequence[Mapping[str, Scalar]], seeds: Sequence[int], num_clients: int) -> dict[str, Any]:
+def best_matrix(best: Sequence[Settings], seeds: Sequence[int], num_clients: int) -> ValueDict:
     """Return the document of a matrix that compares the ``best`` settings of searches with these ``seeds``.
 
     It has as many seeds, and none of theirs: settings that were chosen with a seed are luckier there. What two searches
@@ -291,7 +291,7 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
                 session.run(run, run.folder)
             return load_run(run.folder)
 
-        def trial(name: str, settings: Mapping[str, Scalar]) -> Run:
+        def trial(name: str, settings: Settings) -> Run:
             has_begun = holds_run(out / name)
             trial_settings = Given(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
             return make(prepare(trial_settings, placement))
@@ -312,13 +312,13 @@ def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say:
         try:
             runs.append(make(cell))
         except (LaunchError, ConfigError) as error:
-            failed[name] = " ".join(str(error).split())
+            failed[name] = one_line(error)
             say("failed", f" {name}: {failed[name]}")
     return Swept(tuple(runs), (), failed, len(cells))
 
 
 def _run_searches(
-    searches: Sequence[Search], out: Path, num_clients: int, trial: Callable[[str, Mapping[str, Scalar]], Run], say: Say
+    searches: Sequence[Search], out: Path, num_clients: int, trial: Callable[[str, Settings], Run], say: Say
 ) -> Swept:
     results: dict[str, SearchResult] = {}
     failed: dict[str, str] = {}

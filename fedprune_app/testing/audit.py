@@ -10,7 +10,7 @@ which follows from what it received and sent before. The attack knows all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Unpack, cast
@@ -29,7 +29,9 @@ from clients.task import Task
 from fedprune_app import client_app, server_app
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core import rng
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.texts import one_line
 from fedprune_app.data.splits import ClientData, client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import quiet, run_in_process
@@ -46,7 +48,6 @@ PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share of pixels that is not 
 _IGNORED = -100  # the label that cross entropy ignores
 _MOST_OTHERS = 1000  # examples, not canaries, whose part in the upload is found one by one
 _LARGEST = 100_000_000  # about so many numbers are in memory at a time
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class _Training:
     """One training of the client went from its model ``before`` to its model ``after``; the attack may know both."""
 
     task: Task
-    before: dict[str, Tensor]
-    after: dict[str, Tensor]
+    before: TensorDict
+    after: TensorDict
     masks: Tensors
 
 
@@ -137,6 +138,9 @@ class Silent:
     def laplace(self, scale: float) -> float:
         return 0.0
 
+    def seed(self) -> int:
+        return self._noise.seed()
+
 
 class WithoutNoise(ClientPrivacy):
     """A client without noise clips, samples and charges as if it added noise."""
@@ -196,7 +200,7 @@ def audit(prepared: Prepared, question: Question) -> Finding:
         except Exception as error:
             watch.failure = watch.failure or error
     if watch.failure is not None:
-        raise LaunchError(" ".join(str(watch.failure).split())) from watch.failure
+        raise LaunchError(one_line(watch.failure)) from watch.failure
     client = watch.newest
     if client is None or client.privacy is None or not watch.uploads:
         raise LaunchError(f"client {question.client} sent no model in {config.num_server_rounds} rounds")

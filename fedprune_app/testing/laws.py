@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from flwr.app import MessageType
+from flwr.app import Message, MessageType
 from torch import Tensor
 
 from clients.base import Update
 from clients.node import Kind as ReplyKind
 from clients.node import fields_of, undeclared
-from fedprune_app.config import ConfigError, Scalar, has_effect, paths_from_here
+from fedprune_app.config import ConfigError, Scalar, Settings, has_effect, paths_from_here
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.engine.store import State
@@ -48,7 +48,7 @@ from fedprune_app.testing.runs import (
     run_with,
 )
 
-_ALL_REPLY: Mapping[str, Scalar] = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
+_ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
 _KINDS: Mapping[str, ReplyKind] = {
     MessageType.QUERY: "introduction",
     MessageType.TRAIN: "training",
@@ -86,7 +86,7 @@ def check_system(
     *,
     plugins: str | Iterable[str] = (),
     engines: Iterable[str] = (),
-    settings: Mapping[str, Scalar] | None = None,
+    settings: Settings | None = None,
 ) -> None:
     """Hold a system to all laws, in runs of five clients and three rounds.
 
@@ -109,16 +109,14 @@ def check_system(
 
 
 class _Laws:
-    def __init__(self, folder: Path, settings: Mapping[str, Scalar]) -> None:
+    def __init__(self, folder: Path, settings: Settings) -> None:
         self._folder = folder
         self._settings = settings
         self._count = 0
         with _check_returns(prepare(Given(settings)).system):
             self._whole = self._run(_ALL_REPLY)
 
-    def _run(
-        self, changes: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid
-    ) -> ObservedRun:
+    def _run(self, changes: Settings | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
         self._count += 1
         values = {**self._settings, **(changes or {})}
         folder = Path(str(values.get("resume-from") or self._folder / str(self._count)))
@@ -199,14 +197,27 @@ class _Laws:
         )
 
     def all_train_in_the_end(self) -> None:
-        """After the last round a client that is held out trains, and all others do; a round may not ask the former."""
+        """After the last round a client that is held out trains, whom no round may ask, and all others do."""
         config = prepare(Given(self._settings)).config
         changes: dict[str, Scalar] = {"holdout-clients": 1, "last-phase": True}
         settings = {key: value for key, value in changes.items() if has_effect(key, config)}
-        trained: set[int] = set()
-        for row in self._run(settings).clients:
-            if any(row.get(column) is not None for column in ("accuracy_newcomer", "accuracy_last_phase")):
+        asked, trained, held_out = set[int](), set[int](), set[int]()
+
+        class Watching(InProcessGrid):
+            def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+                messages = list(messages)
+                of_rounds = [m for m in messages if m.metadata.group_id in map(str, range(1, ROUNDS + 1))]
+                asked.update(int(self._context(m).node_config["partition-id"]) for m in of_rounds)
+                return super().push_messages(messages)
+
+        for row in self._run(settings, Watching).clients:
+            if row.get("accuracy_newcomer") is not None:
+                held_out.add(row["partition"])
+            if row.get("accuracy_last_phase") is not None:
                 trained.add(row["partition"])
+        asked_early = sorted(asked & held_out)
+        _must(not asked_early, "a round asks no client that is held out", f"one asks client {asked_early}")
+        trained |= held_out
         expected = CLIENTS if "last-phase" in settings else len(settings)
         law = "every client can train once more after the last round"
         _must(len(trained) == expected, law, f"{len(trained)} of {expected} clients did")

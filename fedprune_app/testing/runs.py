@@ -11,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 from fedprune_app import client_app, server_app
-from fedprune_app.config import Scalar, with_carrier
+from fedprune_app.config import Settings, with_carrier
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
 from fedprune_app.preflight.given import Given
@@ -23,7 +24,7 @@ from fedprune_app.results.recorder import write_info
 CLIENTS, ROUNDS = 5, 3
 
 
-QUICK: Mapping[str, Scalar] = {
+QUICK: Settings = {
     "num-server-rounds": ROUNDS,
     "local-epochs": 1,
     "fraction-train": 1.0,
@@ -35,10 +36,10 @@ QUICK: Mapping[str, Scalar] = {
 """These settings make quick runs in which every client takes part in every round, and is evaluated after it."""
 
 
-PRIVATE: Mapping[str, Scalar] = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+PRIVATE: Settings = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
 
 
-NEEDED: Mapping[str, Mapping[str, Scalar]] = {
+NEEDED: Mapping[str, Settings] = {
     "subfedavg": {"local-epochs": 2},
     "subfedavg-hy": {"model": "cnn-small-bn", "local-epochs": 2},
     "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},
@@ -63,23 +64,23 @@ class FinishedRun:
     folder: Path
 
     @property
-    def info(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+    def info(self) -> ValueDict:
+        content: ValueDict = json.loads((self.folder / "run.json").read_text())
         return content
 
     @property
-    def rounds(self) -> list[dict[str, Any]]:
+    def rounds(self) -> list[ValueDict]:
         return self._rows("rounds.jsonl")
 
     @property
-    def clients(self) -> list[dict[str, Any]]:
+    def clients(self) -> list[ValueDict]:
         return self._rows("clients.jsonl")
 
     @property
     def sha256(self) -> str:
         return str(self.info["final_sha256"])
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
+    def _rows(self, name: str) -> list[ValueDict]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
 
@@ -104,7 +105,7 @@ def listening(grid: type[InProcessGrid], replies: dict[str, list[set[str]]]) -> 
 
 
 def run_with(
-    values: Mapping[str, Any], folder: Path, grid: type[InProcessGrid] = InProcessGrid, clients: int = CLIENTS
+    values: Values, folder: Path, grid: type[InProcessGrid] = InProcessGrid, clients: int = CLIENTS
 ) -> ObservedRun:
     """Run a federation with the settings ``values`` in this process, on ``grid``, in ``folder``."""
     config = prepare(Given({**values, "out-dir": str(folder)})).config
@@ -135,7 +136,7 @@ def lasting(recorded: Any) -> Any:
     return {key: lasting(entry) for key, entry in recorded.items() if not re.search("seconds|bytes|epsilon", key)}
 
 
-def misrecorded(rows: Iterable[Mapping[str, Any]], columns: Iterable[str], declared: Measures = MEASURES) -> list[str]:
+def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Measures = MEASURES) -> list[str]:
     """Return the names in recorded ``rows`` that are not declared as ``columns``, or not of the declared kind."""
     kinds = {name: kind for kind, names in declared.kinds.items() for name in names}
     names = set(columns)

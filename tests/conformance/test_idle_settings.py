@@ -18,7 +18,7 @@ READ_IN_VAIN = {
     "dispfl.neighbours",  # every topology is told the number
     "dp.planned-rounds",  # read before it is known whether the noise is given or chosen
     # read for each client, also where it trains all layers, of which none is chosen or pruned
-    *("density", "fedp3.densities", "fedp3.assignment"),
+    *("density", "fedp3.assignment"),
     *("fedp3.layer-set", "fedp3.local", "fedp3.personal-head"),  # FedCR replaces or refuses them
 }
 

@@ -16,7 +16,7 @@ from tests.models.tiny_gguf import gguf_model, write_gguf
 
 PAGE = [block for block in blocks() if block.page == "docs/tutorials/language-model.md"]
 TEXTS, SENTENCE = (block.text for block in PAGE if block.language == "python")
-(PRUNE,) = (command for block in PAGE if block.is_commands for command in block.commands if "runs/smollm2" in command)
+PRUNE, TO_GGUF = (c for block in PAGE if block.is_commands for c in block.commands if "runs/smollm2" in c)
 (EXPORT,) = (span.commands[0] for span in spans() if span.text.startswith("fedprune export runs/smollm2"))
 SMALLER = {"fedspallm.segment-length=512": "fedspallm.segment-length=32", "fedspallm.window=512": "fedspallm.window=32"}
 
@@ -37,3 +37,6 @@ def test_the_tutorial_ends_with_a_sentence_and_a_packed_model(fedprune, tmp_path
     code, said = fedprune(*EXPORT[1:])
     assert code == 0, said
     assert (Path(EXPORT[-1]) / "packed.json").is_file()
+    code, said = fedprune(*TO_GGUF[1:])
+    assert code == 0, said
+    assert Path("smollm2.gguf").is_file()

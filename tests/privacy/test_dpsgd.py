@@ -529,6 +529,9 @@ class Scripted:
     def laplace(self, scale: float) -> float:
         raise AssertionError
 
+    def seed(self) -> int:
+        return 0
+
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_private_training_is_its_definition_step_by_step(method):
@@ -582,6 +585,20 @@ def test_hooks_see_the_private_gradient_and_no_other():
     train(model, images, labels, SGD(0.1), rng=generator(0, "x"), adjust_gradients=look, private=how)
     assert len(seen) == 1
     assert 0 < seen[0] <= 3 * 1e-3 / (0.5 * 8) * (1 + 1e-4)
+
+
+def test_nobody_who_knows_the_runs_seed_knows_what_a_network_drops():
+    """Known masks would tell: an example less gives the others in its batch other masks, and moves the sum by more."""
+    images, labels = data(8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
+    ends = []
+    for key in (1, 1, 2):
+        trained = copy.deepcopy(model)
+        how = dp(sigma=0.0, clip=1e6, rate=1.0, noise=keyed(key))  # all are in, and nothing hides the masks
+        train(trained, images, labels, SGD(0.1), rng=generator(0, "x"), private=how)
+        ends.append(trained[1].weight)
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.allclose(ends[0], ends[2])
 
 
 def test_private_training_that_diverges_says_so_by_its_weights():

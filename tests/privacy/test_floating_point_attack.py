@@ -37,6 +37,9 @@ class Given(Noise):
     def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         return self.draws.clone()
 
+    def seed(self) -> int:
+        return 0
+
 
 def update(before: Tensor, gradient: Tensor, rate: float) -> Tensor:
     after = before.clone()
@@ -48,7 +51,7 @@ def product_rule(sigma: float, clip: float, rate: float) -> Rule:
     def rule(before: Tensor, total: Tensor, draws: Tensor) -> Tensor:
         gradient = total.clone()
         how = DPSGD(sigma, clip, 1.0, 1, Given(draws))
-        _Step(how, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
+        _Step(how, dict, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
         return update(before, gradient, rate)
 
     return rule

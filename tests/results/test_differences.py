@@ -204,7 +204,7 @@ def test_runs_on_other_folders_are_not_compared(make_run):
 
 def test_the_keys_that_deal_the_data_are_those_of_its_configuration():
     fields = {name.replace("_", "-") for name in DataConfig.__dataclass_fields__}
-    derived = {"is-own", "private", "split-secret", "public-share"}
+    derived = {"by-group", "is-own", "private", "split-secret", "public-share"}
     assert {*DEALT_BY} - {"public-fraction"} == fields - derived - {"data-dir", "download"}
     assert {*DATASETS, *TEXTS} - PUBLISHED - {*LOADERS} == {"image-folder", "table", "huggingface", "text"}
 

@@ -12,6 +12,7 @@ import torch
 
 import fedprune_app
 from fedprune_app import cli
+from fedprune_app.config import ConfigError
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import own_measures
 from fedprune_app.results.figures import figures
@@ -137,7 +138,7 @@ def test_a_number_that_nobody_tells_breaks_a_law(run):
 )
 def test_a_number_that_cannot_be_is_an_error_with_its_name(run, old, new, said):
     assert DRIFT.count(old) == 1
-    with pytest.raises(RuntimeError, match=re.escape(said)):
+    with pytest.raises((RuntimeError, ConfigError), match=re.escape(said)):  # the start tries a round of few examples
         run(text=DRIFT.replace(old, new))
 
 

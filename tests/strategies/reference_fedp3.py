@@ -111,9 +111,7 @@ def layer_set(options, seed, k, n, t):
 
 def pruned(config, server, own, k, t, margins):
     """``W^l`` for own layers, ``P_i W^l`` for the others; a mask for each weight tensor of those."""
-    options = config.fedp3
-    listed = [float(x) for x in options.densities.split()]
-    density = listed[k % len(listed)] if listed else config.density
+    density = config.density
     start, masks = {n: w.clone() for n, w in server.items()}, {}
     for layer in LAYERS:
         name = WEIGHT[layer]

@@ -434,7 +434,6 @@ def test_a_clients_capacity_bounds_what_is_deployed_to_it(federation, monkeypatc
         ),
         ({"fedp3_layer_set": "b2-part"}, ("fedp3.layer-set", "b2-part")),
         ({"fedp3_layer_set": "opu3", "model": "cnn-small"}, ("fedp3.layer-set", "opu3")),
-        ({"fedp3_densities": "0.5 0"}, ("fedp3.densities", "0.5 0")),
         ({"fedp3_capacities": "much"}, ("fedp3.capacities", "much")),
         ({"fedp3_layer_set": "capacity", "fedp3_capacities": "0.01"}, ("fedp3.layer-set", "capacity")),
     ],

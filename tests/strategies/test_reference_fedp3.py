@@ -33,10 +33,10 @@ TRAINED = {
         "fedp3_personal_head": True,
         "max_grad_norm": 10.0,
     },
-    "opu1-2-3, weighted, of many densities": {
+    "opu1-2-3, weighted, half of the others pruned": {
         "fedp3_layer_set": "opu1-2-3",
         "fedp3_aggregation": "weighted",
-        "fedp3_densities": "0.9 0.5 1.0 0.7",
+        "density": 0.5,
         "fraction_train": 1.0,
     },
     "opu2-3, counting the last layer": {
@@ -124,7 +124,7 @@ def test_what_travels_is_what_the_algorithm_says(both):
             assert message.up.tensors.keys() == names
             assert not message.up.masks
             pruned = {reference.WEIGHT[layer] for layer in reference.HIDDEN if layer not in sets[partition]}
-            density = run.config.fedp3.density_of(partition, run.config.density)
+            density = run.config.density
             assert message.down.masks.keys() == (pruned if density < 1 else set())
             for name, mask in message.down.masks.items():
                 assert not message.down.tensors[name][~mask].any()

@@ -5,15 +5,13 @@ Every trace says which ``series``
 All text is escaped, since plotly reads a little HTML.
 """
 
-from collections.abc import Sequence
-
 from fedprune_app.results.columns import epsilon_remark
 from fedprune_app.results.figures import clients, curves, masks, settings
 from fedprune_app.results.figures.common import Figure
-from fedprune_app.results.groups import Group
+from fedprune_app.results.groups import Groups
 
 
-def figures(groups: Sequence[Group]) -> list[Figure]:
+def figures(groups: Groups) -> list[Figure]:
     all_figures = [
         Figure(
             "accuracy",

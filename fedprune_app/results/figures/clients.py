@@ -1,7 +1,6 @@
 """These figures show how each client fares, which classes it has, and what is sent."""
 
 import statistics
-from collections.abc import Sequence
 
 from fedprune_app.results.declarations import MEASURES
 from fedprune_app.results.figures.common import (
@@ -9,6 +8,8 @@ from fedprune_app.results.figures.common import (
     SHARE_TICKS,
     Trace,
     Variant,
+    Variants,
+    axis,
     class_name,
     heatmap,
     line,
@@ -18,7 +19,7 @@ from fedprune_app.results.figures.common import (
     run_name,
     text_of,
 )
-from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.results.groups import Groups, Statistic
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import last_of_clients
 from fedprune_app.results.statistics import worst_decile
@@ -26,10 +27,10 @@ from fedprune_app.results.statistics import worst_decile
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
 
 
-def by_class(groups: Sequence[Group]) -> list[Variant]:
+def by_class(groups: Groups) -> Variants:
     views = []
     for group in groups:
-        run = group.runs[0]
+        run = group.first
         shares = {int(row["partition"]): row["accuracy_by_class"] for row in last_of_clients(run, "accuracy_by_class")}
         if not shares:
             continue
@@ -46,8 +47,8 @@ def by_class(groups: Sequence[Group]) -> list[Variant]:
             colorbar={"tickformat": ".0%"},
         )
         axes = {
-            "xaxis": {"type": "category", "title": {"text": "Client"}},
-            "yaxis": {"type": "category", "title": {"text": "Class"}},
+            "xaxis": axis("Client", type="category"),
+            "yaxis": axis("Class", type="category"),
         }
         note = f"Shown is one client in {step}." if step > 1 else ""
         views.append(Variant(run_name(group, run), [trace], axes, note))
@@ -58,7 +59,7 @@ def _rounded(share: float | None) -> float | None:
     return None if share is None else round(share, 3)
 
 
-def accuracies(groups: Sequence[Group]) -> list[Variant]:
+def accuracies(groups: Groups) -> Variants:
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
     titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]
@@ -93,7 +94,7 @@ def accuracies(groups: Sequence[Group]) -> list[Variant]:
     return variants
 
 
-def by_density(groups: Sequence[Group]) -> list[Variant]:
+def by_density(groups: Groups) -> Variants:
     """Return a view of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
     traces: list[Trace] = []
     for index, group in enumerate(groups):
@@ -112,11 +113,11 @@ def by_density(groups: Sequence[Group]) -> list[Variant]:
         template = "%{y:.1%}, mean of %{text}"
         traces.append(line(index, group, list(means), list(means.values()), text=counts, hovertemplate=template))
     share = {"tickformat": SHARE_TICKS, "hoverformat": ".0%"}
-    layout = {"xaxis": {"title": {"text": "Density of the client"}, **share}, "yaxis": {"tickformat": SHARE_TICKS}}
+    layout = {"xaxis": axis("Density of the client", **share), "yaxis": {"tickformat": SHARE_TICKS}}
     return [Variant("Personal", traces, layout)] if traces else []
 
 
-def partition(groups: Sequence[Group]) -> list[Variant]:
+def partition(groups: Groups) -> Variants:
     """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
     views: dict[str, Variant] = {}
     for label, run in ((group.label, run) for group in groups for run in group.runs):
@@ -134,8 +135,8 @@ def partition(groups: Sequence[Group]) -> list[Variant]:
         clients = [row["partition"] for row in rows]
         names = [text_of(class_name(run, label)) for label in range(classes)]
         trace = heatmap(clients, names, counts, "client %{x}, class %{y}: %{z} examples")
-        axis = {"title": {"text": "Class"}, "type": "category", "automargin": True}
-        views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
+        y_axis = axis("Class", type="category", automargin=True)
+        views[repr(rows)] = Variant(title, [trace], {"xaxis": axis("Client"), "yaxis": y_axis})
     return list(views.values())
 
 
@@ -154,15 +155,15 @@ _OF_PEERS = {  # what one peer sends is what another one receives
 }
 
 
-def on_peers(groups: Sequence[Group]) -> str:
+def on_peers(groups: Groups) -> str:
     return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
-def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
+def bytes_of_runs(groups: Groups) -> Variants:
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
-        titles = _IN_A_STAR if group.runs[0].total("peer_bytes") is None else _OF_PEERS
+        titles = _IN_A_STAR if group.first.total("peer_bytes") is None else _OF_PEERS
         totals = {title: Statistic.of(run.total(name) for run in group.runs) for name, title in titles.items()}
         megabytes = {title: total.mean / MEGABYTE for title, total in totals.items() if total}
         if not megabytes:
@@ -182,16 +183,16 @@ def bytes_of_runs(groups: Sequence[Group]) -> list[Variant]:
                 "hovertemplate": "%{text}<extra></extra>",
             }
         )
-    x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
+    x_axis = axis("MB (10⁶ bytes)", range=[0, longest * 1.5 or 1])  # room for the bars' texts
     return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": row_axis(groups)})] if traces else []
 
 
-def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
+def by_layer_set(groups: Groups) -> Variants:
     """Return FedP3's Figure 6 of runs whose clients send some layers alone, as a mean over seeds that have the set."""
     tables = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
     sets = list(dict.fromkeys(name for seeds in tables for table in seeds for name in sorted(table)))
     places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
-    axis = {
+    x_axis = {
         "tickvals": list(places.values()),
         "ticktext": [_layer_set_label(name) for name in places],
         "tickangle": -30,  # to the left, where there is room for the last one
@@ -218,7 +219,7 @@ def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
                     "hovertemplate": "%{y:.4g} MB, %{hovertext}",
                 }
             )
-        layout = {"xaxis": axis, "yaxis": {"title": {"text": "MB (10⁶ bytes)"}, "rangemode": "tozero"}}
+        layout = {"xaxis": x_axis, "yaxis": axis("MB (10⁶ bytes)", rangemode="tozero")}
         note = f"The largest set is this many times the smallest. {'; '.join(ratios)}."
         variants += [Variant(title, traces, layout, note)] if traces else []
     return variants

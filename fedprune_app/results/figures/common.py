@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.results.groups import Group, Groups, Statistic
 from fedprune_app.results.reader import Run
 
-Trace = dict[str, Any]
+Trace = ValueDict
 _LONGEST_NAME = 24  # characters of a class
 # Ticks of an axis of shares have as many decimals as they need, since an axis may span less than 1 %.
 SHARE_TICKS = ".2~%"
@@ -25,9 +26,12 @@ class Variant:
 
     name: str
     traces: list[Trace]
-    layout: dict[str, Any] = field(default_factory=dict)
+    layout: ValueDict = field(default_factory=dict)
     note: str = ""
     panels: tuple[str, ...] = ()
+
+
+Variants = list[Variant]
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Figure:
     key: str
     title: str
     caption: str
-    variants: list[Variant]
+    variants: Variants
     rows: int = 0
     wide: bool = False
 
@@ -46,9 +50,11 @@ def text_of(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def group_lines(
-    groups: Sequence[Group], title: str, points: Callable[[Group], Mapping[Any, float]], layout: Mapping[str, Any]
-) -> list[Variant]:
+def axis(title: str, **more: Any) -> ValueDict:
+    return {"title": {"text": title}, **more}
+
+
+def group_lines(groups: Groups, title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values) -> Variants:
     """Return a view with a line through the points of each group; there is none where no group has any."""
     curves = [(index, group, curve) for index, group in enumerate(groups) if (curve := points(group))]
     traces = [line(index, group, list(curve), list(curve.values())) for index, group, curve in curves]
@@ -104,7 +110,7 @@ def class_name(run: Run, label: int) -> str:
     return str(names[label])[:_LONGEST_NAME] if label < len(names) else str(label)
 
 
-def row_axis(groups: Sequence[Group]) -> dict[str, Any]:
+def row_axis(groups: Groups) -> ValueDict:
     return {
         "tickvals": list(range(len(groups))),
         "ticktext": ["<br>".join(text_of(part[:24]) for part in group.label.split(" · ")[:3]) for group in groups],

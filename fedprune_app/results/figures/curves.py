@@ -1,16 +1,26 @@
 """These curves show how runs went: accuracy by round, by traffic and by privacy, and each number with its own curve."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from fedprune_app.core.named import ValueDict
 from fedprune_app.results import measures
 from fedprune_app.results.columns import epsilon_remark, own_measures_of
 from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, joining, line, text_of
-from fedprune_app.results.groups import Group
+from fedprune_app.results.figures.common import (
+    SHARE_TICKS,
+    Figure,
+    Trace,
+    Variant,
+    Variants,
+    axis,
+    joining,
+    line,
+    text_of,
+)
+from fedprune_app.results.groups import Group, Groups
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
@@ -18,11 +28,11 @@ from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
-_BY_ROUND: dict[str, Any] = {"xaxis": {"title": {"text": "Round"}}}
+_BY_ROUND: ValueDict = {"xaxis": axis("Round")}
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
-def figures_of_measures(groups: Sequence[Group]) -> Iterator[Figure]:
+def figures_of_measures(groups: Groups) -> Iterator[Figure]:
     """Yield a figure by round for each number that is declared with a curve of its own.
 
     The systems of the ``groups`` may have declared numbers of their own.
@@ -36,14 +46,14 @@ def figures_of_measures(groups: Sequence[Group]) -> Iterator[Figure]:
 
 
 def _figure(
-    groups: Sequence[Group], key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str
+    groups: Groups, key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str
 ) -> Figure:
     y_axis = {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}
     views = lines(groups, points, column, curve.view, _BY_ROUND | {"yaxis": y_axis})
     return Figure(key, curve.title, curve.caption, over_rounds(views))
 
 
-def over_rounds(views: list[Variant]) -> list[Variant]:
+def over_rounds(views: Variants) -> Variants:
     """Return the views, or none of them where no curve has a second point."""
     is_curve = any(len(trace["x"]) > 1 for view in views for trace in view.traces)
     return views if is_curve else []
@@ -80,8 +90,8 @@ def by_epsilon(run: Run, name: str) -> Curve:
     }
 
 
-def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
-    layout = {"xaxis": {"title": {"text": x_title}}, "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
+def accuracies(groups: Groups, curve: Callable[[Run, str], Curve], x_title: str) -> Variants:
+    layout = {"xaxis": axis(x_title), "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
     main = set(compared_by(groups).values())
     in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the main number's view is first
@@ -89,12 +99,12 @@ def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_ti
 
 
 def lines(
-    groups: Sequence[Group],
+    groups: Groups,
     curve: Callable[[Run, str], Curve],
     name: str,
     title: str,
-    layout: dict[str, Any],
-) -> list[Variant]:
+    layout: ValueDict,
+) -> Variants:
     """Return a view of a column of rounds.jsonl with a curve per group; there is none where no group has the number."""
     traces = [trace for index, group in enumerate(groups) for trace in _traces(index, group, curve, name)]
     return [Variant(title, traces, layout)] if traces else []
@@ -117,8 +127,8 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
     return [low, joining(series, x, list(map(max, values)), band=True, fill="tonexty"), mean]
 
 
-def epsilon(groups: Sequence[Group]) -> list[Variant]:
-    layout = _BY_ROUND | {"yaxis": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
+def epsilon(groups: Groups) -> Variants:
+    layout = _BY_ROUND | {"yaxis": axis(f"ε{epsilon_remark(groups)}", rangemode="tozero")}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", layout)
     traces: list[Trace] = []
@@ -144,7 +154,7 @@ def epsilon(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _budget_line(series: int, group: Group) -> Trace | None:
-    config = group.runs[0].config
+    config = group.first.config
     limits = [config[key] for key in ("dp.epsilon-budget", "dp.target-epsilon") if config.get(key)]
     last = max((row["round"] for run in group.runs for row in run.rounds), default=0)
     if not (limits and last and config.get("dp.enabled")):

@@ -12,19 +12,21 @@ from fedprune_app.results.figures.common import (
     SHARE_TICKS,
     Trace,
     Variant,
+    Variants,
+    axis,
     group_lines,
     heatmap,
     number_of,
     run_name,
     text_of,
 )
-from fedprune_app.results.groups import Group, Statistic
+from fedprune_app.results.groups import Group, Groups, Statistic
 from fedprune_app.results.similarity import Comparison, compare
 
 _AXES = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
 
 
-def similarity(groups: Sequence[Group]) -> list[Variant]:
+def similarity(groups: Groups) -> Variants:
     """Return Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
     comparisons = [(group, run, comparison) for group in groups for run in group.runs if (comparison := compare(run))]
     return [_mask_variant(run_name(group, run), comparison) for group, run, comparison in comparisons]
@@ -62,7 +64,7 @@ def _one_in(clients: int) -> str:
     return f" Shown is one client in {step}." if step > 1 else ""
 
 
-def agreement(groups: Sequence[Group]) -> list[Variant]:
+def agreement(groups: Groups) -> Variants:
     variants = []
     for group in groups:
         for run in group.runs:
@@ -87,7 +89,7 @@ def _signed(value: float | None) -> str:
 # --- what is left of each layer ---------------------------------------------------------------------------------------
 
 
-def densities(groups: Sequence[Group]) -> list[Variant]:
+def densities(groups: Groups) -> Variants:
     layout = {
         "xaxis": {"type": "category"},
         "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".1%", "rangemode": "tozero"},
@@ -102,9 +104,9 @@ def _densities(group: Group) -> dict[str, float]:
     return {text_of(layer): statistic.mean for layer, statistic in over_seeds.items() if statistic}
 
 
-def decoder_layers(groups: Sequence[Group]) -> list[Variant]:
+def decoder_layers(groups: Groups) -> Variants:
     layout = {
-        "xaxis": {"title": {"text": "Decoder layer"}, "dtick": 1},
+        "xaxis": axis("Decoder layer", dtick=1),
         "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"},
     }
     views = {

@@ -5,11 +5,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.columns import accuracy, epsilon_remark, traffic_of
-from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, point, text_of
-from fedprune_app.results.groups import Group, Statistic, compared_settings
+from fedprune_app.results.figures.common import (
+    SHARE_TICKS,
+    Trace,
+    Variant,
+    Variants,
+    axis,
+    joining,
+    line,
+    point,
+    text_of,
+)
+from fedprune_app.results.groups import Groups, Statistic, compared_settings
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import accuracy_words, compared_by, model_name, perplexity_tables
@@ -36,8 +47,8 @@ _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
 }
 
 
-def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
-    settings = [compared_settings(group.runs[0]) for group in groups]
+def by_setting(groups: Groups) -> Iterator[Variant]:
+    settings = [compared_settings(group.first) for group in groups]
     for key in sorted({key for config in settings for key in config}):
         if len({repr(config.get(key)) for config in settings}) == 1:
             continue
@@ -51,7 +62,7 @@ def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
 
 
 def _lines(
-    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, number: Callable[[Run], float | None]
+    groups: Groups, settings: Sequence[Values], key: str, number: Callable[[Run], float | None]
 ) -> list[list[_Point]]:
     """Return the points of groups of a system that differ in ``key`` alone, in the order of its values.
 
@@ -60,7 +71,7 @@ def _lines(
     lines: dict[tuple[str, str], list[_Point]] = {}
     values: dict[str, set[float]] = {}
     for index, (group, config) in enumerate(zip(groups, settings, strict=True)):
-        value, outcome = config.get(key), Statistic.of(number(run) for run in group.runs)
+        value, outcome = config.get(key), group.over(number)
         if _is_number(value) and outcome:
             values.setdefault(group.system, set()).add(value)
             other_settings = sorted((name, repr(other)) for name, other in config.items() if name != key)
@@ -70,7 +81,7 @@ def _lines(
     return [sorted(line, key=lambda p: (p.value, p.series)) for line in varied]
 
 
-def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
+def _traces(groups: Groups, key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> list[Trace]:
     joined = [
         joining(line[0].series, [p.value for p in line], [p.outcome.mean for p in line], thin=True)
         for line in lines
@@ -81,12 +92,12 @@ def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]]
     return joined + [point(groups[p.series], p.series, p.value, p.outcome, template) for p in points]
 
 
-def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> dict[str, Any]:
+def _layout(key: str, lines: Sequence[Sequence[_Point]], is_share: bool) -> ValueDict:
     values = [p.value for line in lines for p in line]
-    x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
+    x_axis = axis(text_of(key))
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"
-    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if is_share else {"title": {"text": "Perplexity"}}
+    y_axis = {"tickformat": SHARE_TICKS} if is_share else axis("Perplexity")
     return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
 
 
@@ -94,7 +105,7 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def by_cost(groups: Sequence[Group]) -> list[Variant]:
+def by_cost(groups: Groups) -> Variants:
     """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None], float]] = {
         "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max"), 1),
@@ -102,12 +113,12 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
     }
     by_label = compared_by(groups)
     variants = []
-    for title, (axis, cost, unit) in costs.items():
+    for title, (cost_title, cost, unit) in costs.items():
         markers_by_system: dict[str, list[Trace]] = {}
         for index, group in enumerate(groups):
-            expense = Statistic.of(cost(run) for run in group.runs)
+            expense = group.over(cost)
             accuracy = by_label[group.label]
-            outcome = Statistic.of(run.last(accuracy) for run in group.runs) if accuracy_words(accuracy) else None
+            outcome = group.last(accuracy) if accuracy_words(accuracy) else None
             if expense is None or outcome is None:
                 continue
             marker = point(group, index, expense.mean / unit, outcome, "%{y:.2%} at %{x:.3~g}")
@@ -119,7 +130,7 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
             if len(markers) > 1:
                 x, y = zip(*sorted((marker["x"][0], marker["y"][0]) for marker in markers), strict=True)
                 traces.insert(0, joining(markers[0]["series"], x, y, thin=True))
-        layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": SHARE_TICKS}}
+        layout = {"xaxis": axis(cost_title, rangemode="tozero"), "yaxis": {"tickformat": SHARE_TICKS}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants
 
@@ -130,18 +141,18 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 
 
-def perplexity(groups: Sequence[Group]) -> list[Variant]:
+def perplexity(groups: Groups) -> Variants:
     """Return a view for each test text; runs that measured other windows of it have a view of their own."""
     layout = {
-        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": SHARE_TICKS},
-        "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
+        "xaxis": axis("Sparsity of the global model's matrices", tickformat=SHARE_TICKS),
+        "yaxis": axis("Perplexity", type="log"),
     }
     return [
         Variant(title, _perplexity_traces(groups, table), layout) for title, table in perplexity_tables(groups).items()
     ]
 
 
-def _perplexity_traces(groups: Sequence[Group], rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
+def _perplexity_traces(groups: Groups, rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
     """Return a point for each group and model, and lines that join points which differ in density alone.
 
     A line begins at the dense model.
@@ -150,7 +161,7 @@ def _perplexity_traces(groups: Sequence[Group], rows_by_label: Mapping[str, list
     curves: dict[tuple[str, str], list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
     for index, group in enumerate(groups):
         rows = rows_by_label.get(group.label, [])
-        density = Statistic.of(run.last("density_global") for run in group.runs)
+        density = group.last("density_global")
         if not rows or density is None:
             continue
         sparsity = 1 - density.mean

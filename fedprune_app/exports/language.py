@@ -1,0 +1,59 @@
+"""``fedprune export RUN -o model.gguf`` writes a run's language model as one file, and says what the file costs."""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+from fedprune_app.config import ConfigError
+from fedprune_app.exports.find import finished_checkpoint
+from fedprune_app.exports.gguf_file import write_gguf
+from fedprune_app.exports.llama_cpp import token_milliseconds
+from fedprune_app.files import make_durable, scratch_folder
+from fedprune_app.learning.language_models import language_model
+from fedprune_app.models.llm import LanguageModel
+from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.results.reader import load_run, read_info
+
+
+class Costs(NamedTuple):
+    """A GGUF file has this type and these bytes; llama.cpp takes these milliseconds for a token, where it is here.
+
+    ``perplexity`` is what the run measured on its first test text, of the weights before they were rounded.
+    """
+
+    model: str
+    bytes: int
+    milliseconds: float | None
+    perplexity: float | None
+
+
+def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = False) -> list[Costs]:
+    """Write the model of a run, or of a checkpoint, to the GGUF file ``output``; return what it costs.
+
+    What the run's dense model costs in its own dtype comes first, where that model is still here. ``kind`` is as in
+    :func:`~fedprune_app.exports.gguf_file.write_gguf`. Raises a one-line ``ValueError``; nothing is left then.
+    """
+    if output.is_dir() or (output.exists() and not force):
+        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
+    models = {"global": LanguageModel(finished_checkpoint(folder))}
+    perplexities: Mapping[str, float] = {}
+    with suppress(ValueError):
+        models = {"dense": language_model(prepare(of_run(read_info(folder), ())).config), **models}
+        perplexities = next(iter(load_run(folder).last_table("perplexity_by_text").values()), {})
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(output.parent) as scratch:
+        paths = {name: scratch / name for name in models}
+        kinds = {name: write_gguf(models[name], paths[name], kind if name == "global" else "") for name in models}
+        sizes = {name: path.stat().st_size for name, path in paths.items()}
+        times = token_milliseconds([*paths.values()]) if find_spec("xllamacpp") else repeat(None)
+        os.replace(paths["global"], output)
+    make_durable([output])
+    return [
+        Costs(f"{name}, {kinds[name]}", sizes[name], milliseconds, perplexities.get(name))
+        for name, milliseconds in zip(models, times, strict=False)
+    ]
