@@ -15,6 +15,7 @@ from fedprune_app.exports.llama_cpp import token_milliseconds
 from fedprune_app.files import make_durable, scratch_folder
 from fedprune_app.learning.language_models import language_model
 from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.saving import read_codes
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import load_run, read_info
@@ -36,11 +37,14 @@ def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = Fal
     """Write the model of a run, or of a checkpoint, to the GGUF file ``output``; return what it costs.
 
     What the run's dense model costs in its own dtype comes first, where that model is still here. ``kind`` is as in
-    :func:`~fedprune_app.exports.gguf_file.write_gguf`. Raises a one-line ``ValueError``; nothing is left then.
+    :func:`~fedprune_app.exports.gguf_file.write_gguf`; without it matrices that the run rounded are packed as they are.
+    Raises a one-line ``ValueError``; nothing is left then.
     """
     if output.is_dir() or (output.exists() and not force):
         raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
-    models = {"global": LanguageModel(finished_checkpoint(folder))}
+    checkpoint = finished_checkpoint(folder)
+    models = {"global": LanguageModel(checkpoint)}
+    codes = {} if kind else read_codes(checkpoint.parent / "codes")
     perplexities: Mapping[str, float] = {}
     with suppress(ValueError):
         models = {"dense": language_model(prepare(of_run(read_info(folder), ())).config), **models}
@@ -48,7 +52,8 @@ def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = Fal
     output.parent.mkdir(parents=True, exist_ok=True)
     with scratch_folder(output.parent) as scratch:
         paths = {name: scratch / name for name in models}
-        kinds = {name: write_gguf(models[name], paths[name], kind if name == "global" else "") for name in models}
+        chosen = {"global": (kind, codes)}
+        kinds = {name: write_gguf(models[name], paths[name], *chosen.get(name, ())) for name in models}
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         times = token_milliseconds([*paths.values()]) if find_spec("xllamacpp") else repeat(None)
         os.replace(paths["global"], output)

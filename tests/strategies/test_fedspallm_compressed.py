@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, quants
+from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors.torch import load_file
 
 from clients.fedspallm import FedSpaLLMClient
@@ -13,10 +13,12 @@ from clients.node import Place
 from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
 from fedprune_app.exports.compressed import compress
+from fedprune_app.exports.language import export_gguf
 from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
 from fedprune_app.results.reader import load_run
+from tests.exports.test_gguf_file import tiny
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.refusing import refuses
 
@@ -138,6 +140,17 @@ def test_a_recovered_model_is_rounded_as_it_is(run, tmp_path, fedprune):
     before = weights_in(recovered.folder)
     for name, tensor in weights_in(tmp_path / "new").items():
         torch.testing.assert_close(tensor, before[name], atol=0.05 * float(before[name].abs().max()), rtol=0)
+
+
+def test_a_gguf_file_of_a_rounded_model_has_the_bytes_that_the_run_found(run, tmp_path):
+    tiny(tmp_path / "llm")
+    rounded = run(model=str(tmp_path / "llm"), fedspallm_bits=4)
+    export_gguf(rounded.folder, tmp_path / "model.gguf")
+    codes = read_codes(rounded.folder / "models" / "codes")
+    found = {each.name: each for each in GGUFReader(tmp_path / "model.gguf").tensors}
+    kind, packed = codes["model.layers.0.self_attn.v_proj.weight"]
+    assert (kind, found["blk.0.attn_v.weight"].tensor_type.name) == ("Q4_0", "Q4_0")
+    assert np.array_equal(found["blk.0.attn_v.weight"].data, packed.numpy())
 
 
 def test_a_run_that_pruned_layer_by_layer_can_only_be_rounded(run, tmp_path):
