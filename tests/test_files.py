@@ -330,6 +330,7 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
     "fedprune_app/data/folders.py": "into the temporary file of replacing",
     "fedprune_app/exports/formats.py": "into memory",
+    "fedprune_app/exports/language.py": "renames a whole file out of a scratch folder beside it, and makes it durable",
     "fedprune_app/testing/runs.py": "copies a run within a scratch folder",
 }
 WRITING = {

@@ -24,6 +24,7 @@ NO_COMMANDS = {
     "[superlink.": "a configuration of Flower's",
     "fpk_": "whom a node trusts",
     "[project.entry-points": "a part of a pyproject.toml",
+    "for reply in exchange(": "a part of a method",
     "# photos.yaml": "a matrix",
     "# search.yaml": "a search",
     "# tune.yaml": "a search",

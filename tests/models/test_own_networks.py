@@ -217,7 +217,7 @@ def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings
     ("name", "settings"), [("with_nothing", {}), ("with_nothing", PRIVATE), ("normed", {}), ("attention", {})]
 )
 def test_a_network_that_can_be_trained_may_start(check, name, settings):
-    assert check(name, **settings) == []
+    assert [line for line in check(name, **settings) if "told with noise" not in line] == []
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
