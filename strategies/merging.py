@@ -116,7 +116,9 @@ class Compression:
         self.groups = observed_inputs(config, dense)
         shapes = dense.layer_like(0)
         self.sizes = {names[0]: shapes[names[0]].shape[1] for names in self.groups}  # numbers of inputs
-        self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
+        self.std = 0.0  # of the clients' noise
+        if config.dp.enabled:
+            self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
 
     def hessians_of(self, sums: Mapping[str, hessians.HessianSum]) -> dict[str, Tensor]:
         """Return the Hessians, on the model's device, that all clients' sequences give together."""

@@ -15,7 +15,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from clients import base, dispfl, fedfomo, fedltp
+from clients import base, dispfl, fedfomo
 from fedprune_app.learning import grouped, work
 from fedprune_app.learning.evaluate import dense_gradient, evaluate
 from fedprune_app.learning.grouped import GroupedForm
@@ -44,7 +44,7 @@ class Remembered:
         with ExitStack() as on:
             on.enter_context(mock.patch.object(work, "grouped_gradients", self._gradients(grouped.grouped_gradients)))
             on.enter_context(mock.patch.object(dispfl, "dense_gradient", self._of_model(dense_gradient)))
-            for module in (base, fedltp, fedfomo, fedltp_server):
+            for module in (base, fedfomo, fedltp_server):
                 on.enter_context(mock.patch.object(module, "evaluate", self._of_model(evaluate)))
             methods = {name: self._clipped_sums(method) for name, method in clipped_sums.METHODS.items()}
             on.enter_context(mock.patch.dict(clipped_sums.METHODS, methods))

@@ -125,10 +125,14 @@ class Checker:
             "running.Session.run",
             "testing.audit.audit",
             "exports.formats.export_model",
+            "exports.formats.pack_model",
+            "exports.language.export_gguf",
+            "exports.compressed.compress",
             "exports.predict.predictions",
             "sweeps.sweep.find",
             "preflight.describe.data_found",
             "results.report.write_report",
+            "results.reader.load_run",
             "launching.local.is_healthy",
             "launching.credentials.check_link",
             "launching.credentials.make_database",
@@ -141,6 +145,9 @@ class Checker:
         self.monkeypatch.setattr(faults, "_show_schedule", started)
         self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded_info", _recorded_info)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
+        self.monkeypatch.setattr(
+            "fedprune_app.exports.formats.is_language_model", lambda folder: "smollm" in folder.name
+        )
         self.monkeypatch.setattr("fedprune_app.preflight.given._check_ray_address", lambda address: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
 

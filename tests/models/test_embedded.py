@@ -53,9 +53,11 @@ def test_a_damaged_cached_model_is_trained_anew(cache):
 
 def test_a_run_does_not_begin_with_a_damaged_cached_model(cache, monkeypatch):
     recipe = Recipe(width=16, inner_width=16, num_layers=1, num_heads=2, steps=1, length=8)
-    monkeypatch.setattr("fedprune_app.data.text.stdlib_training_text", lambda: [SimpleNamespace(text=t) for t in TEXTS])
     monkeypatch.setattr(
-        "fedprune_app.models.embedded.embedded_folder", lambda texts, _=None: embedded_folder(texts, recipe)
+        "fedprune_app.preflight.can_start.stdlib_training_text", lambda: [SimpleNamespace(text=t) for t in TEXTS]
+    )
+    monkeypatch.setattr(
+        "fedprune_app.preflight.can_start.embedded_folder", lambda texts, _=None: embedded_folder(texts, recipe)
     )
     trained = []
 
@@ -63,7 +65,7 @@ def test_a_run_does_not_begin_with_a_damaged_cached_model(cache, monkeypatch):
         trained.append(texts)
         return train_embedded(texts, recipe, on_step)
 
-    monkeypatch.setattr("fedprune_app.models.embedded.train_embedded", train)
+    monkeypatch.setattr("fedprune_app.preflight.can_start.train_embedded", train)
     console = Console(quiet=True)
     weights = can_start.embedded_model(console) / "model.safetensors"
     assert can_start.embedded_model(console) == weights.parent
