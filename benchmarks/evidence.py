@@ -87,7 +87,8 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     All options of a plug-in are among them, whose defaults are not known here, and none that an earlier version had.
     """
-    known = {key: value for key, value in config.items() if key in OPTIONS or key.partition(".")[0] not in SYSTEMS}
+    of_plugins = {key for key in config if "." in key and key.partition(".")[0] not in SYSTEMS}
+    known = {key: value for key, value in config.items() if key in OPTIONS or key in of_plugins}
     given = {key: value for key, value in known.items() if key not in OPTIONS or OPTIONS[key].changes_results}
     return {key: value for key, value in given.items() if value != DEFAULTS.get(key) and key not in ELSEWHERE}
 
