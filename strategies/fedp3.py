@@ -63,7 +63,7 @@ class FedP3(AveragingStrategy):
         self.draws = 0  # the round whose layers and pruning are drawn
         self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
         # what cannot be met is refused before anything is sent
-        owned = {layer for client in self.clients for layer in self.assigned(client)[0]}
+        owned = {layer for client in self.members for layer in self.assigned(client)[0]}
         is_fixed = self.options.assignment != "per-round"
         self.unowned = [layer for layer in self.hidden if is_fixed and layer not in owned]
 
@@ -168,7 +168,7 @@ class FedP3(AveragingStrategy):
         else:
             self.model = self.mean.mean(self.model)
         if self.options.aggregation == "weighted-literal":
-            total = sum(self.num_layers(client) for client in self.clients)
+            total = sum(self.num_layers(client) for client in self.members)
             for layer, weight in self.contributed.items():
                 if weight:
                     self.model |= {n: self.model[n] * (weight / total) for n in self.layers[layer] if n in self.model}
