@@ -6,7 +6,6 @@ after the last (:meth:`ImageClient.local_update`), and for which model the clien
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -426,7 +425,7 @@ class ImageClient(Node):
         if self.privacy is not None:
             if scores and self.config.dp.accuracies == "noised" and (num_tests := self.images.sizes["test"]):
                 # the standard deviation of the noise in each share
-                fields["accuracy-noise"] = math.sqrt(2) * self.config.dp.count_scale / num_tests
+                fields["accuracy-noise"] = self.config.dp.noise_of_accuracy(num_tests)
             # which labels a client holds may decide how many test examples it has
             return 0, fields | self.privacy.report(task.round)
         return len(self.data.test_labels), fields

@@ -1,5 +1,6 @@
 """Differential privacy: the noise, the ledger, and what of a client's counts is told."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -117,6 +118,10 @@ class DPOptions(Table):
     def most_per_unit(self) -> int:
         """The largest number of examples of one protected unit in a step."""
         return self.group_limit if self.unit == "group" else 1
+
+    def noise_of_accuracy(self, num_tests: int) -> float:
+        """Return the standard deviation of the noise in a share of so many test examples."""
+        return math.sqrt(2) * self.count_scale / num_tests
 
     def check(self, common: CommonOptions) -> None:
         if common.system == "ldp-fedp3" and not self.enabled:

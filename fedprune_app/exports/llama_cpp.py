@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import httpx
 
+from fedprune_app.core.texts import one_line
+
 _CONTEXT = 1024  # tokens
 _TURNS = 5
 _TIMED = 32  # tokens in a turn
@@ -53,7 +55,7 @@ class LlamaCpp:
         address = f"{self._server.listening_address}/completion"
         reply = httpx.post(address, json=request, timeout=None, trust_env=False)
         if reply.is_error:
-            raise ValueError(f"llama.cpp refuses the text: {' '.join(reply.text.split())[:200]}")
+            raise ValueError(f"llama.cpp refuses the text: {one_line(reply.text)[:200]}")
         answer = reply.json()
         return Continuation(answer["content"], answer["tokens"], answer["timings"]["predicted_per_token_ms"])
 

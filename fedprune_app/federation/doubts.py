@@ -1,7 +1,5 @@
 """What makes a private run less than its settings seem to say; each is a line for the user."""
 
-import math
-
 from fedprune_app.config import Config
 from fedprune_app.core.bounds import most_said
 from fedprune_app.federation.clients import Roster
@@ -35,7 +33,7 @@ def _doubts_of_noise(config: Config, clients: Roster, headline: str) -> list[str
         return []
     tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)
     num_tests = [max(1, round(info.num_examples * tests_per_example)) for info in clients.values()]
-    deviations = [math.sqrt(2) * config.dp.count_scale / number for number in num_tests]
+    deviations = list(map(config.dp.noise_of_accuracy, num_tests))
     of_mean = noise_of_mean(deviations) or 0
     if of_mean < 0.01:
         return []
