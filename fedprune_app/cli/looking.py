@@ -81,6 +81,7 @@ def table(
     """
     from fedprune_app.files import replace_file
     from fedprune_app.results.groups import group_runs
+    from fedprune_app.results.ownership import check_new_file
     from fedprune_app.results.reader import load_run
     from fedprune_app.results.report import each_once, run_folders
     from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
@@ -88,8 +89,8 @@ def table(
     suffix = ".md" if output is None else output.suffix
     if suffix not in (".tex", ".csv", ".md"):
         raise ConfigError("--output", output, "a file that ends in .tex, .csv or .md")
-    if output is not None and output.exists() and not force:
-        raise ConfigError("--output", output, which="exists", hint="--force overwrites it")
+    if output is not None:
+        check_new_file(output, force)
     keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
     groups = group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
     text = paper_table(suffix, *paper_rows(groups, keys, intervals, best_bold))

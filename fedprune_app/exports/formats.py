@@ -32,6 +32,7 @@ from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sparse import SparseLinear, sparsify
 from fedprune_app.models.vision import parameter_names, state_tensors
+from fedprune_app.results.ownership import check_new_file
 
 Runner = Callable[[Tensor], Any]  # images (N, C, H, W) to logits (N, classes)
 
@@ -149,8 +150,7 @@ def export_model(
     """
     if format not in FORMATS:
         raise ConfigError("--format", format, ", ".join(FORMATS))
-    if output.is_dir() or (output.exists() and not force):
-        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
+    check_new_file(output, force)
     model = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
     content, runner, full_runner = convert(model, format)
     replace_file(output, content)

@@ -8,7 +8,6 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
-from fedprune_app.config import ConfigError
 from fedprune_app.exports.find import finished_checkpoint
 from fedprune_app.exports.gguf_file import write_gguf
 from fedprune_app.exports.llama_cpp import token_milliseconds
@@ -18,6 +17,7 @@ from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
+from fedprune_app.results.ownership import check_new_file
 from fedprune_app.results.reader import load_run, read_info
 
 
@@ -40,8 +40,7 @@ def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = Fal
     :func:`~fedprune_app.exports.gguf_file.write_gguf`; without it matrices that the run rounded are packed as they are.
     Raises a one-line ``ValueError``; nothing is left then.
     """
-    if output.is_dir() or (output.exists() and not force):
-        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
+    check_new_file(output, force)
     checkpoint = finished_checkpoint(folder)
     models = {"global": LanguageModel(checkpoint)}
     codes = {} if kind else read_codes(checkpoint.parent / "codes")

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
+from fedprune_app.config import ConfigError
 from fedprune_app.files import may_write, replace_file
 from fedprune_app.results.reader import read_info
 
@@ -71,6 +72,12 @@ def mark(folder: Path, command: str) -> None:
 
 
 # --- single files -------------------------------------------------------------------------------------------------
+
+
+def check_new_file(output: Path, force: bool) -> None:
+    """Raise :class:`ConfigError` for a file that exists, unless ``force`` says to replace it, and for a folder."""
+    if output.is_dir() or (output.exists() and not force):
+        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
 
 
 def check_report_file(path: Path) -> None:
