@@ -15,6 +15,7 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.results.recorder import write_info
 from tests.refusing import refuses
 
+ROOT = Path(__file__).parents[1]
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
 
@@ -321,10 +322,11 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs/matrices").glob("*.yaml")), ids=str)
-def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/matrices").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_every_matrix_of_the_repository_is_valid_and_names_its_own_command(path, tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
+    assert f"#   fedprune sweep {path.relative_to(ROOT)} " in path.read_text()
     matrix = read_matrix(path)
     needs_data = any(values.get("dataset", "digits") not in ("digits", "stdlib") for _, values in matrix.settings)
     assert matrix.cells(Given(on_command_line={"data-dir": "/data"} if needs_data else {}, out=tmp_path))
@@ -334,7 +336,7 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
 def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_model(table, tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
-    matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
+    matrix = read_matrix(ROOT / f"configs/matrices/papers/fedspallm_table{table}.yaml")
     for cell in matrix.cells(Given(on_command_line={"data-dir": "/data"}, out=tmp_path)):
         assert cell.config.min_clients == matrix.num_clients == (4, 8, 16)[table - 1]
         assert cell.config.startup_seconds >= 1800

@@ -161,7 +161,7 @@ def layers_of(setting):
 @cache
 def shipped(setting):
     """Dis-PFL's first row in the configuration that the product ships, and what each of its clients trains on."""
-    cells = read_matrix(MATRICES / f"dispfl_{SHIPPED[setting]}.yaml").cells(Given(out=Path("/nowhere")))
+    cells = read_matrix(MATRICES / "papers" / f"dispfl_{SHIPPED[setting]}.yaml").cells(Given(out=Path("/nowhere")))
     config = next(cell.config for cell in cells if cell.config.system == "dispfl")
     num_images, num_classes = TRAINING_IMAGES[setting], setting[2]
     labels = np.arange(num_images) % num_classes
@@ -185,7 +185,7 @@ def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_pape
 
 
 @pytest.mark.few(10)
-@pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MATRICES.rglob("dispfl_*.yaml")), ids=lambda path: path.stem)
 def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
     for cell in read_matrix(path).cells(Given(out=Path("/nowhere"))):
         decides = cell.config.system in ("fedfomo", "subfedavg")
@@ -193,7 +193,7 @@ def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
 
 
 @pytest.mark.few(10)
-@pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MATRICES.rglob("dispfl_*.yaml")), ids=lambda path: path.stem)
 def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path):
     configs = [cell.config for cell in read_matrix(path).cells(Given(out=Path("/nowhere")))]
     beside_others = {f"dispfl_{name}": {"random"} for name in ("500", "classes", "densities", "dropping")}
@@ -202,7 +202,7 @@ def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path)
     assert {config.dispfl.growth for config in configs if config.system == "dispfl"} == expected
 
 
-@pytest.mark.parametrize("name", ["dispfl_figure6", "dispfl_small_robustness"])
+@pytest.mark.parametrize("name", ["papers/dispfl_figure6", "dispfl_small_robustness"])
 def test_clients_that_drop_out_of_figure_6_train_alone(name):
     cells = read_matrix(MATRICES / f"{name}.yaml").cells(Given(out=Path("/nowhere")))
     assert {c.config.dispfl.dropped for c in cells if c.config.drop_probability} == {"trains-alone"}

@@ -440,7 +440,7 @@ def test_a_run_that_goes_on_ends_as_one_that_never_stopped(federation, settings)
 # --- the paper's numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(MATRICES.glob("fedltp_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MATRICES.rglob("fedltp_*.yaml")), ids=lambda path: path.stem)
 def test_the_papers_non_iid_clients_differ_in_numbers_and_classes_and_learn_something(path):
     settings = [values for _, values in read_matrix(path).settings]
     assert {each["partition"] for each in settings} <= {"iid", "dirichlet-class"}

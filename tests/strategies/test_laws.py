@@ -239,7 +239,7 @@ def test_the_cost_formula_gives_table_1_of_the_paper():
 @pytest.mark.parametrize("data", ["mnist", "emnist"])
 def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(data):
     """The letters have 26 classes, so a larger network; the digits give the 524.16 MB of the table."""
-    matrices = Path(__file__).parents[2] / "configs" / "matrices"
+    matrices = Path(__file__).parents[2] / "configs" / "matrices" / "papers"
     cells = read_matrix(matrices / f"subfedavg_table1_{data}.yaml").cells(Given(out=matrices))
     config = next(cell.config for cell in cells if cell.config.system == "fedavg")
     classes = IDX[config.dataset].classes
