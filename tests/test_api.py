@@ -21,6 +21,7 @@ from fedprune_app.data import splits
 from fedprune_app.exports.file import read_export_info
 from fedprune_app.exports.predict import predictions
 from fedprune_app.results.recorder import write_info
+from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.refusing import refuses
 from tests.results.conftest import made_up_run
@@ -431,8 +432,7 @@ def load(data_dir):
 """
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), ("uint8", 255, "images")])
+@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), full("uint8", 255, "images")])
 def test_an_exported_model_knows_whether_it_takes_images_of_8_bits(tmp_path, dtype, most, inputs):
     (tmp_path / "own.py").write_text(LOADER.format(dtype=dtype, most=most))
     dataset = f"{tmp_path / 'own.py'}:load"

@@ -13,6 +13,7 @@ from fedprune_app import cli
 from fedprune_app.config import OPTIONS
 from fedprune_app.preflight.given import Given
 from fedprune_app.results.recorder import write_info
+from tests.examples import full
 from tests.refusing import refuses
 
 ROOT = Path(__file__).parents[1]
@@ -137,7 +138,6 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
 PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
 
 
-@pytest.mark.few(13)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -163,18 +163,18 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         ),
         (["audit", *PRIVATE, "--json", "/etc/passwd/audit.json"], "'/etc/passwd/audit.json' cannot be written"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
-        (["run", "seed"], "setting is 'seed'"),
-        (["sweep", "missing.yaml"], "matrix is 'missing.yaml'"),
-        (["audit", "system=fedavg"], "dp.enabled is false"),
-        (["audit", "a.toml", "b.toml"], "config file is 'a.toml'"),
-        (["report", "."], "run folder is '.'"),
-        (["report", "", "-o", "r.html"], "argument is ''"),
-        (["run", "--out="], "argument is '--out='"),
-        (["run", "--out", "/etc/passwd"], "--out is '/etc/passwd'"),
-        (["deploy", "login", "localhost", "--secret", "x"], "address of the SuperLink is 'localhost'"),
-        (["predict", ".", "image.png"], "cannot be read: "),
-        (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!'"),
-        (["deploy", "certificates", "--host", "-x"], "--host is '-x'"),
+        full(["run", "seed"], "setting is 'seed'"),
+        full(["sweep", "missing.yaml"], "matrix is 'missing.yaml'"),
+        full(["audit", "system=fedavg"], "dp.enabled is false"),
+        full(["audit", "a.toml", "b.toml"], "config file is 'a.toml'"),
+        full(["report", "."], "run folder is '.'"),
+        full(["report", "", "-o", "r.html"], "argument is ''"),
+        full(["run", "--out="], "argument is '--out='"),
+        full(["run", "--out", "/etc/passwd"], "--out is '/etc/passwd'"),
+        full(["deploy", "login", "localhost", "--secret", "x"], "address of the SuperLink is 'localhost'"),
+        full(["predict", ".", "image.png"], "cannot be read: "),
+        full(["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!'"),
+        full(["deploy", "certificates", "--host", "-x"], "--host is '-x'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fedprune, tmp_path):
@@ -270,7 +270,6 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
     ALIASES = f"&a{depth} [{ALIASES}" + f",*a{depth - 1}" * 9 * (depth > 0) + "]"
 
 
-@pytest.mark.few(24)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -307,8 +306,10 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ("systems: [fedavg]\ncommon: {out-dir: /q}", "run 'fedavg-digits-seed0': out-dir is '/q'"),
         ("systems: [{system: fedavg, resume-from: q}]", "seed0': resume-from is 'q'"),
         ("systems: [{system: fedavg, foo: 1}]", "m.yaml', run 'fedavg-foo1-digits-seed0': setting is 'foo'"),
-        ("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1"),
-        ("systems: [{system: fedavg, density: 0.2}]", "m.yaml', run 'fedavg-density0.2-digits-seed0': density is 0.2"),
+        full("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1"),
+        full(
+            "systems: [{system: fedavg, density: 0.2}]", "m.yaml', run 'fedavg-density0.2-digits-seed0': density is 0.2"
+        ),
     ],
 )
 def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
@@ -388,17 +389,16 @@ def test_a_text_of_a_matrix_is_the_number_that_its_option_takes(tmp_path):
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--help"],
-        ["list"],
-        ["list", "--keys"],
-        ["run", "densty=0.1"],
-        ["run", "system=FedAvg"],
-        ["sweep", "matrix.yaml", "lr=1"],
-        ["report", "nowhere"],
+        full(["list"]),
+        full(["list", "--keys"]),
+        full(["run", "densty=0.1"]),
+        full(["run", "system=FedAvg"]),
+        full(["sweep", "matrix.yaml", "lr=1"]),
+        full(["report", "nowhere"]),
     ],
 )
 def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(arguments, tmp_path):
@@ -414,7 +414,6 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
     assert done.stdout.splitlines()[-1] == "heavy:", done.stderr
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -422,8 +421,8 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
             ["--num-server-rounds", "3"],
             "there is no option --num-server-rounds; settings are given as KEY=VALUE: num-server-rounds=...",
         ),
-        (["--nonsense"], "there is no option --nonsense"),
-        (["--clients", "-3"], "--clients is -3"),
+        full(["--nonsense"], "there is no option --nonsense"),
+        full(["--clients", "-3"], "--clients is -3"),
     ],
 )
 def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, answer, tmp_path):

@@ -26,6 +26,7 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.node import read_policy
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import BrokenLawError, check_system
+from tests.examples import full
 from tests.refusing import refuses
 
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
@@ -54,8 +55,7 @@ QUICK = ("num-server-rounds=1", "--clients", "4", "--engine", "inprocess")
 # --- as the page says ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["subfedavg", "dispfl", "fedp3", "fedavg"])
+@pytest.mark.parametrize("system", ["subfedavg", full("dispfl"), full("fedp3"), full("fedavg")])
 def test_a_network_of_ones_own_runs_with_every_kind_of_system(fedprune, files, system):
     code, said = fedprune("run", "model=mine.py:net", f"system={system}", *QUICK, "--out", "run")
     assert code == 0, said
@@ -139,7 +139,6 @@ register_system("faulty", strategy=Server, client=Client, summary="one that fail
 """
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("server", "client", "said"),
     [
@@ -148,7 +147,9 @@ register_system("faulty", strategy=Server, client=Client, summary="one that fail
             "pass",
             "ZeroDivisionError: integer division or modulo by zero (faulty.py, line 5, in end)",
         ),
-        ("pass", "['x'][task.round - 1]", "IndexError: list index out of range (faulty.py, line 10, in local_update)"),
+        full(
+            "pass", "['x'][task.round - 1]", "IndexError: list index out of range (faulty.py, line 10, in local_update)"
+        ),
     ],
 )
 def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, monkeypatch, server, client, said):
@@ -171,14 +172,18 @@ def with_method(name, method):
     return f"{head}{classes}{own}{end}"
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "said"),
     [
         ("Client.personal_model(self, task, state): return {}", "Client.personal_model() lacks tensor 'conv1.bias'"),
-        ("Server.send(self, round): yield Outgoing(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
-        ("Server.send(self, round): yield Outgoing(0, fields={'x': None})", "field 'x' of a message is None, allowed"),
-        ("Client.report(self, task, update): return {'loss': None}", "field 'loss' of a message is None, allowed: a n"),
+        full("Server.send(self, round): yield Outgoing(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
+        full(
+            "Server.send(self, round): yield Outgoing(0, fields={'x': None})", "field 'x' of a message is None, allowed"
+        ),
+        full(
+            "Client.report(self, task, update): return {'loss': None}",
+            "field 'loss' of a message is None, allowed: a n",
+        ),
     ],
 )
 def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
@@ -191,7 +196,6 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     assert said in " ".join(found.split())
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -200,13 +204,17 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
         ("Server.expect(self, round, client): pass", "Server.expect() returns nothing, allowed: Schema"),
         ("Server.send(self, round): pass", "Server.send() returns nothing, allowed: Iterable"),
         ("Server.end(self, round): self.model = {'x': 1}", "Server.end() leaves self.model as {'x': 1}, allowed: a d"),
-        ("Server.end(self, round): self.model = 3", "Server.end() leaves self.model as 3, allowed: a dict of tensors"),
-        ("Client.train(self, task, **how): pass", "Client.train() returns nothing, allowed: TrainingResult"),
-        ("Client.local_update(self, task, state): pass", "Client.local_update() returns nothing, allowed: Update"),
-        ("Client.begin(self, task, state): return 1", "Client.begin() returns a value of type int, allowed: dict"),
-        ("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
-        ("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
-        ("Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"),
+        full(
+            "Server.end(self, round): self.model = 3", "Server.end() leaves self.model as 3, allowed: a dict of tensors"
+        ),
+        full("Client.train(self, task, **how): pass", "Client.train() returns nothing, allowed: TrainingResult"),
+        full("Client.local_update(self, task, state): pass", "Client.local_update() returns nothing, allowed: Update"),
+        full("Client.begin(self, task, state): return 1", "Client.begin() returns a value of type int, allowed: dict"),
+        full("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
+        full("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
+        full(
+            "Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"
+        ),
     ],
 )
 def test_the_laws_name_a_method_that_returns_another_type(tmp_path, method, said):
@@ -704,7 +712,6 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
 """
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "client", "said"),
     [
@@ -716,14 +723,14 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
             "a run killed after round 1 resumes to the same: its models are others",
         ),
         # randomness that no seed decides
-        (
+        full(
             "pass",
             "def begin(self, task, state):\n        found = super().begin(task, state)\n        import os\n"
             "        return {n: t + os.urandom(1)[0] / 1000 for n, t in found.items()}",
             "the same settings give the same models",
         ),
         # a reply counts in the state although it is refused
-        (
+        full(
             "def expect(self, round, client):\n        self.seen = getattr(self, 'seen', 0) + 1\n"
             "        return super().expect(round, client)\n\n"
             "    def end(self, round):\n        super().end(round)\n"
@@ -732,7 +739,7 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
             "bad replies leave everything|a reply that comes twice counts once",
         ),
         # the message of a phase after the last round goes to some alone
-        (
+        full(
             "def send(self, round):\n        some = list(super().send(round))\n"
             "        return some if round.number < 4 else some[:1]",
             "pass",

@@ -48,7 +48,7 @@ from hypothesis import strategies as st
 from fedprune_app.engine import replies, wire
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.launching.credentials import make_database
-from tests.examples import examples
+from tests.examples import examples, full
 from tests.test_borders import damaged, refusal
 
 quick = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -429,18 +429,17 @@ def swollen(pieces: int, names: int, records: int) -> Callable[[Objects], Object
     return tamper
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("pieces", "names", "records", "says"),
     [
         (20_000, 1, 1, "its arrays have over 1000000 bytes"),
         (1, 5000, 1, "it has 1 records and"),
         (1, 1, 10_000, "it has 10000 records and"),
-        (1, 11, 1, "it has 1 records and 11000"),
-        (1, 1, 11, "it has 11 records and 11000"),
-        (11, 1, 1, "its arrays have over 1000000 bytes"),
-        (9, 1, 1, ""),
-        (3, 3, 1, ""),
+        full(1, 11, 1, "it has 1 records and 11000"),
+        full(1, 1, 11, "it has 11 records and 11000"),
+        full(11, 1, 1, "its arrays have over 1000000 bytes"),
+        full(9, 1, 1, ""),
+        full(3, 3, 1, ""),
     ],
 )
 def test_a_reply_that_grows_when_it_is_read_is_refused_before(link, pieces, names, records, says):
@@ -583,8 +582,7 @@ def test_a_reply_whose_upload_ends_in_time_arrives(link):
     assert link.fetch(request)[request.metadata.message_id].content == content_of(b"slow but there")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("where", ["content", "error", "group_id"])
+@pytest.mark.parametrize("where", ["content", full("error"), full("group_id")])
 def test_a_huge_head_of_a_reply_is_not_kept_in_memory(link, where):
     """The SuperLink holds a reply's head apart from its objects, and hands those of a batch over in one piece."""
     requests = link.ask(0, 1)

@@ -30,6 +30,7 @@ from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
+from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.refusing import refuses
 
@@ -149,8 +150,7 @@ def test_an_exported_model_computes_what_the_clients_own_code_does(system, finis
         assert small.file_bytes == path.stat().st_size
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["fedavg", "subfedavg-hy"])
+@pytest.mark.parametrize("system", ["fedavg", full("subfedavg-hy")])
 def test_the_global_model_is_the_servers(system, finished, tmp_path):
     run = finished(system)
     path, (info, *_) = exported(run, None, tmp_path)
@@ -497,8 +497,7 @@ def of_shades(tmp_path):
     return run
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("change", [add_bright, rename, add_class, shutil.rmtree])
+@pytest.mark.parametrize("change", [add_bright, rename, full(add_class), full(shutil.rmtree)])
 def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, change):
     run, folder = of_shades()
     before = {client: exported(run, client, tmp_path)[0].read_bytes() for client in (None, 0)}

@@ -13,6 +13,7 @@ from fedprune_app.models.vision import architecture
 from fedprune_app.preflight.can_start import doubts
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.prepare import prepare
+from tests.examples import full
 
 SHAPE = (1, 8, 8)
 pytestmark = [
@@ -41,8 +42,7 @@ def compiled_in_place(shape, classes):
     return network
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("build", [compiled, compiled_part, compiled_in_place])
+@pytest.mark.parametrize("build", [compiled, full(compiled_part), full(compiled_in_place)])
 def test_a_network_is_trained_without_what_is_wrapped_around_it(build):
     network = architecture("mine", SHAPE, 10, build)
     assert list(network.state_dict()) == list(plain(SHAPE, 10).state_dict())

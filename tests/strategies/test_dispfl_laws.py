@@ -29,6 +29,7 @@ from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.conftest import Finished, tampered_app
+from tests.examples import full
 from tests.refusing import refuses
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS
@@ -242,8 +243,7 @@ def test_a_dropped_client_neither_trains_nor_sends_nor_is_charged_and_is_nobodys
         assert list(versions(run, partition)) == [r for r, present in taking_part.items() if partition in present]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("topology", ["random", "ring", "full"])
+@pytest.mark.parametrize("topology", ["random", full("ring"), full("full")])
 def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_model(federation, topology):
     run = federation(
         system="dispfl",
@@ -291,8 +291,7 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     assert timeless(shuffled.clients) == timeless(in_order.clients)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["dispfl", "dispfl, clients average", "dpsgd", "fedfomo"])
+@pytest.mark.parametrize("case", ["dispfl", full("dispfl, clients average"), full("dpsgd"), full("fedfomo")])
 def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_round_before(
     federation, monkeypatch, case
 ):
@@ -337,8 +336,7 @@ def test_the_paper_charges_every_link_for_the_senders_kept_parameters(federation
         assert row["paper_busiest_bytes"] == pytest.approx(max(heard + said))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("growth", "batches"), [("gradient", 1), ("random", 0)])
+@pytest.mark.parametrize(("growth", "batches"), [("gradient", 1), full("random", 0)])
 def test_a_client_counts_its_sparse_training_and_the_dense_batch_of_a_gradient(federation, growth, batches):
     run = federation(system="dispfl", clients=5, dispfl_topology="ring", dispfl_growth=growth, **MIXED, **QUICK)
     dense = {"conv1": 2 * 16 * 9 * 64, "conv2": 2 * 32 * 16 * 9 * 16, "fc1": 2 * 128 * 10}
@@ -387,10 +385,9 @@ def test_the_masks_in_the_folder_are_as_far_apart_as_those_the_clients_have(fede
 # --- baselines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("plain", "tuned", "settings"),
-    [("fedavg", "fedavg-ft", {"fraction_train": 0.5}), ("dpsgd", "dpsgd-ft", GOSSIP["dpsgd"])],
+    [("fedavg", "fedavg-ft", {"fraction_train": 0.5}), full("dpsgd", "dpsgd-ft", GOSSIP["dpsgd"])],
 )
 def test_fine_tuning_leaves_no_trace_in_any_model_or_state(federation, plain, tuned, settings):
     """However often it is done."""
@@ -563,8 +560,7 @@ def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
     assert not any(row["notes"] for row in run.rounds)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("gossip", ["client", "server"])
+@pytest.mark.parametrize("gossip", ["client", full("server")])
 def test_an_update_of_numbers_too_large_to_average_harms_nobody_else(tmp_path, gossip):
     run = hostile(tmp_path, huge, system="dispfl", dispfl_gossip=gossip, dispfl_topology="full")
     assert run.info["status"] == "completed"
@@ -580,8 +576,9 @@ def test_a_consensus_model_is_made_without_the_letters_that_cannot_be_read(tmp_p
     assert any("client 1: its update is left out" in note for note in run.rounds[-1]["notes"])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("spoil", [of_another_shape, with_nan, lacking_a_tensor, huge, overflowing])
+@pytest.mark.parametrize(
+    "spoil", [of_another_shape, full(with_nan), full(lacking_a_tensor), full(huge), full(overflowing)]
+)
 def test_a_bad_candidate_harms_nobody_else(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="fedfomo", fedfomo_candidates=3)
     assert run.info["status"] == "completed"

@@ -24,6 +24,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dispfl import DisPFL
 from strategies.dpsgd import DPSGD
 from strategies.fedavg import FedAvg
+from tests.examples import full
 
 CIFAR10, CIFAR100 = ("resnet18-gn", (3, 32, 32), 10), ("resnet18-gn", (3, 32, 32), 100)
 TINY_IMAGENET, VGG11 = ("resnet18-gn", (3, 64, 64), 200), ("vgg11-gn", (3, 32, 32), 10)
@@ -176,8 +177,9 @@ def shipped(setting):
     return config, [sum(of_label) for of_label in counts]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 500), (CIFAR100, 500), (TINY_IMAGENET, 1000), (VGG11, 500)])
+@pytest.mark.parametrize(
+    ("setting", "paper"), [(CIFAR10, 500), full(CIFAR100, 500), full(TINY_IMAGENET, 1000), full(VGG11, 500)]
+)
 def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_paper_gives_them(setting, paper):
     config, num_examples = shipped(setting)
     assert config.validation_fraction == 0

@@ -25,6 +25,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP
 from strategies.fedspa import FedSPA
+from tests.examples import full
 from tests.refusing import refuses
 
 MATRICES = Path(__file__).parents[2] / "configs" / "matrices"
@@ -137,8 +138,7 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("more", [{}, ITERATIVE | PRIVATE], ids=["one-shot", "private"])
+@pytest.mark.parametrize("more", [{}, full(ITERATIVE | PRIVATE)], ids=["one-shot", "private"])
 def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more):
     base = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3}
     for seed in range(1, 9):  # which round is the best depends on how a processor rounds
@@ -363,8 +363,7 @@ def test_fedspa_moves_and_noises_its_coordinates_alone_and_sends_no_others(feder
     assert run.rounds[0]["paper_bytes_up"] == 2 * 4 * 1522
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("acceleration", ["momentum", "adam"])
+@pytest.mark.parametrize("acceleration", ["momentum", full("adam")])
 def test_fedspa_takes_the_mean_of_running_statistics_which_no_step_may_make_negative(federation, acceleration):
     settings = {
         "model": "cnn-small-bn",

@@ -21,6 +21,7 @@ from fedprune_app.registry import SYSTEMS
 from strategies.fedp3 import FedP3
 from tests.conftest import tampered_app
 from tests.e2e.test_capacity import grid_with
+from tests.examples import full
 from tests.refusing import refuses
 
 GN = {"system": "fedp3", "model": "cnn-gn", "clients": 6, "batch_size": 24, "density": 0.7, "num_server_rounds": 2}
@@ -48,8 +49,7 @@ def network(name, shape, num_classes=10):
 # --- what leaves a client -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("local", ["fixed", "uniform", "ordered-dropout"])
+@pytest.mark.parametrize("local", ["fixed", full("uniform"), full("ordered-dropout")])
 def test_the_bytes_on_the_wire_hold_the_clients_own_layers_and_nothing_else(federate, local):
     """Read as bytes: every run of three values of an own layer is there, none of another layer is."""
     sent = {}

@@ -84,7 +84,6 @@ def train(config, w, data, k, t):
                 w[n][place] -= config.learning_rate * moved
 
 
-@pytest.mark.few(1)
 def test_it_is_the_slow_reference(federation):
     run = federation(**SETTINGS)
     server, last = reference(run.config, 5)

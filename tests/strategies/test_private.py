@@ -23,6 +23,7 @@ from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Data, Ledger
 from fedprune_app.registry import SYSTEMS
+from tests.examples import full
 from tests.refusing import refuses
 from tests.strategies.conftest import TINY, Run, config_key
 
@@ -125,8 +126,7 @@ def test_how_many_test_examples_a_client_has_does_not_leave(federation):
         assert in_the_open["num-examples"] > 0
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["fedavg", "subfedavg", "dispfl"])
+@pytest.mark.parametrize("system", ["fedavg", full("subfedavg"), full("dispfl")])
 def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation, system):
     settings = {"system": system, **DP, **ADMISSIBLE[system]}
     run = federation(**settings)
@@ -431,8 +431,7 @@ def test_a_mean_of_the_accuracies_that_some_clients_could_pay_says_of_how_many(f
     assert few
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("system", "more"), [("dispfl", {"dispfl_growth": "random"}), ("dpsgd", {})])
+@pytest.mark.parametrize(("system", "more"), [("dispfl", {"dispfl_growth": "random"}), full("dpsgd", {})])
 def test_the_test_of_a_start_takes_nothing_of_what_the_training_after_it_needs(federation, system, more):
     """Two rounds of training use the budget up. The second round ends with an evaluation, which would come first."""
     settings = DP | NOISED | {"system": system, "fraction_train": 1.0, "evaluate_every": 2} | more

@@ -21,6 +21,7 @@ from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
 from tests.conftest import Finished
+from tests.examples import full
 from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
@@ -259,9 +260,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, se
 # --- an attack ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama"], indirect=True)  # whose layers have no biases: zeros stay zeros
-@pytest.mark.parametrize("noise", [0.5, 2.0, None])
+@pytest.mark.parametrize("noise", [0.5, full(2.0), full(None)])
 def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_above_the_ledger(
     settings, tmp_path, monkeypatch, noise
 ):

@@ -12,6 +12,7 @@ from fedprune_app.core.flops import forward_flops
 from fedprune_app.data import splits
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.initial import initial_model
+from tests.examples import full
 from tests.strategies.reference import BIASES, WEIGHTS, logits, share_correct
 
 SYSTEMS = ("subfedavg", "fedavg", "standalone")
@@ -111,8 +112,7 @@ def test_the_first_loss_reported_is_that_of_the_data(federation):
     assert run.rounds[0]["loss_mean"] == pytest.approx(sum(row["loss"] for row in run.rows(1).values()) / 2)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("gate_split", "is_moved"), [("validation", False), ("test", True)])
+@pytest.mark.parametrize(("gate_split", "is_moved"), [("validation", False), full("test", True)])
 def test_only_a_gate_on_test_data_sees_test_labels(federation, monkeypatch, gate_split, is_moved):
     """The same data but for the labels of the test images, in a folder of another name."""
     real = splits.load_dataset
