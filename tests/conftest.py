@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,15 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With ``--dist loadgroup`` the tests of a file share a process and its fixtures, unless they have another group.
 
-    Tests that wait for programs come first, so that no process is left waiting for them alone in the end. Of a test
-    with the mark ``few(n)`` the first n cases are in ``make test``, and the others in ``make full``.
+    Tests that wait for programs come first, so that no process is left waiting for them alone in the end.
     """
-    cases: Counter[str] = Counter()
     for item in items:
-        if few := item.get_closest_marker("few"):
-            cases[function := item.nodeid.partition("[")[0]] += 1
-            if cases[function] > few.args[0]:
-                item.add_marker(pytest.mark.full)
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=lambda item: "e2e" not in item.path.parts)

@@ -7,7 +7,7 @@ that cannot run on the common settings says in ``MORE`` what it needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +101,16 @@ def of_system(case: str, *more: Any, full: bool = False) -> Any:
     return pytest.param(case, *more, marks=marks)
 
 
-def _of_all(name: str, cases: Iterable[str], full: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(name, [of_system(case, full=full and case not in FIVE) for case in cases])
+def _of_all(name: str, cases: Collection[str], quick: Collection[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(name, [of_system(case, full=case not in quick) for case in cases])
 
 
-SYSTEM, CASE = _of_all("system", SYSTEMS, False), _of_all("case", (*SYSTEMS, *VARIANTS), False)
-SYSTEM_BY_TIER, CASE_BY_TIER = _of_all("system", SYSTEMS, True), _of_all("case", (*SYSTEMS, *VARIANTS), True)
+_CASES = (*SYSTEMS, *VARIANTS)
+SYSTEM, CASE = _of_all("system", SYSTEMS, SYSTEMS), _of_all("case", _CASES, _CASES)
+SYSTEM_BY_TIER, CASE_BY_TIER = _of_all("system", SYSTEMS, FIVE), _of_all("case", _CASES, FIVE)
 """Those of tests that need more runs than the one that others share."""
+SYSTEM_ONCE = _of_all("system", SYSTEMS, ["subfedavg"])
+"""That of tests whose runs are many and share no more than the messages, which all systems have in common."""
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from fedprune_app.core.structured import (
 )
 from fedprune_app.models.initial import channel_groups
 from fedprune_app.models.vision import build_model
+from tests.examples import in_test
 
 SHAPES = {"lenet5-bn": (3, 32, 32), "cnn5-bn": (1, 28, 28), "vgg11-bn": (3, 32, 32), "resnet18-bn": (3, 16, 16)}
 
@@ -44,7 +45,7 @@ def tensors_of(model):
     return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers()) if t.dim()}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=in_test(SHAPES, "lenet5-bn", "cnn5-bn"))
 def case(request):
     """(full model, its groups, kept channels, the masked full model, the small model, images)."""
     model = seeded(request.param)
@@ -64,13 +65,11 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.few(2)
 def test_the_small_network_computes_what_the_masked_one_does(case):
     *_, masked, small, images = case
     close(small.eval()(images), masked.eval()(images))
 
 
-@pytest.mark.few(1)
 def test_gradients_and_training_steps_of_the_small_network_are_the_masked_ones(case):
     _, groups, kept, masks, masked, small, images = case
     masked, small = copy.deepcopy(masked).train(), copy.deepcopy(small).train()
@@ -93,7 +92,6 @@ def test_gradients_and_training_steps_of_the_small_network_are_the_masked_ones(c
         close(tensor, trained[name])  # running statistics too
 
 
-@pytest.mark.few(2)
 def test_the_small_network_is_really_small(case):
     model, groups, kept, masks, _, small, _ = case
     remaining = sum(p.numel() for p in small.parameters())
@@ -113,7 +111,6 @@ def test_scattering_undoes_gathering_but_for_what_is_gone(case):
         assert torch.equal(back[name], expected)
 
 
-@pytest.mark.few(3)
 def test_keeping_every_channel_changes_nothing(case):
     model, groups, *_, images = case
     everything = full_channels(groups)

@@ -243,7 +243,6 @@ BROKEN["Array"] += [
 ]
 
 
-@pytest.mark.few(18)
 @pytest.mark.parametrize(("kind", "body"), [(kind, body) for kind, bodies in BROKEN.items() for body in bodies])
 def test_a_reply_that_cannot_be_read_is_the_error_of_its_sender_alone(link, kind, body):
     """Flower's own Grid raises, and has had the others of the batch forgotten."""

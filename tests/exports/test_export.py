@@ -30,7 +30,7 @@ from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
-from tests.examples import full
+from tests.examples import full, in_test
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.refusing import refuses
 
@@ -136,8 +136,7 @@ PERSONAL = [
 ]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("system", PERSONAL)
+@pytest.mark.parametrize("system", in_test(PERSONAL, "subfedavg", "subfedavg-hy"))
 def test_an_exported_model_computes_what_the_clients_own_code_does(system, finished, tmp_path):
     run = finished(system)
     for partition in trained(run)[:2]:

@@ -17,6 +17,7 @@ from fedprune_app.models.embedded import byte_tokenizer  # noqa: E402
 from fedprune_app.models.gguf import folder_of_gguf  # noqa: E402
 from fedprune_app.models.llm import LanguageModel  # noqa: E402
 from fedprune_app.models.transformers import import_transformers  # noqa: E402
+from tests.examples import full  # noqa: E402
 from tests.models.tiny_gguf import gguf_model  # noqa: E402
 from tests.models.tiny_gguf import write_gguf as write_source  # noqa: E402
 from tests.models.tiny_llm import drawn_model, tiny_byte_model  # noqa: E402
@@ -38,7 +39,7 @@ SHAPES = {
         }
     },
 }
-CASES = [("llama", "cut"), ("qwen3", "wide"), ("mistral", "plain"), ("qwen2", "tied"), ("llama", "tied")]
+CASES = [("llama", "cut"), ("qwen3", "wide"), ("mistral", "plain"), full("qwen2", "tied"), full("llama", "tied")]
 LAYER = "model.layers.1.mlp."
 
 
@@ -72,7 +73,6 @@ def tensors_in(path):
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "shape"), CASES)
 def test_transformers_reads_the_model_that_was_written(family, shape, tmp_path):
     model, path = tiny(tmp_path / "model", family, **SHAPES[shape]), tmp_path / "model.gguf"

@@ -40,8 +40,10 @@ def unmeasured(monkeypatch):
     monkeypatch.setattr(sparse, "speed_of", lambda *_: sparse.Speed(2.0, 1.0))
 
 
-def in_turn(kinds, quick):
-    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+def in_turn(kinds, quick, *quickest):
+    """The quickest are in ``make test``, the quick in ``make full``, the others with the slow tests."""
+    found = [pytest.param(kind, marks=pytest.mark.full if kind in quick else pytest.mark.slow) for kind in kinds]
+    return [kind if kind in quickest else case for kind, case in zip(kinds, found, strict=True)]
 
 
 def losses_of(model, hidden, layers):
@@ -58,7 +60,6 @@ def pruned_layers(model, pruner):
     return found, model.losses(IDS, hidden)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", in_turn(WALKED, QUICK))
 def test_a_model_is_pruned_layer_by_layer_and_is_then_what_transformers_loads(kind, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind)
@@ -117,8 +118,7 @@ def test_an_expert_to_which_no_token_is_sent_is_pruned_by_magnitude(tmp_path):
     assert len(same) == 2  # the token is sent to the two others
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", in_turn(REFUSED, QUICKLY_REFUSED))
+@pytest.mark.parametrize("kind", in_turn(REFUSED, QUICKLY_REFUSED, "Mamba"))
 def test_a_model_that_cannot_be_walked_is_refused_with_its_class(kind, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind)
     with pytest.raises(ValueError, match=f"is of {kind}Config, wh.*{REFUSED[kind]}") as refused:
@@ -214,7 +214,6 @@ def settings():
     return ["system=fedspallm", "dataset=text", "data-dir=data", "model=model", "--clients", "2", *more]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", in_turn(WALKED, ("GPTNeoX", "Mixtral")))
 def test_a_run_records_the_density_and_the_perplexity_that_the_written_model_has(fedprune, tmp_path, kind):
     text_folder(tmp_path / "data", 2, size=800)

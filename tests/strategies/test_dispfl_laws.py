@@ -29,7 +29,7 @@ from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.conftest import Finished, tampered_app
-from tests.examples import full
+from tests.examples import full, in_test
 from tests.refusing import refuses
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS
@@ -103,8 +103,7 @@ def timeless(rows):
 # --- gossip -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", GOSSIP)
+@pytest.mark.parametrize("case", in_test(GOSSIP, "dispfl"))
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):
     relayed = start(federation, case, GOSSIP[case])
     by_client = start(federation, case, GOSSIP[case], **by_letters(case))
@@ -272,8 +271,7 @@ def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_mode
 # --- the same run again -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", in_test(RESUMED, "dispfl"))
 def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypatch, case):
     in_order = start(federation, case, RESUMED[case], evaluate_every=0)
     shuffle = np.random.default_rng(0)
@@ -307,8 +305,7 @@ def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_rou
 # --- what is reported -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("case", GOSSIP)
+@pytest.mark.parametrize("case", in_test(GOSSIP, "dispfl", "dispfl, ring"))
 def test_the_peers_bytes_are_those_of_the_letters_and_the_stars_those_of_the_messages(federation, case):
     run = start(federation, case, GOSSIP[case], **by_letters(case))
     for row in run.rounds:
@@ -541,8 +538,7 @@ def left_out(run, round):
     return [note for note in run.rounds[round - 1]["notes"] if "peer/1 is left out" in note]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("spoil", BAD)
+@pytest.mark.parametrize("spoil", in_test(BAD, of_another_shape, with_nan))
 def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_gossip="client", dispfl_topology="full")
     assert run.info["status"] == "completed"
@@ -550,8 +546,7 @@ def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoi
     assert [len(left_out(run, round)) for round in (1, 2, 3)] == [0, 3, 3]  # of clients 0, 2 and 3
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("spoil", BAD)
+@pytest.mark.parametrize("spoil", in_test(BAD, of_another_shape, with_nan))
 def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_topology="full")
     assert run.info["status"] == "completed"

@@ -26,7 +26,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
-from tests.examples import full
+from tests.examples import full, in_test
 from tests.refusing import refuses
 from tests.strategies.test_reference import SYSTEMS
 
@@ -47,7 +47,7 @@ PRUNING = {
 }
 
 
-@pytest.fixture(params=PRUNING)
+@pytest.fixture(params=in_test(PRUNING, "small last steps"))
 def pruning_run(request, federation):
     return federation(**PRUNING[request.param])
 
@@ -83,7 +83,6 @@ def masks_by_round(run, partition):
 # --- Sub-FedAvg: masks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 def test_masks_only_shrink(pruning_run):
     some_pruned = False
     for partition in range(pruning_run.num_clients):
@@ -95,7 +94,6 @@ def test_masks_only_shrink(pruning_run):
     assert some_pruned
 
 
-@pytest.mark.few(2)
 def test_a_client_overshoots_its_target_by_less_than_one_weight_per_tensor(pruning_run):
     least = 1 - pruning_run.config.subfedavg.target_rate / 100 - len(PRUNED) / NUM_PARAMETERS
     densities = [row["density"] for row in pruning_run.clients]
@@ -112,7 +110,6 @@ def test_the_target_is_reached_and_then_left_alone(federation):
         assert len(set(reached)) == 1
 
 
-@pytest.mark.few(1)
 def test_density_counts_all_parameters_biases_included(pruning_run):
     for partition, row in pruning_run.rows(pruning_run.config.num_server_rounds).items():
         found = pruning_run.client(partition)

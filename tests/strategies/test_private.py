@@ -23,7 +23,7 @@ from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Data, Ledger
 from fedprune_app.registry import SYSTEMS
-from tests.examples import full
+from tests.examples import full, in_test
 from tests.refusing import refuses
 from tests.strategies.conftest import TINY, Run, config_key
 
@@ -75,8 +75,7 @@ def trained_in(run: Run, round: int) -> set[int]:
     return set(run.wiretap.of("train", round))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("system", ADMISSIBLE)
+@pytest.mark.parametrize("system", in_test(ADMISSIBLE, "fedavg", "fedp3"))
 def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
     run = federation(system=system, **DP, **ADMISSIBLE[system])
     assert run.info["status"] == "completed"
@@ -299,8 +298,7 @@ def test_noised_evaluations_are_charged_and_are_counts(federation):
         assert last[partition]["epsilon"] == pytest.approx(ledger(run, partition).epsilon(DELTA))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("system", ADMISSIBLE)
+@pytest.mark.parametrize("system", in_test(ADMISSIBLE, "fedavg", "fedp3"))
 def test_an_evaluation_pays_for_what_it_tells_and_for_nothing_else(federation, tmp_path, system):
     settings = {**DP, "num_server_rounds": 1, "dp_accuracies": "noised", "dp_count_scale": 4.0, **ADMISSIBLE[system]}
     run = federation(system=system, **settings)
