@@ -87,14 +87,17 @@ VARIANTS = {
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
 
 
-FIVE = ("fedp3", "dispfl", "fedltp", "subfedavg", "fedspallm")
-"""The systems for which `make test` holds all laws; for the others, and for variants, `make full` does."""
+TWO = ("dispfl", "fedspallm")
+"""The systems for which `make test` holds the laws that take two runs, and more: `make full` does for the others.
+
+One has no server's model, and the other no images, several messages a round, and layers.
+"""
 
 
 def of_system(case: str, *more: Any, full: bool = False) -> Any:
     """Parameters, the case first, whose tests run in one process: there they share the system's runs.
 
-    With ``full`` the cases beside the five systems are of `make full`.
+    With ``full`` it is a case of `make full` alone.
     """
     system = str(VARIANTS.get(case, {}).get("system", case))
     marks = [pytest.mark.xdist_group(f"conformance of {system}"), *([pytest.mark.full] if full else [])]
@@ -107,7 +110,7 @@ def _of_all(name: str, cases: Collection[str], quick: Collection[str]) -> pytest
 
 _CASES = (*SYSTEMS, *VARIANTS)
 SYSTEM, CASE = _of_all("system", SYSTEMS, SYSTEMS), _of_all("case", _CASES, _CASES)
-SYSTEM_BY_TIER, CASE_BY_TIER = _of_all("system", SYSTEMS, FIVE), _of_all("case", _CASES, FIVE)
+TWO_SYSTEMS, TWO_CASES = _of_all("system", SYSTEMS, TWO), _of_all("case", _CASES, TWO)
 """Those of tests that need more runs than the one that others share."""
 SYSTEM_ONCE = _of_all("system", SYSTEMS, ["subfedavg"])
 """That of tests whose runs are many and share no more than the messages, which all systems have in common."""

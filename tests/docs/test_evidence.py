@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -272,17 +273,23 @@ def of_gallery(path):
             yield {"system": system["system"], "seed": str(seed), "settings": settings}
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
-def test_a_claim_compares_runs_that_its_matrices_make(claim):
-    """Each side of a claim is one setting of the matrices, with all the claim's seeds."""
-    made = [
+@cache
+def runs_of(name):
+    """The runs that the matrices of a data file make."""
+    return [
         {"system": cell.config.system, "seed": str(cell.config.seed), "settings": json.dumps(settings)}
-        for path in evidence.matrices_of(claim.data)
+        for path in evidence.matrices_of(name)
         for cell in read_matrix(path).cells(Given(out=path.parent))
         for settings in [evidence.settings_of(cell.config.to_dict())]
     ]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_a_claim_compares_runs_that_its_matrices_make(claim):
+    """Each side of a claim is one setting of the matrices, with all the claim's seeds."""
+    made = runs_of(claim.data)
     if claim.data == "tuned-last":
-        made += of_gallery(evidence.ROOT / "gallery" / "tuned_last.yaml")
+        made = [*made, *of_gallery(evidence.ROOT / "gallery" / "tuned_last.yaml")]
     for wanted in (claim.better, claim.worse):
         rows = [row for row in chosen(made, wanted) if claim.counts(row)]
         assert len({row["settings"] for row in rows}) == 1

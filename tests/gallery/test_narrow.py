@@ -35,6 +35,7 @@ def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
         assert rows[client]["accuracy_personal"] == pytest.approx(float(hits.float().mean()), abs=0.02)
 
 
+@pytest.mark.full
 @BOTH
 def test_it_keeps_the_laws(system):
     settings = {"fjord.widths": SETTINGS["fjord__widths"]}

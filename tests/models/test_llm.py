@@ -19,7 +19,7 @@ from fedprune_app.models.llm import LanguageModel, dense_perplexities, perplexit
 from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.transformers import import_transformers
-from tests.examples import in_test
+from tests.examples import full, in_test
 from tests.models.tiny_llm import FAMILIES, perplexity, tiny_checkpoint, tiny_model, tokens
 
 
