@@ -131,9 +131,9 @@ class Gossip(Relay):
         serves_stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
         senders = list(round.sampled) if serves_stale else active
-        senders_by_client = neighbours(
-            self.options.topology, list(self.clients), senders, self.options.neighbours, draw
-        )
+        # a client that is held out has no place in a ring before it joins
+        clients = sorted({*self.members, *round.sampled})
+        senders_by_client = neighbours(self.options.topology, clients, senders, self.options.neighbours, draw)
         return {client: () if client in round.dropped else senders_by_client[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------

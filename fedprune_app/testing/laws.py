@@ -59,7 +59,7 @@ _KINDS: Mapping[str, ReplyKind] = {
 _LEAVES_MODEL = type(None)  # what a hook returns that leaves its result in self.model
 _OF_SERVER: Mapping[str, type] = {
     "state": State,
-    "doubts": list,
+    "warnings": list,
     "expect": wire.Schema,
     "send": Iterable,
     "prepare": _LEAVES_MODEL,

@@ -121,7 +121,7 @@ class Checker:
         for name in (
             "preflight.can_start.prepare_models",
             "preflight.can_start.embedded_model",
-            "preflight.can_start.doubts",
+            "preflight.can_start.warnings",
             "running.Session.run",
             "testing.audit.audit",
             "exports.formats.export_model",

@@ -55,7 +55,7 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     ("method", "said"),
     [
         ("Server.state(self): return {}", "Server.state() returns a value of type dict, allowed: State"),
-        ("Server.doubts(self): pass", "Server.doubts() returns nothing, allowed: list"),
+        ("Server.warnings(self): pass", "Server.warnings() returns nothing, allowed: list"),
         ("Server.expect(self, round, client): pass", "Server.expect() returns nothing, allowed: Schema"),
         ("Server.send(self, round): pass", "Server.send() returns nothing, allowed: Iterable"),
         ("Server.end(self, round): self.model = {'x': 1}", "Server.end() leaves self.model as {'x': 1}, allowed: a d"),

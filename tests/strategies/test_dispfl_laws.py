@@ -103,6 +103,13 @@ def timeless(rows):
 # --- gossip -------------------------------------------------------------------------------------------------------
 
 
+def test_a_held_out_client_leaves_no_gap_in_a_ring(federation):
+    settings = {"dpsgd_topology": "ring", "num_server_rounds": 2}
+    four = start(federation, "dpsgd", {"clients": 4, **settings})
+    one_held_out = start(federation, "dpsgd", {"clients": 5, **settings}, holdout_clients=1)
+    assert one_held_out.rounds[1]["peer_bytes"] == four.rounds[1]["peer_bytes"] > 0
+
+
 @pytest.mark.parametrize("case", in_test(GOSSIP, "dispfl"))
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):
     relayed = start(federation, case, GOSSIP[case])
