@@ -23,16 +23,16 @@ demo: $(STAMP)
 
 # Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # More systems, networks, faults and random inputs than `make test` has, and nothing that it has but the random inputs.
 full: $(DEV_STAMP)
-	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder \
 	    -m "(full or hypothesis) and not (slow or gpu or programs)"
 
 # What waits for Flower's and Ray's own programs more than it computes: three workers hide the waiting.
 programs: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "programs and not slow" --durations=15
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "programs and not slow" --durations=15
 
 # The inner loop, under a minute on two quiet cores: laws, training, options, rounds, and every system's recorded hash.
 QUICK := $(addprefix tests/,laws learning clients config federation test_architecture.py conformance/test_recorded.py)

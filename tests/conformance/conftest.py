@@ -95,13 +95,11 @@ One has no server's model, and the other no images, several messages a round, an
 
 
 def of_system(case: str, *more: Any, full: bool = False) -> Any:
-    """Parameters, the case first, whose tests run in one process: there they share the system's runs.
+    """Parameters, the case first: tests whose names begin with a system's run in one process, and share its runs.
 
     With ``full`` it is a case of `make full` alone.
     """
-    system = str(VARIANTS.get(case, {}).get("system", case))
-    marks = [pytest.mark.xdist_group(f"conformance of {system}"), *([pytest.mark.full] if full else [])]
-    return pytest.param(case, *more, marks=marks)
+    return pytest.param(case, *more, marks=[pytest.mark.full] if full else [])
 
 
 def _of_all(name: str, cases: Collection[str], quick: Collection[str]) -> pytest.MarkDecorator:

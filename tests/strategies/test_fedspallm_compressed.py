@@ -178,6 +178,6 @@ def test_bits_and_forms_that_cannot_be_are_refused(key, value, more):
 def test_what_cannot_be_compressed_is_refused(run, tmp_path):
     with refuses("seed", 7):
         compress(run().folder, {"seed": 7}, tmp_path / "new")
-    with pytest.raises(ValueError, match=r"none that can be compressed, allowed: fedspallm.keep-sums"):
+    with pytest.raises(ValueError, match=r"fedspallm\.keep-sums"):
         compress(run(fedspallm_keep_sums=False).folder, {}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
