@@ -14,7 +14,6 @@ from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.learning.training import adam
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
-from tests.examples import in_test
 
 SHAPES = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "cnn-small": (1, 8, 8), "cnn-gn": (3, 8, 8)}
 DEEP = {"resnet18-gn": (3, 8, 8), "vgg11-gn": (3, 32, 32)}
@@ -95,7 +94,8 @@ def test_training_is_the_plain_loop_bit_for_bit(name, sgd, masked, own_form):
     assert (result.num_steps, result.num_examples) == (sgd.epochs * math.ceil(20 / sgd.batch_size), 20)
 
 
-@pytest.mark.parametrize("name", in_test(DEEP, "resnet18-gn"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", DEEP)
 def test_deep_networks_are_trained_and_evaluated_like_the_others(name):
     model, (images, labels) = new_model(name), new_data(name, 6)
     reference, masks = copy.deepcopy(model), half_masks(model)
