@@ -93,7 +93,7 @@ class MaskedMean:
         self.num_added += len(payloads)
 
     def check(self, payload: Payload, beside: int = 0) -> float:
-        """Return the largest magnitude in a payload; ``ValueError`` if it cannot be added ``beside`` so many others."""
+        """Return the payload's largest magnitude; ``ValueError`` if it cannot be added with ``beside`` others."""
         if self.num_added + beside >= self.max_addends:
             raise ValueError(f"more than {self.max_addends} payloads added")
         largest = 0.0
@@ -131,12 +131,12 @@ class MaskedMean:
         }
 
     def mixed(self) -> TensorDict:
-        """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
+        """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 as fallback.
 
-        Each mask must be the one with which the weights were trained, and not the mask that the search afterwards
-        finds. Algorithm 1 line 7, read literally, divides by masks that do not match the weights. The released code
-        divides as this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its
-        multiplication with the local mask.
+        Each mask must be the one with which the weights were trained, not the one that the search finds afterwards.
+        Algorithm 1 line 7, read literally, divides by masks that do not match the weights. The released code divides as
+        this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its multiplication with
+        the local mask.
         """
         return {name: self._mean(name, dtype) for name, dtype in self._dtypes.items()}
 
