@@ -12,8 +12,8 @@ class CropFlip:
     and not 0, which is the mean colour.
 
     :meth:`draws` maps positions (B,) to choices (B, 4) by 3 B draws from a CPU generator. A choice is the position of
-    an image, the shifts down and to the right, and whether the image is mirrored. Calling it with choices, on the images'
-    device, returns images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
+    an image, the shifts down and to the right, and whether the image is mirrored. Calling it with choices, on the
+    images' device, returns images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
     """
 
     PADDING = 4

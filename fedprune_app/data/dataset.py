@@ -81,19 +81,19 @@ _MOST_DIGESTED = 256 << 20  # bytes of each part: 0.2 s
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset is a labelled image set in memory (or mapped from a cache file); its arrays are read-only.
+    """Labelled images in memory or mapped from a cache file, with classes and normalisation; arrays are read-only.
 
-    Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A dataset of
-    a plug-in may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they
-    become float32. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and for numbers as they are.
-    ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it is nobody's; None where
-    a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
-    examples, and is -1 for who has no training example. ``groups`` (N,) says by a name or a number to which group each
-    training example belongs, such as a patient's, and ``test_groups`` says that of the test examples. An example with
-    an empty name is a group of its own. ``features`` are the names of the C numbers of an example, in order, where
-    numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples, and no
-    published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training and
-    then the test examples as they are stored, whatever settings make of them.
+    Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A plug-in's
+    dataset may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they become
+    float32. ``mean`` and ``std`` per channel apply to images scaled to [0, 1], and to numbers as they are. ``owners``
+    (N,) numbers the owner of each training example from 0 on, -1 for an example without owner; None if the dataset has
+    no owners. Each number up to the highest one has an example. ``test_owners`` are the owners of the test examples, -1
+    for an owner without training examples. ``groups`` (N,) names or numbers the group of each training example, such as
+    a patient's, and ``test_groups`` that of each test example. An example with an empty name is a group of its own.
+    ``features`` are the names of the C numbers of an example, in order, if they have names. ``is_measured`` means that
+    ``mean`` and ``std`` were measured on the training examples, and are not published constants. ``notes`` describe
+    data that were found and not read. ``stored`` returns digests of the training and then the test examples as they are
+    stored, independent of the settings.
     """
 
     name: str

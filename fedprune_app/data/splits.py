@@ -40,14 +40,14 @@ class DataConfig:
     * ``public_share``: this share of the training images is dealt to no client: :func:`public_part`.
     * ``test_samples``: with ``test_split="proportional"`` a client is tested on this many images, or a few more,
       because the number of each label is rounded up.
-    * ``is_own``: the folder holds one client's data, and this client, number 0 of 1, uses all of it. Nothing is dealt. Its
-      test data are the folder's, or ``test_fraction`` of the images if the folder has none.
+    * ``is_own``: the folder holds one client's data, and this client, number 0 of 1, uses all of it. Nothing is dealt.
+      Its test data are the folder's, or ``test_fraction`` of the images if the folder has none.
     * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.dataset.Form`.
     * ``by_group``: privacy protects all examples of a group together, so groups are counted.
-    * ``private``: privacy protects each image. So no operation on one image may depend on the
-      others: an image folder is not normalised by its own statistics, and each image's part is drawn separately.
-    * ``split_secret``: if not empty, each record's part is drawn by this secret instead of the ``seed``, from the record as
-      it is stored, independent of the run's settings. The server knows the seed and chooses the run: from the
+    * ``private``: privacy protects each image. So no operation on one image may depend on the others: an image folder
+      is not normalised by its own statistics, and each image's part is drawn separately.
+    * ``split_secret``: if not empty, each record's part is drawn by this secret instead of the ``seed``, from the
+      record as it is stored, independent of the run's settings. The server knows the seed and chooses the run: from the
       number of records in a part it could infer which records exist. See also :func:`part_sizes`.
     """
 
