@@ -338,10 +338,7 @@ class LanguageModel:
         return [relay.calls[0] for relay in self._relays]
 
     def _arguments(self, num_sequences: int, length: int) -> list[Arguments]:
-        """Return with what each layer is called for sequences of this length without padding.
-
-        The last answer is remembered.
-        """
+        """Return the arguments of each layer's call for sequences of this length without padding; cached once."""
         shape = (num_sequences, length)
         if self._call_cache is None or self._call_cache[0] != shape:
             calls = self._calls(torch.zeros(shape, dtype=torch.int64))
