@@ -47,7 +47,7 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
 def _redacted_logs(context: Context) -> Iterator[None]:
     """Reduce errors to one fixed line on a node with its own data, once these may have been read.
 
-    Errors are sent to the server, which chooses what is done with the data. What a policy declines depends on disclosed
+    Errors are sent to the server, which chooses what is done with the data. A policy's error depends on disclosed
     settings alone.
     """
     try:
@@ -83,4 +83,4 @@ def answer(message: Message, context: Context, kind: type[Node] | None = None) -
             return client.reply_to(message)
 
 
-train = evaluate = answer  # Flower registers one per type of message
+train = evaluate = answer  # one name per type of message

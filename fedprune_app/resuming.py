@@ -3,7 +3,7 @@
 It resumes from the latest point from which it ends as if it had never stopped. Nothing is written before. Everything
 needed is checked first: the checkpoint, the records up to it, the system's files on the server's disk, and each
 client's state, which the client itself checks. Damaged files are reported, and an earlier point is chosen. If no point
-is intact, resuming is refused, unless the user accepts the loss.
+is intact, an error is raised, unless the user accepts the loss.
 """
 
 from collections.abc import Iterator, Mapping

@@ -269,7 +269,7 @@ def _default_workers(config: Config, gpus: int) -> int:
     """Return the default number of processes that run clients.
 
     A client's work in addition to training (encoding, averages, files) takes a core longer than ResNet-18's training
-    takes a GPU. So processes share a GPU, except for language models, of which each process would hold a layer there.
+    takes a GPU. So processes share a GPU, except for language models, where each process would hold a layer there.
     """
     cores = os.cpu_count() or 1
     return min(cores, gpus * (1 if SYSTEMS[config.system].reads_text else _PROCESSES_PER_GPU)) or cores

@@ -1,4 +1,4 @@
-"""Sums and means of payloads, added one at a time; every order of arrival gives the same bits.
+"""Sums and means of payloads, added one at a time; the bits do not depend on the order of arrival.
 
 An accumulator takes O(model) memory. Float sums depend on their order, in float64 too: a few of millions of coordinates
 flip per round. Replies arrive in any order. So each addend is rounded once to a grid of 2^-40 and then added as an
@@ -103,7 +103,7 @@ class MaskedMean:
                 raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {shape} as before")
             low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
             magnitude = max(-low, high)
-            if not magnitude <= self.max_magnitude:  # also refuses NaN
+            if not magnitude <= self.max_magnitude:  # also rejects NaN
                 limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
                 raise ValueError(f"tensor '{name}' has magnitude {magnitude:g}, allowed: {limit}")
             largest = max(largest, magnitude)

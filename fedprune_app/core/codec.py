@@ -18,7 +18,7 @@ bytes.
 *Masks.* The size ``n`` and the kept count ``k`` determine a mask's encoding, so no other field is needed:
 
 - A mask that keeps nothing or everything needs no bits.
-- A mask whose density is within 1/16 of one half travels as a bitmap. Entropy coding would save 1.2 % of the bitmap at
+- A mask whose density is within 1/16 of one half is sent as a bitmap. Entropy coding would save 1.2 % of the bitmap at
   most and take many times as long.
 - Any other mask is entropy-coded.
 

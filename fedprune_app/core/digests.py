@@ -21,7 +21,7 @@ def json_with_digest(content: Values) -> ValueDict:
 
 
 def check_json(content: Values) -> None:
-    """Raise ``ValueError`` for an object that differs from what :func:`json_with_digest` returned."""
+    """Raise ``ValueError`` for an object that is not as :func:`json_with_digest` returned it."""
     if KEY not in content:
         raise ValueError("it has no digest")
     if _json_digest({key: value for key, value in content.items() if key != KEY}) != content[KEY]:

@@ -204,7 +204,7 @@ class HessianSum:
         self._fraction = torch.zeros_like(self._whole)
 
     def add(self, name: str, tensors: Tensors, weight: int) -> None:
-        """Add what :func:`encoded` returned with ``weight``, its number of sequences.
+        """Add tensors of :func:`encoded` with ``weight``, their number of sequences.
 
         An error leaves the sum unchanged.
         """

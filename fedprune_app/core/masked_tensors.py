@@ -1,8 +1,8 @@
 """Passes over masked tensors in C: sums, means, kept values, and the entries that an expansion prunes.
 
-``native/masked_tensors.c`` does in one pass over memory what takes PyTorch many. A function here returns None, and
-changes nothing, where the library was not compiled or does not support a dtype or a device. The caller then computes
-the same bits with PyTorch.
+``native/masked_tensors.c`` does in one pass over memory the work of many PyTorch operations. A function here returns
+None, and changes nothing, where the library was not compiled or does not support a dtype or a device. The caller then
+computes the same bits with PyTorch.
 """
 
 import ctypes

@@ -29,7 +29,7 @@ def shards(
     shard_size: int,
     rng: np.random.Generator,
 ) -> list[Indices]:
-    """Sort by label, cut into shards, and let every client draw ``shards_per_client`` without replacement.
+    """Sort by label and cut into shards; each client draws ``shards_per_client`` without replacement.
 
     ``shard_size=0`` cuts exactly as many shards as are drawn, of sizes that differ by at most one. Every sample is then
     used. A positive size cuts ``len(labels) // shard_size`` shards. As in the paper, undrawn shards and the samples

@@ -92,7 +92,7 @@ def data_config(config: Config, is_own: bool = False, split_secret: str = "") ->
     )
 
 
-# --- who has which examples -------------------------------------------------------------------------------------------
+# --- examples of each client ------------------------------------------------------------------------------------------
 
 
 CPU = torch.device("cpu")

@@ -42,7 +42,7 @@ class Document:
     text: str
 
 
-# --- where documents come from ----------------------------------------------------------------------------------------
+# --- sources of documents ---------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -186,7 +186,7 @@ def _documents(path: Path) -> Iterator[Document]:
             yield Document(f"{path.stem}:{number}", text)
 
 
-# --- what clients hold ------------------------------------------------------------------------------------------------
+# --- clients' segments ------------------------------------------------------------------------------------------------
 
 
 def calibration_segments(
@@ -214,7 +214,7 @@ def calibration_segments(
     * ``documents``: document ``i`` belongs to client ``i mod num_partitions``. With fewer documents than clients, the
       clients of one document take turns at its segments.
     * ``one``: client ``i`` draws from document ``i mod len(documents)`` alone. Clients of one document take turns.
-    * ``segments``: one random segment of each document in turn, then a second one of each, is dealt out to all clients.
+    * ``segments``: one random segment of each document, then a second one of each, and so on, are dealt to all clients.
     * ``own``: the documents are this client's alone.
 
     In the first three no two clients share a segment, whatever the seed. ``ValueError`` for too few segments, unless

@@ -102,5 +102,5 @@ def set_message_id(message: Message, message_id: str) -> None:
 
 
 def set_answered_id(reply: Message, message_id: str) -> None:
-    """Make a reply answer the message of this id, independent of what the reply itself says."""
+    """Set the message id that a reply answers, instead of the one that the reply itself names."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id

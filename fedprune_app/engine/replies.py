@@ -236,7 +236,7 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
                 raise ValueError(f"its arrays have over {max_bytes} bytes")
 
 
-# --- what comes over HTTP, bounded as it comes ------------------------------------------------------------------------
+# --- responses over HTTP, bounded while they arrive -------------------------------------------------------------------
 
 _current = threading.local()  # attribute `filter`: applied to this thread's responses
 

@@ -243,7 +243,7 @@ def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:
     return VersionedStore(folder / "checkpoints", owner=owner("checkpoint", run_key))
 
 
-# --- where a run's files are ------------------------------------------------------------------------------------------
+# --- folders of a run -------------------------------------------------------------------------------------------------
 
 
 _RUN_KEY = re.compile(r"[0-9a-f]{16}")

@@ -225,7 +225,7 @@ class Schema:
         return payload
 
     def check(self, payload: Payload) -> None:
-        """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""
+        """Raise ``ValueError`` unless names, shapes, dtypes and masks match and values are finite and bounded."""
         if names := payload.tensors.keys() ^ self.shapes.keys():
             raise ValueError(f"wrong tensors: {sorted(names)[:3]} missing or not asked for")
         if names := payload.masks.keys() ^ self.masked:

@@ -76,18 +76,19 @@ def train(
     A step is, in this order:
 
     1. the gradient;
-    2. ``adjust_gradients`` (a proximal term, say);
+    2. ``adjust_gradients`` (such as a proximal term);
     3. clipping to ``sgd.max_grad_norm``;
     4. weight decay;
     5. the product with ``masks``;
     6. momentum, and the update of the parameters that are not in ``frozen``;
-    7. ``after_step`` on the new values (a decoupled proximal step, say).
+    7. ``after_step`` on the new values (such as a decoupled proximal step).
 
     Weights are first set to 0 where their mask in ``masks`` is False, and stay exactly 0. ``after_step`` must keep them
     so: it is not masked. With ``active`` instead of ``masks`` a weight whose mask is False keeps its value.
 
     ``part(num_examples)`` returns the part of the network that a step of so many examples trains. Hooks and clipping
-    then see that part alone. The size of a private batch is itself private, so ``part`` then gets the expected size.
+    then apply to that part alone. The size of a private batch is itself private, so ``part`` then gets the expected
+    size.
 
     ``after_epoch(epoch)``, from 0, can read the weights in the model, and must copy what it keeps. In all hooks 4-D
     tensors may have their channels last in memory: ``view(-1)`` does not work there. Model and data are moved to
@@ -97,7 +98,7 @@ def train(
 
     With ``private`` the batches are Poisson samples. The gradient is then the sum of the examples' own gradients, each
     times ``masks`` and clipped, plus noise where the masks are True, over the expected batch size (see
-    :mod:`fedprune_app.privacy.dpsgd`). Hooks see that gradient. An epoch is ``private.steps_per_epoch`` steps.
+    :mod:`fedprune_app.privacy.dpsgd`). Hooks get that gradient. An epoch is ``private.steps_per_epoch`` steps.
 
     With a ``recorder`` a step is recorded and replayed (see :mod:`fedprune_app.core.graphs`), unless it has hooks, is
     private, trains a part of the network or has another objective.

@@ -19,7 +19,7 @@ from fedprune_app.models.transformers import import_transformers
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as files say it
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as in files
 
 
 def inside(folder: Path, name: object) -> Path:

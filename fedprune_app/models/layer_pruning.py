@@ -25,7 +25,7 @@ from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
 from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_batched
 from fedprune_app.models.llm import LanguageModel
 
-# Creates the statistics of a matrix with so many inputs, to which batches of inputs are added.
+# Creates empty statistics for a matrix with that number of inputs.
 MakeStatistic = Callable[[int, torch.device], Any]
 _KINDS: Mapping[str, MakeStatistic] = {"sparsegpt": Hessian, "wanda": InputNorms}
 

@@ -1,4 +1,4 @@
-"""A causal language model as a shell and decoder layers, of which one is in memory at a time.
+"""A causal language model as a shell and decoder layers, with one layer in memory at a time.
 
 This works for any transformers model that passes hidden states, and nothing else, from one decoder layer to the next.
 Nothing here depends on a model family's name: calls of the model itself show how its layers are called, and opening
@@ -242,7 +242,7 @@ class LanguageModel:
     # --- computing ----------------------------------------------------------------------------------------------
 
     def home(self, num_tokens: int) -> torch.device:
-        """Return the device of the hidden states of so many tokens: a GPU if they take little of it, else the CPU."""
+        """Return the device for the hidden states of ``num_tokens``: a GPU if they take little of it, else the CPU."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             if num_tokens * self.token_bytes <= total // _SHARE:
@@ -386,7 +386,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the outermost list of modules with the most matrices, and its name before it."""
+    """Return the name and the modules of the outermost list with the most matrices."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [(n, m) for n, m in lists if not any(n.startswith(f"{prefix}.") for prefix, _ in lists)]
     counts = [len(Matrices(module).places) for _, module in outermost]

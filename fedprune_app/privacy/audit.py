@@ -42,7 +42,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 
 def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """Return the largest ε that so many correct guesses rule out.
+    """Return the largest ε that ``correct`` guesses rule out.
 
     With ``confidence``, above 0 and below 1, the true ε is at least the bound. The bound is 0 if nothing is ruled out,
     and never inf.

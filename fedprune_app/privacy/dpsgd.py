@@ -206,8 +206,8 @@ class DPSGD:
     default it is the actual number.
 
     The protected unit is an example, or with ``groups`` (N,), which numbers each example's group from 0 on, all
-    examples of a group. A group in a step has at most ``group_limit`` examples there, drawn anew for each step, and
-    adds the clipped mean of their gradients to the sum.
+    examples of a group. A group in a step has at most ``group_limit`` examples there, redrawn for each step, and adds
+    the clipped mean of their gradients to the sum.
     """
 
     noise_multiplier: float

@@ -1,7 +1,7 @@
 """Randomness for privacy: a stream cipher, with a key from the operating system or from the run's seed.
 
-A seeded run only simulates the mechanism: whoever knows the seed can subtract the noise. Nobody else has a key from the
-operating system, and its results are not reproducible. docs/privacy.md says who decides.
+A seeded run only simulates the mechanism: whoever knows the seed can subtract the noise. A key from the operating
+system is known to no one else, and its results are not reproducible. docs/privacy.md explains who decides.
 
 Noise is added in float64 (:func:`noised`), because float32 sums reveal the summands. Noise in float32
 is full of gaps, and a result that only one of two sums can reach shows which of them it was (Mironov,
@@ -153,7 +153,7 @@ def _start(key: bytes, draw: int, device: torch.device) -> Tensor:
 
 
 def _blocks(state: Tensor, first: int, count: int) -> Tensor:
-    """Return the words, int64, of so many blocks of 8 words."""
+    """Return the words, int64, of ``count`` blocks of 8 words."""
     start = state.repeat(1, 1, count)
     start[3, 0] = torch.arange(first, first + count, device=start.device)
     a, b, c, d = start.clone()  # the rows of the states, (4, count) each
