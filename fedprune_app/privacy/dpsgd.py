@@ -5,8 +5,9 @@ empty. The sum is divided by the expected size, which is public. ``grad_sample``
 gradients; it changes speed alone:
 
 * ``hooks``: Opacus' GradSampleModule materialises them.
-* ``one-pass``: one backward pass to the layers' outputs gives both (Bu et al. 2023, "book-keeping"), with Opacus'
-  rules per layer; linear layers never materialise anything. ``auto`` is this one, by benchmarks/dp_step.py.
+* ``one-pass``: one backward pass to the layers' outputs yields norms and clipped sums (Bu et al. 2023, "book-keeping"),
+  with Opacus' rules per layer; linear layers never materialise anything. ``auto`` is this one, by
+  benchmarks/dp_step.py.
 
 Both use rules by layer, so a network is compared with autograd's own gradients before it is trained privately.
 """
