@@ -6,8 +6,8 @@ at the end of this file. No code was released; where the text is silent or contr
 
 * P1 is the pruned share of a tensor's weights (equation 15), so ``density`` is 1 - P1. Biases stay.
 * Sub-models are made once, from the magnitudes of the ticket's weights after training on public data: neither the
-  sub-models nor their assignment depend on private data. Each removes a share P2 of the one before it (equation 15;
-  equation 12 with rule 9 would remove nothing). The server's model has the structure of the first.
+  sub-models nor their assignment depend on private data. Each removes a share P2 of the weights that the one before it
+  kept (equation 15; equation 12 with rule 9 would remove nothing). The server's model has the structure of the first.
 * When a client is first sampled, it draws a sub-model that no other client of the round has, and keeps it.
 * A coordinate is averaged over those participants that have it, as in the text. Line 9 divides by all K, as if
   the others had not moved it: ``fedltp.average=participants``. Lost replies count in neither.

@@ -13,7 +13,7 @@ from strategies.base import FederatedStrategy
 
 
 class Standalone(FederatedStrategy):
-    """Local training alone; the server has no model."""
+    """The baseline of local training; the server has no model."""
 
     has_global_model = False
     paper_formula = "nothing is sent"

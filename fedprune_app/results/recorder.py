@@ -232,8 +232,8 @@ class Recorder:
     def resume(self, rounds_completed: int, marks: Mapping[str, Mark] | None = None) -> None:
         """Continue this folder's run after ``rounds_completed`` rounds; drop the rows of later rounds.
 
-        ``marks``, by file, end the records' parts that the run had written by then. Rows after them are dropped, and so
-        are unreadable rows. The data of :meth:`start` stay, with annotations since :meth:`reopen`. ``seconds``
+        ``marks``, by file, identify the part of each record that the run had written by then. Later rows are dropped,
+        and so are unreadable rows. The data of :meth:`start` stay, with annotations since :meth:`reopen`. ``seconds``
         continues from the time so far, including lost rounds. Raises ``ValueError`` if the folder has no run.
         """
         if not self._info:

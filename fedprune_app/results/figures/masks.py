@@ -86,7 +86,7 @@ def _signed(value: float | None) -> str:
     return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")
 
 
-# --- what is left of each layer ---------------------------------------------------------------------------------------
+# --- density of each layer --------------------------------------------------------------------------------------------
 
 
 def densities(groups: Groups) -> Variants:

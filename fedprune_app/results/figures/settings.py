@@ -135,7 +135,7 @@ def by_cost(groups: Groups) -> Variants:
     return variants
 
 
-# --- what language models lose by pruning -----------------------------------------------------------------------------
+# --- perplexity of language models ------------------------------------------------------------------------------------
 
 
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
