@@ -131,10 +131,10 @@ class RayGrid(SimulatedGrid):
             if not ready:
                 return
             for stream in ready:
-                self._collect(stream)
+                self._collect_next(stream)
             seconds = 0
 
-    def _collect(self, replies: Any) -> None:
+    def _collect_next(self, replies: Any) -> None:
         """Process the next reply of a cohort, or its end."""
         cohort = self._at_work[replies]
         try:
