@@ -121,7 +121,7 @@ def test_line_9_as_printed_divides_by_all_participants_and_is_the_same_where_all
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("pruning", ["one-shot", "iterative"])
+@pytest.mark.parametrize("pruning", ["one-shot", full("iterative")])
 def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, pruning):
     run = federation(
         system="fedltp", clients=6, num_server_rounds=2, **QUICK, **ITERATIVE | {"fedltp_pruning": pruning}

@@ -86,7 +86,7 @@ def inprocess_state(run, partition):
     return VersionedStore(run.folder / "clients" / f"{partition:05d}").load()[1].group("weights")
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
+@pytest.mark.parametrize("forgetful", [False, full(True)])
 def test_a_client_refuses_to_send_other_layers_than_before(federation, monkeypatch, forgetful):
     """A server that asked for one set after another would see the whole model in time; nor may it feign a new run."""
     honest = FedP3.fields
@@ -114,7 +114,7 @@ def test_a_layer_that_is_not_there_is_not_sent(federation, monkeypatch):
         federation(**GN, fresh=True)
 
 
-@pytest.mark.parametrize("extra", ["conv2.weight", "conv9.weight"])
+@pytest.mark.parametrize("extra", ["conv2.weight", full("conv9.weight")])
 def test_a_reply_with_more_or_less_than_asked_for_is_left_out(federate, extra):
     def more(request, reply, partition):
         from fedprune_app.engine import wire

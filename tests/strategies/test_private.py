@@ -75,7 +75,7 @@ def trained_in(run: Run, round: int) -> set[int]:
     return set(run.wiretap.of("train", round))
 
 
-@pytest.mark.parametrize("system", in_test(ADMISSIBLE, "fedavg", "fedp3"))
+@pytest.mark.parametrize("system", in_test(ADMISSIBLE, "fedp3"))
 def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
     run = federation(system=system, **DP, **ADMISSIBLE[system])
     assert run.info["status"] == "completed"
@@ -298,7 +298,7 @@ def test_noised_evaluations_are_charged_and_are_counts(federation):
         assert last[partition]["epsilon"] == pytest.approx(ledger(run, partition).epsilon(DELTA))
 
 
-@pytest.mark.parametrize("system", in_test(ADMISSIBLE, "fedavg", "fedp3"))
+@pytest.mark.parametrize("system", in_test(ADMISSIBLE, "fedp3"))
 def test_an_evaluation_pays_for_what_it_tells_and_for_nothing_else(federation, tmp_path, system):
     settings = {**DP, "num_server_rounds": 1, "dp_accuracies": "noised", "dp_count_scale": 4.0, **ADMISSIBLE[system]}
     run = federation(system=system, **settings)

@@ -28,7 +28,7 @@ SYSTEMS = {
 }
 
 
-@pytest.fixture(scope="module", params=in_test(SYSTEMS, "subfedavg", "fedavg"))
+@pytest.fixture(scope="module", params=in_test(SYSTEMS, "subfedavg"))
 def both(request, federation):
     run = federation(system=request.param.partition(",")[0], **SYSTEMS[request.param])
     return run, reference.federation(run.config, run.num_clients)

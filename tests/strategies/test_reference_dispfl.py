@@ -55,7 +55,7 @@ TRAINED = {
 SPARSE = [name for name in TRAINED if name.startswith("dispfl")]
 
 
-@pytest.fixture(scope="module", params=in_test(TRAINED, "dispfl", "dpsgd"))
+@pytest.fixture(scope="module", params=in_test(TRAINED, "dispfl"))
 def both(request, federation):
     settings = {**COMMON, **TRAINED[request.param]}
     run = federation(system=request.param.partition(",")[0], **settings)

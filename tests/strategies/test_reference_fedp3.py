@@ -77,7 +77,7 @@ TRAINED = {
 }
 
 
-@pytest.fixture(scope="module", params=in_test(TRAINED, "opu2", "lowerb, the released code's choices"))
+@pytest.fixture(scope="module", params=in_test(TRAINED, "opu2"))
 def both(request, federation):
     run = federation(system="fedp3", **{**COMMON, **TRAINED[request.param]})
     return run, reference.federation(run.config, run.num_clients)
