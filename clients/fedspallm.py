@@ -112,6 +112,21 @@ class FedSpaLLMClient(Node):
             return f"dp.clip-norm is {config.dp.clip_norm}, allowed with system 'fedspallm': above 0 and at most 1"
         return ""
 
+    @classmethod
+    def why_not_summed(cls, config: Config) -> str:
+        options = config.fedspallm
+        if options.merge != "hessians":
+            allowed = "hessians, which alone are sums"
+            return f"fedspallm.merge is {options.merge!r}, allowed with secure-sums: {allowed}"
+        if options.hessian_form != "float32":
+            return f"fedspallm.hessian-form is {options.hessian_form!r}, allowed with secure-sums: float32"
+        if options.recovery_rounds:
+            return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with secure-sums: 0"
+        return ""
+
+    def integers(self, payload: Payload) -> TensorDict:
+        return hessians.integers(payload.tensors, self.num_examples)
+
     @cached_property
     def observed_matrices(self) -> list[str]:
         """The matrices of a layer whose inputs the sums are of that a client sends."""

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 PRIME = 2**256 + 297  # the smallest above all secrets of 32 bytes
-_SECRET_BYTES, _SHARE_BYTES = 32, 33
+SECRET_BYTES, SHARE_BYTES = 32, 33
 _CHUNK = 1 << 15  # words at a time, so that they stay in a core's cache
 _ZEROS = bytes(8 * _CHUNK)
 
@@ -55,10 +55,10 @@ def shares(secret: bytes, threshold: int, members: Iterable[int]) -> dict[int, b
 
     Any ``threshold`` of the shares give the secret back, and fewer tell nothing of it.
     """
-    if len(secret) != _SECRET_BYTES:
-        raise ValueError(f"a secret has {len(secret)} bytes, allowed: {_SECRET_BYTES}")
+    if len(secret) != SECRET_BYTES:
+        raise ValueError(f"a secret has {len(secret)} bytes, allowed: {SECRET_BYTES}")
     coefficients = [int.from_bytes(secret), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
-    return {member: polynomial(coefficients, member + 1).to_bytes(_SHARE_BYTES) for member in members}
+    return {member: polynomial(coefficients, member + 1).to_bytes(SHARE_BYTES) for member in members}
 
 
 def recovered(share_of: Mapping[int, bytes]) -> bytes:
@@ -67,9 +67,9 @@ def recovered(share_of: Mapping[int, bytes]) -> bytes:
     With too few or wrong shares the result is another secret, or ``ValueError``.
     """
     secret = at_zero({member + 1: int.from_bytes(share) for member, share in share_of.items()})
-    if secret >> 8 * _SECRET_BYTES:
+    if secret >> 8 * SECRET_BYTES:
         raise ValueError("shares do not fit together")
-    return secret.to_bytes(_SECRET_BYTES)
+    return secret.to_bytes(SECRET_BYTES)
 
 
 def polynomial(coefficients: Iterable[int], x: int, prime: int = PRIME) -> int:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import torch
 from flwr.app import ArrayRecord, Message, MessageType
 
+from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, message_to, require, send_and_receive
+from fedprune_app.engine.exchange import Answer, TooFewReplies, message_to, require, send_and_receive
+from fedprune_app.engine.secure_aggregation import INPUT, KEYS, MASKED, OPEN, SHARES, SecureSum, body_of
 from fedprune_app.federation.round import Channel, Outgoing, Reply, Round
 from fedprune_app.results import measures
 from fedprune_app.results.recorder import number_in, row_of
@@ -40,9 +45,18 @@ def exchange(
     numbers replies report, and ``name`` what is exchanged, for the log. A reply that is late, refused or declined is
     not yielded: its reason is in the log. One that is yielded counts unless the caller refuses it, see
     :meth:`RoundLog.refusing`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` in the end if fewer than
-    ``least`` replies counted.
+    ``least`` replies counted. With ``secure-sums`` one reply is yielded of a training: the sum of all.
     """
-    channel, log, name = channel_of(round), round.log, name or f"round {round.number}"
+    name = name or f"round {round.number}"
+    if channel_of(round).context.config.secure_sums and kind in (TRAINING, LAYER) and expect is not None:
+        return _summed(round, outgoing, expect, name, kind, least)
+    return _one_by_one(round, outgoing, expect, name, kind, least)
+
+
+def _one_by_one(
+    round: Round, outgoing: Iterable[Outgoing], expect: Expect | None, name: str, kind: measures.Reply, least: int
+) -> Iterator[Reply]:
+    channel, log = channel_of(round), round.log
     max_bytes = max((expect(round, client).max_bytes for client in round.participants), default=0) if expect else 0
     num_good, num_failures = 0, len(log.failures)
     stream = messages(round, outgoing, MessageType.EVALUATE if kind.is_evaluation else MessageType.TRAIN)
@@ -64,6 +78,54 @@ def exchange(
         num_good += reply.counts or (reply.client in log.declined and not kind.is_evaluation)
         reply.update, reply.encoded = Payload({}), None  # its memory is free before the next reply is fetched
     require(num_good, least, name, log.failures[num_failures:])
+
+
+def _summed(
+    round: Round, outgoing: Iterable[Outgoing], expect: Expect, name: str, kind: measures.Reply, least: int
+) -> Iterator[Reply]:
+    """Yield one reply that is the sum of all, of which none is seen; see :mod:`fedprune_app.engine.secure_aggregation`.
+
+    Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is refused.
+    """
+    channel, log = channel_of(round), round.log
+    secure = SecureSum(name, channel.context.config.secure_sums_threshold, round.participants)
+    num_failures = len(log.failures)
+    for stage in (KEYS, SHARES):
+        _ask_members(round, secure, stage)
+        secure.require(stage, len(secure.members), log.failures[num_failures:])
+    shapes = hessians.integer_shapes(expect(round, round.participants[0]).shapes)
+    layout = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key, shape in shapes.items()}
+    masked = torch.empty(sum(tensor.numel() for tensor in layout.values()), dtype=torch.int64, device="meta")
+    schema = replace(wire.Schema.like({MASKED: masked}), unscaled=frozenset({MASKED}))
+    inputs = (
+        replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
+        for message in outgoing
+        if message.client in secure.dealt
+    )
+    rows: dict[int, dict[str, Any]] = {}
+    for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
+        secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
+        rows[reply.client], reply.row = reply.row, {}
+    secure.require(INPUT, len(secure.survivors), log.failures[num_failures:])
+    _ask_members(round, secure, OPEN)
+    words = torch.from_numpy(secure.unmasked().view(np.int64))
+    parts = torch.split(words, [tensor.numel() for tensor in layout.values()])
+    update = Payload({key: part.view(layout[key].shape) for key, part in zip(layout, parts, strict=True)})
+    num_examples = sum(channel.context.clients[client].num_examples for client in rows)
+    total = Reply(-1, num_examples, name, update=update, rows=dict(sorted(rows.items())), counts=True)
+    yield total
+    if not total.counts:
+        raise TooFewReplies(log.failures[-1])
+    for client, row in total.rows.items():
+        log.clients[client] |= row
+
+
+def _ask_members(round: Round, secure: SecureSum, stage: str) -> None:
+    """Take the members of a secure sum through a stage."""
+    questions = [Outgoing(client, fields=secure.message(stage, client)) for client in secure.members]
+    for reply in _one_by_one(round, questions, None, f"stage '{stage}' of {secure.name}", ANSWER, 0):
+        with round.log.refusing(reply):
+            secure.take(stage, reply.client, body_of(reply.fields, stage))
 
 
 def ask_for(round: Round, name: str, outgoing: Iterable[Outgoing], schema: wire.Schema) -> Iterator[Reply]:

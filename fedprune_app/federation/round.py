@@ -60,7 +60,9 @@ class Reply:
     """A client's reply within a round; :func:`fedprune_app.federation.exchanges.exchange` has checked all of it.
 
     ``update`` is its payload, and ``encoded`` the same as it came; both last until the next reply is asked for.
-    ``fields`` are its named values. ``row`` is what the record says of the client once the reply counts.
+    ``fields`` are its named values. ``row`` is what the record says of the client once the reply counts. A secure sum
+    of several clients' replies is one reply, of the client -1, with the clients and what the record says of each in
+    ``rows``.
     """
 
     client: int
@@ -72,6 +74,16 @@ class Reply:
     fields: wire.Fields = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     counts: bool = False  # whether it is neither late, refused nor declined
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def by_client(self) -> dict[int, dict[str, Any]]:
+        """What the record says of each client whose reply this is."""
+        return self.rows or {self.client: self.row}
+
+    @property
+    def sender(self) -> str:
+        return f"the sum of clients {', '.join(map(str, self.rows))}" if self.rows else f"client {self.client}"
 
 
 @dataclass
@@ -104,7 +116,7 @@ class RoundLog:
             yield
         except ValueError as error:
             reply.counts = False
-            text = f"client {reply.client}: {wire.one_line(str(error))}"
+            text = f"{reply.sender}: {wire.one_line(str(error))}"
             self.failures.append(text)
             self.stragglers += reply.is_late
             log.warning("%s: %s", reply.exchange, text)

@@ -143,7 +143,7 @@ def test_shares_below_the_threshold_fit_every_secret():
     share_of = shares(bytes(32), 3, [0, 1, 2])
     points = {member + 1: int.from_bytes(share_of[member]) for member in (0, 1)}
     for other in (1, 2**255, 2**256 - 1):
-        third = {x: y for x, y in points.items()} | {0: other}
+        third = points | {0: other}
         y = at_zero({x - 3: value for x, value in third.items()})  # the value at 3 of the one through all of them
         assert at_zero({**points, 3: y}) == other
 

@@ -1,0 +1,435 @@
+"""Secure aggregation: members send addends under masks, and the server learns the sum of those that stay.
+
+A sum takes four exchanges. Each member sends fresh public keys (*keys*), then for every member a share of the seed of
+its own mask and one of its secret mask key, sealed for that member alone (*shares*), then its masked addend (*input*).
+At last it opens, for each member, one of the two shares that it holds (*open*): that of the own mask of a member whose
+addend has come, or that of the mask key of a member whose addend has not. It never opens both.
+
+A member opens its shares once, and only where at least the threshold of addends is in the sum. The threshold is more
+than half of the members. So a server that tells some members that an addend has come, and others that it has not, gets
+too few shares of one kind. A member writes down which members' sum its addend went into. It refuses to open a sum of
+the same addend, or of the same message, with other members: the difference of two such sums is a single addend.
+
+Where nodes have a registered key, each signs its fresh keys, and sums with the peers that its operator lists alone.
+
+Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", 2017, figure 4. In the
+place of its consistency check stands the threshold above one half. Digests of shares name those who send wrong ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+
+from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_mask, derived_key, pair_sign, recovered, shares
+from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.files import append_lines, replace_file
+
+Body = dict[str, Any]
+KEYS, SHARES, INPUT, OPEN = STAGES = ("keys", "shares", "input", "open")
+STAGE, BODY = "sum/stage", "sum/body"  # fields of a message
+MASKED = "masked"  # the tensor of a masked addend
+_LEAST = 3  # members of a sum, unless the run asks for another threshold
+_NONCE = bytes(12)  # a key seals one text
+_PROBE = b"\1" * 32
+_ECDSA = ec.ECDSA(hashes.SHA256())
+
+
+def threshold_of(asked: int, members: int) -> int:
+    """Return how many members have to stay: ``asked``, or for 0 the larger of 3 and the majority.
+
+    Raises ``ValueError`` for a threshold with which a server could have both shares of a member opened.
+    """
+    threshold = asked or max(_LEAST, members // 2 + 1)
+    if not members / 2 < threshold <= members:
+        allowed = f"more than half of the {members} members of a sum, and at most all"
+        raise ValueError(f"secure-sums-threshold is {threshold}, allowed: {allowed}")
+    return threshold
+
+
+def packed(stage: str, body: Body) -> dict[str, str]:
+    """Return the fields of a message or reply of the protocol."""
+    return {STAGE: stage, BODY: json.dumps(body)}
+
+
+def body_of(fields: Mapping[str, object], stage: str) -> Body:
+    """Return what a message or reply of this stage says. Raises ``ValueError`` for another one."""
+    if fields.get(STAGE) != stage:
+        raise ValueError(f"field '{STAGE}' is {str(fields.get(STAGE))[:20]!r}, allowed: {stage!r}")
+    with _reading():
+        body = json.loads(str(fields[BODY]))
+        return dict(body)
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Make one line of whatever goes wrong while the text of another party is read."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"field '{BODY}' lacks {error}") from error
+
+
+def _bytes(text: str, size: int) -> bytes:
+    data = bytes.fromhex(text)
+    if len(data) != size:
+        raise ValueError(f"field '{BODY}' has {len(data)} bytes for a key, a share or a digest, allowed: {size}")
+    return data
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Advert:
+    """An advert holds the fresh public keys of a member, the digest of its own mask's seed, and who signed them."""
+
+    share_key: str
+    mask_key: str
+    own_digest: str
+    signer: str = ""  # a public key, as OpenSSH writes it
+    signature: str = ""
+
+    @classmethod
+    def read(cls, body: Body) -> Advert:
+        """Return the advert in a body. Raises ``ValueError`` for what is none."""
+        with _reading():
+            advert = cls(**body)
+            _bytes(advert.own_digest, 32)
+            for key in (advert.share_key, advert.mask_key):
+                _pair_key(_PROBE, key, "")  # raises ValueError for a key with which no secret can be agreed on
+            return advert
+
+    def text(self, session: str, client: int) -> bytes:
+        """Return what is signed."""
+        return f"secure sum {session} {client} {self.share_key} {self.mask_key} {self.own_digest}".encode()
+
+    def check(self, session: str, client: int) -> None:
+        """Raise ``ValueError`` unless the signature is that of the signer, if there is one."""
+        if not self.signer:
+            return
+        key = load_ssh_public_key(self.signer.encode())
+        try:
+            if not isinstance(key, ec.EllipticCurvePublicKey):
+                raise InvalidSignature
+            key.verify(bytes.fromhex(self.signature), self.text(session, client), _ECDSA)
+        except InvalidSignature:
+            raise ValueError(f"the keys of client {client} are not signed by the key that they name") from None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An identity is the node's registered key, if it has one, and the public keys of the peers that it sums with."""
+
+    key: ec.EllipticCurvePrivateKey | None = None
+    peers: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, key: str, peers: str) -> Identity:
+        """Read the files of an operator: a private key as OpenSSH writes it, and a public key on each line.
+
+        Raises ``ValueError`` for a file that holds something else.
+        """
+        private = load_ssh_private_key(Path(key).read_bytes(), password=None) if key else None
+        if private is not None and not isinstance(private, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"'{key}' holds no key of an elliptic curve, allowed: one of `fedprune deploy node-key`")
+        lines = Path(peers).read_text().splitlines() if peers else []
+        listed = frozenset(" ".join(line.split()[:2]) for line in lines if line.strip())
+        return cls(private, listed)
+
+    def signed(self, advert: Advert, session: str, client: int) -> Advert:
+        if self.key is None:
+            return advert
+        signer = self.key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+        signature = self.key.sign(advert.text(session, client), _ECDSA).hex()
+        return Advert(advert.share_key, advert.mask_key, advert.own_digest, signer, signature)
+
+
+def _public(private: bytes) -> str:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw().hex()
+
+
+def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
+    other = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
+    return derived_key(X25519PrivateKey.from_private_bytes(private).exchange(other), purpose)
+
+
+def _mask_key(private: bytes, public: str, session: str, member: int, peer: int) -> bytes:
+    low, high = sorted((member, peer))
+    return _pair_key(private, public, f"{session} mask of {low} and {high}")
+
+
+# --- a member -----------------------------------------------------------------------------------------------------
+
+
+class Member:
+    """A member is the client's half of the protocol, for one sum at a time.
+
+    ``file`` holds the secrets of the sum at work, since each message may be answered by a fresh process. ``journal``
+    says which members' sums the client's addends went into, and stays.
+    """
+
+    def __init__(self, file: Path, journal: Path, client: int, threshold: int, identity: Identity) -> None:
+        self.file, self.journal = file, journal
+        self.client, self.threshold, self.identity = client, threshold, identity
+        self.state: Body = {}
+
+    def answer(self, fields: Mapping[str, object]) -> dict[str, str]:
+        """Answer a message of a stage beside the input. Raises ``ValueError`` for one that must not be answered."""
+        stage = str(fields.get(STAGE))
+        answers: dict[str, Callable[[Body], Body]] = {KEYS: self._keys, SHARES: self._shares, OPEN: self._opened}
+        if stage not in answers:
+            raise ValueError(f"field '{STAGE}' is {stage[:20]!r}, allowed: {', '.join(STAGES)}")
+        with _reading():
+            return packed(stage, answers[stage](body_of(fields, stage)))
+
+    def masked(self, fields: Mapping[str, object], words: Words, message: str) -> tuple[Words, list[str]]:
+        """Return the addend (n,) under all masks, which overwrites ``words``, and notes on what peers did wrong.
+
+        ``message`` is the digest of what the server asked for.
+        """
+        self._go_on(SHARES, INPUT)
+        state, roster = self.state, self._roster()
+        seed, session = bytes.fromhex(state["seed"]), state["session"]
+        with _reading():
+            dealt = {int(dealer): part for dealer, part in body_of(fields, INPUT)["dealt"].items()}
+        self._require(dealt, roster, "members that dealt shares")
+        held, notes = {}, []
+        for dealer, (sealed, *digests) in dealt.items():
+            key = _pair_key(
+                derived_key(seed, "share key"), roster[dealer].share_key, f"{session} shares {dealer} to {self.client}"
+            )
+            try:
+                opened = AESGCM(key).decrypt(_NONCE, bytes.fromhex(sealed), None)
+            except InvalidTag:
+                opened = b""
+            parts = [opened[:SHARE_BYTES], opened[SHARE_BYTES:]]
+            if list(map(_digest, parts)) == digests:
+                held[dealer] = [part.hex() for part in parts]
+            else:
+                notes.append(f"the shares of client {dealer} do not open, or are not those that it announced")
+        state |= {"held": held, "members": sorted(dealt), "addends": [_digest(words.tobytes()), message]}
+        add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
+        private = derived_key(seed, "mask key")
+        for peer in dealt.keys() - {self.client}:
+            key = _mask_key(private, roster[peer].mask_key, session, self.client, peer)
+            add_mask(words, key, pair_sign(self.client, peer))
+        self._save()
+        return words, notes
+
+    def _keys(self, body: Body) -> Body:
+        """Draw fresh secrets, whatever sum was at work before."""
+        seed, session = os.urandom(32), str(body["session"])
+        self.state = {"session": session, "stage": KEYS, "seed": seed.hex()}
+        own = derived_key(seed, "own mask")
+        share_key, mask_key = (_public(derived_key(seed, name)) for name in ("share key", "mask key"))
+        advert = self.identity.signed(Advert(share_key, mask_key, _digest(own)), session, self.client)
+        self.state["advert"] = vars(advert)
+        self._save()
+        return vars(advert)
+
+    def _shares(self, body: Body) -> Body:
+        self._go_on(KEYS, SHARES)
+        roster = {int(client): Advert.read(advert) for client, advert in body["roster"].items()}
+        self.state["roster"] = body["roster"]
+        self._require(roster, roster, "members of the sum")
+        self._check(roster)
+        seed, session = bytes.fromhex(self.state["seed"]), self.state["session"]
+        threshold = threshold_of(self.threshold, len(roster))
+        secret_of = {name: derived_key(seed, name) for name in ("own mask", "mask key")}
+        own, mask = (shares(secret, threshold, roster) for secret in secret_of.values())
+        dealt = {}
+        for holder, advert in roster.items():
+            purpose = f"{session} shares {self.client} to {holder}"
+            key = _pair_key(derived_key(seed, "share key"), advert.share_key, purpose)
+            sealed = AESGCM(key).encrypt(_NONCE, own[holder] + mask[holder], None)
+            dealt[holder] = [sealed.hex(), _digest(own[holder]), _digest(mask[holder])]
+        self._save()
+        return {"dealt": dealt}
+
+    def _opened(self, body: Body) -> Body:
+        """Open a share of each member, once; from then on the secrets of this sum are gone."""
+        self._go_on(INPUT, OPEN)
+        state, roster = self.state, self._roster()
+        survivors = {int(client) for client in body["survivors"]}
+        self._require(survivors, state["members"], "members whose addends have come")
+        names = _digest(" ".join(sorted(roster[client].signer or str(client) for client in survivors)).encode())
+        entries = self.journal.read_text().split() if self.journal.exists() else []
+        earlier = dict(zip(entries[::2], entries[1::2], strict=False))
+        for addend in state["addends"]:
+            if earlier.get(addend, names) != names:
+                raise ValueError(
+                    "the same addend, or one for the same message, was in a sum of other members before, "
+                    "allowed: the same members, since the difference of two sums is a single addend"
+                )
+        lines = "".join(f"{addend} {names}\n" for addend in state["addends"] if addend not in earlier)
+        append_lines(self.journal, lines.encode())
+        opened = {dealer: held[int(dealer) not in survivors] for dealer, held in state["held"].items()}
+        self.state = {"session": state["session"], "stage": OPEN}
+        self._save()
+        return {"opened": opened}
+
+    def _go_on(self, stage: str, next_stage: str) -> None:
+        """Go on to a stage, which each follows one other. Raises ``ValueError`` where that is not the one before."""
+        self.state = json.loads(self.file.read_text()) if self.file.exists() else {}
+        if self.state.get("stage") != stage:
+            found = self.state.get("stage", "no stage")
+            raise ValueError(f"stage '{next_stage}' of a secure sum follows {found!r}, allowed: {stage!r}")
+        self.state["stage"] = next_stage
+
+    def _save(self) -> None:
+        replace_file(self.file, json.dumps(self.state).encode(), mode=0o600, private=True)
+
+    def _roster(self) -> dict[int, Advert]:
+        return {int(client): Advert.read(advert) for client, advert in self.state["roster"].items()}
+
+    def _require(self, some: Collection[int], members: Collection[int], what: str) -> None:
+        """Raise ``ValueError`` unless these are enough of the members, and this one among them."""
+        threshold = threshold_of(self.threshold, len(self.state["roster"]))
+        if self.client not in some or not set(some) <= set(members) or len(some) < threshold:
+            raise ValueError(
+                f"the {what} are {sorted(some)[:20]}, allowed: {threshold} or more of the sum's, client "
+                f"{self.client} among them"
+            )
+
+    def _check(self, roster: Mapping[int, Advert]) -> None:
+        """Raise ``ValueError`` for a roster with a key that is not its member's, is another's, or is not listed."""
+        if vars(roster[self.client]) != self.state["advert"]:
+            raise ValueError(f"the keys of client {self.client} are not those that it sent")
+        keys = [key for advert in roster.values() for key in (advert.share_key, advert.mask_key)]
+        signers = [advert.signer for advert in roster.values() if advert.signer]
+        if len({*keys}) < len(keys) or len({*signers}) < len(signers):
+            raise ValueError("two members have one key, allowed: each its own")
+        for client, advert in roster.items():
+            if self.identity.peers and advert.signer not in self.identity.peers:
+                raise ValueError(f"client {client} is none of the peers that the node's operator lists")
+            advert.check(self.state["session"], client)
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SecureSum:
+    """A secure sum is the server's half of the protocol, for one sum; ``name`` says which, in errors."""
+
+    name: str
+    asked_threshold: int
+    clients: tuple[int, ...]
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    roster: dict[int, Advert] = field(default_factory=dict)
+    dealt: dict[int, dict[int, list[str]]] = field(default_factory=dict)  # by dealer and holder: sealed, two digests
+    survivors: list[int] = field(default_factory=list)
+    total: Words = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    opened: dict[int, dict[int, bytes]] = field(default_factory=dict)  # shares by dealer and holder
+
+    @property
+    def members(self) -> list[int]:
+        """Those that have answered all stages so far."""
+        stages = (self.survivors, self.dealt, self.roster, self.clients)
+        return sorted(next(filter(None, stages)))
+
+    def message(self, stage: str, client: int) -> dict[str, str]:
+        """Return the fields that a member is sent in a stage."""
+        bodies: dict[str, Callable[[], Body]] = {
+            KEYS: lambda: {"session": self.session},
+            SHARES: lambda: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
+            INPUT: lambda: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
+            OPEN: lambda: {"survivors": self.survivors},
+        }
+        return packed(stage, bodies[stage]())
+
+    def take(self, stage: str, client: int, body: Body) -> None:
+        """Take in a member's answer. Raises ``ValueError`` for one that is left out."""
+        with _reading():
+            {KEYS: self._take_keys, SHARES: self._take_shares, OPEN: self._take_opened}[stage](client, body)
+
+    def _take_keys(self, client: int, body: Body) -> None:
+        advert = Advert.read(body)
+        advert.check(self.session, client)
+        self.roster[client] = advert
+
+    def _take_shares(self, client: int, body: Body) -> None:
+        dealt = {int(holder): [str(text) for text in parts] for holder, parts in body["dealt"].items()}
+        if dealt.keys() != self.roster.keys():
+            raise ValueError("it deals shares to others than the members of the sum")
+        for sealed, own, mask in dealt.values():
+            _bytes(sealed, 2 * SHARE_BYTES + 16)
+            _bytes(own, 32)
+            _bytes(mask, 32)
+        self.dealt[client] = dealt
+
+    def add(self, client: int, words: Words) -> None:
+        """Add a member's masked addend (n,)."""
+        self.total = words.copy() if not self.survivors else self.total + words
+        self.survivors.append(client)
+
+    def _take_opened(self, client: int, body: Body) -> None:
+        share_of = {int(dealer): _bytes(share, SHARE_BYTES) for dealer, share in body["opened"].items()}
+        for dealer, share in share_of.items():
+            if _digest(share) != self.dealt[dealer][client][1 + (dealer not in self.survivors)]:
+                raise ValueError(f"its share of client {dealer} is not the one that client {dealer} dealt")
+        for dealer, share in share_of.items():
+            self.opened.setdefault(dealer, {})[client] = share
+
+    def require(self, stage: str, count: int, failures: Iterable[str]) -> None:
+        """Raise :class:`TooFewReplies` where fewer members than the threshold are left after a stage."""
+        try:
+            threshold = threshold_of(self.asked_threshold, len(self.roster))
+        except ValueError as error:
+            raise TooFewReplies(f"{self.name}: {error}; {next(iter(failures), 'no client failed')}") from None
+        if count < threshold:
+            first = next(iter(failures), "no client failed")
+            raise TooFewReplies(
+                f"{self.name}: {count} of {len(self.clients)} clients are left after stage '{stage}' of the secure "
+                f"sum, allowed: {threshold} or more; nothing is opened; first failure: {first}"
+            )
+
+    def unmasked(self) -> Words:
+        """Return the sum of the survivors' addends. Raises :class:`TooFewReplies` where a mask cannot be removed."""
+        threshold = threshold_of(self.asked_threshold, len(self.roster))
+        for dealer, advert in self.roster.items():
+            if dealer not in self.dealt:
+                continue
+            share_of = self.opened.get(dealer, {})
+            if len(share_of) < threshold:
+                raise TooFewReplies(
+                    f"{self.name}: {len(share_of)} members opened a share of client {dealer}, allowed: {threshold}"
+                )
+            has_come = dealer in self.survivors
+            try:
+                secret = recovered({holder: share_of[holder] for holder in sorted(share_of)[:threshold]})
+                if (_digest(secret) if has_come else _public(secret)) != (
+                    advert.own_digest if has_come else advert.mask_key
+                ):
+                    raise ValueError
+            except ValueError:
+                raise TooFewReplies(f"{self.name}: client {dealer} dealt shares that do not fit together") from None
+            if has_come:
+                add_mask(self.total, derived_key(secret, "mask"), -1)
+                continue
+            for survivor in self.survivors:
+                key = _mask_key(secret, self.roster[survivor].mask_key, self.session, dealer, survivor)
+                add_mask(self.total, key, -pair_sign(survivor, dealer))
+        return self.total
