@@ -56,15 +56,8 @@ _ECDSA = ec.ECDSA(hashes.SHA256())
 
 
 def threshold_of(asked: int, members: int) -> int:
-    """Return how many members have to stay: ``asked``, or for 0 the larger of 3 and the majority.
-
-    Raises ``ValueError`` for a threshold with which a server could have both shares of a member opened.
-    """
-    threshold = asked or max(_LEAST, members // 2 + 1)
-    if not members / 2 < threshold <= members:
-        allowed = f"more than half of the {members} members of a sum, and at most all"
-        raise ValueError(f"secure-sums-threshold is {threshold}, allowed: {allowed}")
-    return threshold
+    """Return how many members have to stay: ``asked``, or for 0 the larger of 3 and the majority."""
+    return asked or max(_LEAST, members // 2 + 1)
 
 
 def packed(stage: str, body: Body) -> dict[str, str]:
@@ -306,7 +299,11 @@ class Member:
 
     def _require(self, some: Collection[int], members: Collection[int], what: str) -> None:
         """Raise ``ValueError`` unless these are enough of the members, and this one among them."""
-        threshold = threshold_of(self.threshold, len(self.state["roster"]))
+        num_members = len(self.state["roster"])
+        threshold = threshold_of(self.threshold, num_members)
+        if 2 * threshold <= num_members:  # enough for both shares of a member
+            allowed = f"more than half of the {num_members} members of a sum"
+            raise ValueError(f"secure-sums-threshold is {threshold}, allowed: {allowed}")
         if self.client not in some or not set(some) <= set(members) or len(some) < threshold:
             raise ValueError(
                 f"the {what} are {sorted(some)[:20]}, allowed: {threshold} or more of the sum's, client "
@@ -335,7 +332,7 @@ class SecureSum:
     """A secure sum is the server's half of the protocol, for one sum; ``name`` says which, in errors."""
 
     name: str
-    asked_threshold: int
+    threshold: int
     clients: tuple[int, ...]
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     roster: dict[int, Advert] = field(default_factory=dict)
@@ -395,10 +392,7 @@ class SecureSum:
 
     def require(self, stage: str, count: int, failures: Iterable[str]) -> None:
         """Raise :class:`TooFewReplies` where fewer members than the threshold are left after a stage."""
-        try:
-            threshold = threshold_of(self.asked_threshold, len(self.roster))
-        except ValueError as error:
-            raise TooFewReplies(f"{self.name}: {error}; {next(iter(failures), 'no client failed')}") from None
+        threshold = threshold_of(self.threshold, len(self.roster))
         if count < threshold:
             first = next(iter(failures), "no client failed")
             raise TooFewReplies(
@@ -408,7 +402,7 @@ class SecureSum:
 
     def unmasked(self) -> Words:
         """Return the sum of the survivors' addends. Raises :class:`TooFewReplies` where a mask cannot be removed."""
-        threshold = threshold_of(self.asked_threshold, len(self.roster))
+        threshold = threshold_of(self.threshold, len(self.roster))
         for dealer, advert in self.roster.items():
             if dealer not in self.dealt:
                 continue
@@ -419,10 +413,9 @@ class SecureSum:
                 )
             has_come = dealer in self.survivors
             try:
-                secret = recovered({holder: share_of[holder] for holder in sorted(share_of)[:threshold]})
-                if (_digest(secret) if has_come else _public(secret)) != (
-                    advert.own_digest if has_come else advert.mask_key
-                ):
+                secret = recovered(dict(list(share_of.items())[:threshold]))
+                fits = _digest(secret) == advert.own_digest if has_come else _public(secret) == advert.mask_key
+                if not fits:
                     raise ValueError
             except ValueError:
                 raise TooFewReplies(f"{self.name}: client {dealer} dealt shares that do not fit together") from None
