@@ -114,14 +114,9 @@ class FedSpaLLMClient(Node):
 
     @classmethod
     def why_not_summed(cls, config: Config) -> str:
-        options = config.fedspallm
-        if options.merge != "hessians":
-            allowed = "hessians, which alone are sums"
-            return f"fedspallm.merge is {options.merge!r}, allowed with secure-sums: {allowed}"
-        if options.hessian_form != "float32":
-            return f"fedspallm.hessian-form is {options.hessian_form!r}, allowed with secure-sums: float32"
-        if options.recovery_rounds:
-            return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with secure-sums: 0"
+        for name, allowed in {"merge": "hessians", "hessian-form": "float32", "recovery-rounds": 0}.items():
+            if (value := getattr(config.fedspallm, name.replace("-", "_"))) != allowed:
+                return f"fedspallm.{name} is {value!r}, allowed with secure-sums: {allowed}"
         return ""
 
     def integers(self, payload: Payload) -> TensorDict:

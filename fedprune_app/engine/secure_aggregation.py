@@ -22,13 +22,12 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -156,7 +155,7 @@ class Identity:
             return advert
         signer = self.key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         signature = self.key.sign(advert.text(session, client), _ECDSA).hex()
-        return Advert(advert.share_key, advert.mask_key, advert.own_digest, signer, signature)
+        return replace(advert, signer=signer, signature=signature)
 
 
 def _public(private: bytes) -> str:
@@ -335,17 +334,15 @@ class SecureSum:
     threshold: int
     clients: tuple[int, ...]
     session: str = field(default_factory=lambda: secrets.token_hex(16))
+    members: list[int] = field(init=False)  # those that have answered all stages so far
+    answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
     dealt: dict[int, dict[int, list[str]]] = field(default_factory=dict)  # by dealer and holder: sealed, two digests
-    survivors: list[int] = field(default_factory=list)
-    total: Words = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    total: Words = field(init=False)  # of the masked addends
     opened: dict[int, dict[int, bytes]] = field(default_factory=dict)  # shares by dealer and holder
 
-    @property
-    def members(self) -> list[int]:
-        """Those that have answered all stages so far."""
-        stages = (self.survivors, self.dealt, self.roster, self.clients)
-        return sorted(next(filter(None, stages)))
+    def __post_init__(self) -> None:
+        self.members = list(self.clients)
 
     def message(self, stage: str, client: int) -> dict[str, str]:
         """Return the fields that a member is sent in a stage."""
@@ -353,7 +350,7 @@ class SecureSum:
             KEYS: lambda: {"session": self.session},
             SHARES: lambda: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
             INPUT: lambda: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
-            OPEN: lambda: {"survivors": self.survivors},
+            OPEN: lambda: {"survivors": self.members},
         }
         return packed(stage, bodies[stage]())
 
@@ -361,6 +358,7 @@ class SecureSum:
         """Take in a member's answer. Raises ``ValueError`` for one that is left out."""
         with _reading():
             {KEYS: self._take_keys, SHARES: self._take_shares, OPEN: self._take_opened}[stage](client, body)
+        self.answered.append(client)
 
     def _take_keys(self, client: int, body: Body) -> None:
         advert = Advert.read(body)
@@ -379,26 +377,26 @@ class SecureSum:
 
     def add(self, client: int, words: Words) -> None:
         """Add a member's masked addend (n,)."""
-        self.total = words.copy() if not self.survivors else self.total + words
-        self.survivors.append(client)
+        self.total = self.total + words if self.answered else words.copy()
+        self.answered.append(client)
 
     def _take_opened(self, client: int, body: Body) -> None:
         share_of = {int(dealer): _bytes(share, SHARE_BYTES) for dealer, share in body["opened"].items()}
         for dealer, share in share_of.items():
-            if _digest(share) != self.dealt[dealer][client][1 + (dealer not in self.survivors)]:
+            if _digest(share) != self.dealt[dealer][client][1 + (dealer not in self.members)]:
                 raise ValueError(f"its share of client {dealer} is not the one that client {dealer} dealt")
         for dealer, share in share_of.items():
             self.opened.setdefault(dealer, {})[client] = share
 
-    def require(self, stage: str, count: int, failures: Iterable[str]) -> None:
-        """Raise :class:`TooFewReplies` where fewer members than the threshold are left after a stage."""
+    def close(self, stage: str, failures: Sequence[str]) -> None:
+        """End a stage. Raises :class:`TooFewReplies` where fewer members than the threshold have answered it."""
         threshold = threshold_of(self.threshold, len(self.roster))
-        if count < threshold:
-            first = next(iter(failures), "no client failed")
+        if len(self.answered) < threshold:
             raise TooFewReplies(
-                f"{self.name}: {count} of {len(self.clients)} clients are left after stage '{stage}' of the secure "
-                f"sum, allowed: {threshold} or more; nothing is opened; first failure: {first}"
+                f"{self.name}: {len(self.answered)} of {len(self.clients)} clients are left after stage '{stage}' of "
+                f"the secure sum, allowed: {threshold} or more; first failure: {failures[0] if failures else 'none'}"
             )
+        self.members, self.answered = sorted(self.answered), []
 
     def unmasked(self) -> Words:
         """Return the sum of the survivors' addends. Raises :class:`TooFewReplies` where a mask cannot be removed."""
@@ -411,7 +409,7 @@ class SecureSum:
                 raise TooFewReplies(
                     f"{self.name}: {len(share_of)} members opened a share of client {dealer}, allowed: {threshold}"
                 )
-            has_come = dealer in self.survivors
+            has_come = dealer in self.members
             try:
                 secret = recovered(dict(list(share_of.items())[:threshold]))
                 fits = _digest(secret) == advert.own_digest if has_come else _public(secret) == advert.mask_key
@@ -422,7 +420,7 @@ class SecureSum:
             if has_come:
                 add_mask(self.total, derived_key(secret, "mask"), -1)
                 continue
-            for survivor in self.survivors:
-                key = _mask_key(secret, self.roster[survivor].mask_key, self.session, dealer, survivor)
-                add_mask(self.total, key, -pair_sign(survivor, dealer))
+            for member in self.members:
+                key = _mask_key(secret, self.roster[member].mask_key, self.session, dealer, member)
+                add_mask(self.total, key, -pair_sign(member, dealer))
         return self.total

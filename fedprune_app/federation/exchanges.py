@@ -92,7 +92,7 @@ def _summed(
     num_failures = len(log.failures)
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
-        secure.require(stage, len(secure.members), log.failures[num_failures:])
+        secure.close(stage, log.failures[num_failures:])
     shapes = hessians.integer_shapes(expect(round, round.participants[0]).shapes)
     layout = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key, shape in shapes.items()}
     masked = torch.empty(sum(tensor.numel() for tensor in layout.values()), dtype=torch.int64, device="meta")
@@ -100,13 +100,13 @@ def _summed(
     inputs = (
         replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
         for message in outgoing
-        if message.client in secure.dealt
+        if message.client in secure.members
     )
     rows: dict[int, dict[str, Any]] = {}
     for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
         secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
         rows[reply.client], reply.row = reply.row, {}
-    secure.require(INPUT, len(secure.survivors), log.failures[num_failures:])
+    secure.close(INPUT, log.failures[num_failures:])
     _ask_members(round, secure, OPEN)
     words = torch.from_numpy(secure.unmasked().view(np.int64))
     parts = torch.split(words, [tensor.numel() for tensor in layout.values()])
