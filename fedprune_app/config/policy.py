@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS, Config
-from fedprune_app.config.errors import ConfigError, told_of
-from fedprune_app.config.options import Kind, Option, listed, option, option_of
+from fedprune_app.config.errors import ConfigError, naming_source
+from fedprune_app.config.options import Option, PathKind, listed, option, option_of
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -45,7 +45,7 @@ class Policy:
     )
     max_clip_norm: float = option(0.0, "The largest dp.clip-norm. 0 means no limit.", least=0)
     ledger_dir: str = option(
-        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
+        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=PathKind.STATE_FOLDER
     )
     secure_rng: bool = option(
         True,
@@ -53,11 +53,11 @@ class Policy:
         " node of a deployment, or with data of its own, draws from the operating system whatever the run says.",
     )
     require_secure_sums: bool = option(False, "If true, the node declines runs without secure-sums.")
-    registered_key: str = option(
+    node_key: str = option(
         "",
         "The file of the node's registered private key, an absolute path: it signs the node's keys of secure sums.",
     )
-    peers: str = option(
+    trusted_keys: str = option(
         "",
         "The file of public keys, one on a line, of the nodes that may be in a secure sum with this one, itself among "
         "them: an absolute path. Empty means whichever nodes the server names.",
@@ -72,7 +72,7 @@ class Policy:
         "",
         "The modules and files of code that the node imports where a run names them, separated by commas. Plug-ins "
         "that are installed on the node, and declare the name of a system, are imported whatever this key says.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     allowed_models: str = option(
         "",
@@ -92,7 +92,7 @@ class Policy:
         for key, value in values.items():
             if key not in POLICY_KEYS:
                 raise ConfigError(key, value, ", ".join(POLICY_KEYS), which="is no key", where=where)
-        with told_of(where):
+        with naming_source(where):
             parsed: dict[str, Any] = {
                 k.replace("-", "_"): POLICY_KEYS[k].parse(k, value) for k, value in values.items()
             }

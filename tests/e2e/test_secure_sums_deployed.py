@@ -54,8 +54,8 @@ def test_registered_nodes_that_list_their_peers_sum_to_the_model_of_a_plain_run(
             "partition-id": k,
             "num-partitions": NODES,
             "data-dir": settings["data-dir"],
-            "registered-key": str(keys[k]),
-            "peers": str(peers),
+            "node-key": str(keys[k]),
+            "trusted-keys": str(peers),
             "require-secure-sums": True,
         }
         for k in range(NODES)
@@ -69,4 +69,4 @@ def test_registered_nodes_that_list_their_peers_sum_to_the_model_of_a_plain_run(
         refused = DeployedRun.start(deployment, tmp_path / "refused", **given)
         refused.end()
     error = json.loads((tmp_path / "refused" / "run.json").read_text())["error"]
-    assert "client 2 is none of the peers that the node's operator lists" in str(error)
+    assert "client 2 is none of those that the node's operator lists" in str(error)
