@@ -31,23 +31,18 @@ def derived_key(secret: bytes, purpose: str) -> bytes:
     return HKDF(hashes.SHA256(), length=32, salt=None, info=purpose.encode()).derive(secret)
 
 
-def add_mask(words: Words, key: bytes, sign: int = 1) -> None:
-    """Add the key stream of ``key`` to words (n,), in place, or subtract it where ``sign`` is -1.
+def add_mask(words: Words, key: bytes, *, subtract: bool = False) -> None:
+    """Add the key stream of ``key`` to words (n,), in place, or subtract it.
 
     A key is for one mask: two addends under the same stream give their difference away.
     """
     cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
     stream = np.empty(_CHUNK, dtype="<u8")
-    stream_bytes, change = stream.data.cast("B"), np.add if sign > 0 else np.subtract
+    stream_bytes, change = stream.data.cast("B"), np.subtract if subtract else np.add
     for start in range(0, len(words), _CHUNK):
         part = words[start : start + _CHUNK]
         cipher.update_into(memoryview(_ZEROS)[: 8 * len(part)], stream_bytes[: 8 * len(part)])
         change(part, stream[: len(part)], out=part)
-
-
-def pair_sign(member: int, peer: int) -> int:
-    """Return with which sign ``member`` has the mask that it shares with ``peer``."""
-    return 1 if member < peer else -1
 
 
 def shares(secret: bytes, threshold: int, members: Iterable[int]) -> dict[int, bytes]:
@@ -55,8 +50,6 @@ def shares(secret: bytes, threshold: int, members: Iterable[int]) -> dict[int, b
 
     Any ``threshold`` of the shares give the secret back, and fewer tell nothing of it.
     """
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"a secret has {len(secret)} bytes, allowed: {SECRET_BYTES}")
     coefficients = [int.from_bytes(secret), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     return {member: polynomial(coefficients, member + 1).to_bytes(SHARE_BYTES) for member in members}
 

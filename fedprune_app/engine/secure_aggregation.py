@@ -10,7 +10,7 @@ than half of the members. So a server that tells some members that an addend has
 too few shares of one kind. A member writes down which members' sum its addend went into. It refuses to open a sum of
 the same addend, or of the same message, with other members: the difference of two such sums is a single addend.
 
-Where nodes have a registered key, each signs its fresh keys, and sums with the peers that its operator lists alone.
+Where nodes have a registered key, each signs its fresh keys, and sums with the nodes that its operator trusts alone.
 
 Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", 2017, figure 4. In the
 place of its consistency check stands the threshold above one half. Digests of shares name those who send wrong ones.
@@ -22,7 +22,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_mask, derived_key, pair_sign, recovered, shares
+from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_mask, derived_key, recovered, shares
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.files import append_lines, replace_file
 
@@ -132,13 +132,13 @@ class Advert:
 
 @dataclass(frozen=True)
 class Identity:
-    """An identity is the node's registered key, if it has one, and the public keys of the peers that it sums with."""
+    """An identity is the node's registered key, if it has one, and the public keys of the nodes that it sums with."""
 
     key: ec.EllipticCurvePrivateKey | None = None
-    peers: frozenset[str] = frozenset()
+    trusted: frozenset[str] = frozenset()
 
     @classmethod
-    def read(cls, key: str, peers: str) -> Identity:
+    def read(cls, key: str, trusted: str) -> Identity:
         """Read the files of an operator: a private key as OpenSSH writes it, and a public key on each line.
 
         Raises ``ValueError`` for a file that holds something else.
@@ -146,9 +146,8 @@ class Identity:
         private = load_ssh_private_key(Path(key).read_bytes(), password=None) if key else None
         if private is not None and not isinstance(private, ec.EllipticCurvePrivateKey):
             raise ValueError(f"'{key}' holds no key of an elliptic curve, allowed: one of `fedprune deploy node-key`")
-        lines = Path(peers).read_text().splitlines() if peers else []
-        listed = frozenset(" ".join(line.split()[:2]) for line in lines if line.strip())
-        return cls(private, listed)
+        lines = Path(trusted).read_text().splitlines() if trusted else []
+        return cls(private, frozenset(" ".join(line.split()[:2]) for line in lines if line.strip()))
 
     def signed(self, advert: Advert, session: str, client: int) -> Advert:
         if self.key is None:
@@ -190,7 +189,7 @@ class Member:
     def answer(self, fields: Mapping[str, object]) -> dict[str, str]:
         """Answer a message of a stage beside the input. Raises ``ValueError`` for one that must not be answered."""
         stage = str(fields.get(STAGE))
-        answers: dict[str, Callable[[Body], Body]] = {KEYS: self._keys, SHARES: self._shares, OPEN: self._opened}
+        answers = {KEYS: self._keys, SHARES: self._shares, OPEN: self._opened}
         if stage not in answers:
             raise ValueError(f"field '{STAGE}' is {stage[:20]!r}, allowed: {', '.join(STAGES)}")
         with _reading():
@@ -226,7 +225,7 @@ class Member:
         private = derived_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
             key = _mask_key(private, roster[peer].mask_key, session, self.client, peer)
-            add_mask(words, key, pair_sign(self.client, peer))
+            add_mask(words, key, subtract=self.client > peer)
         self._save()
         return words, notes
 
@@ -284,9 +283,8 @@ class Member:
 
     def _go_on(self, stage: str, next_stage: str) -> None:
         """Go on to a stage, which each follows one other. Raises ``ValueError`` where that is not the one before."""
-        self.state = json.loads(self.file.read_text()) if self.file.exists() else {}
-        if self.state.get("stage") != stage:
-            found = self.state.get("stage", "no stage")
+        self.state = json.loads(self.file.read_text()) if self.file.exists() else {"stage": "none"}
+        if (found := self.state["stage"]) != stage:
             raise ValueError(f"stage '{next_stage}' of a secure sum follows {found!r}, allowed: {stage!r}")
         self.state["stage"] = next_stage
 
@@ -298,11 +296,10 @@ class Member:
 
     def _require(self, some: Collection[int], members: Collection[int], what: str) -> None:
         """Raise ``ValueError`` unless these are enough of the members, and this one among them."""
-        num_members = len(self.state["roster"])
-        threshold = threshold_of(self.threshold, num_members)
-        if 2 * threshold <= num_members:  # enough for both shares of a member
-            allowed = f"more than half of the {num_members} members of a sum"
-            raise ValueError(f"secure-sums-threshold is {threshold}, allowed: {allowed}")
+        size = len(self.state["roster"])
+        threshold = threshold_of(self.threshold, size)
+        if 2 * threshold <= size:  # both shares of a member could be opened
+            raise ValueError(f"secure-sums-threshold is {threshold}, allowed: more than half of a sum's {size} members")
         if self.client not in some or not set(some) <= set(members) or len(some) < threshold:
             raise ValueError(
                 f"the {what} are {sorted(some)[:20]}, allowed: {threshold} or more of the sum's, client "
@@ -318,8 +315,8 @@ class Member:
         if len({*keys}) < len(keys) or len({*signers}) < len(signers):
             raise ValueError("two members have one key, allowed: each its own")
         for client, advert in roster.items():
-            if self.identity.peers and advert.signer not in self.identity.peers:
-                raise ValueError(f"client {client} is none of the peers that the node's operator lists")
+            if self.identity.trusted and advert.signer not in self.identity.trusted:
+                raise ValueError(f"client {client} is none of those that the node's operator trusts")
             advert.check(self.state["session"], client)
 
 
@@ -346,13 +343,13 @@ class SecureSum:
 
     def message(self, stage: str, client: int) -> dict[str, str]:
         """Return the fields that a member is sent in a stage."""
-        bodies: dict[str, Callable[[], Body]] = {
-            KEYS: lambda: {"session": self.session},
-            SHARES: lambda: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
-            INPUT: lambda: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
-            OPEN: lambda: {"survivors": self.members},
+        bodies: dict[str, Body] = {
+            KEYS: {"session": self.session},
+            SHARES: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
+            INPUT: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
+            OPEN: {"survivors": self.members},
         }
-        return packed(stage, bodies[stage]())
+        return packed(stage, bodies[stage])
 
     def take(self, stage: str, client: int, body: Body) -> None:
         """Take in a member's answer. Raises ``ValueError`` for one that is left out."""
@@ -418,9 +415,9 @@ class SecureSum:
             except ValueError:
                 raise TooFewReplies(f"{self.name}: client {dealer} dealt shares that do not fit together") from None
             if has_come:
-                add_mask(self.total, derived_key(secret, "mask"), -1)
+                add_mask(self.total, derived_key(secret, "mask"), subtract=True)
                 continue
             for member in self.members:
                 key = _mask_key(secret, self.roster[member].mask_key, self.session, dealer, member)
-                add_mask(self.total, key, -pair_sign(member, dealer))
+                add_mask(self.total, key, subtract=member < dealer)
         return self.total

@@ -92,32 +92,30 @@ def _summed(
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
-    channel, log = channel_of(round), round.log
-    secure = SecureSum(name, channel.context.config.secure_sums_threshold, round.participants)
-    num_failures = len(log.failures)
+    log, num_failures = round.log, len(round.log.failures)
+    secure = SecureSum(name, channel_of(round).context.config.secure_sums_threshold, round.participants)
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
         secure.close(stage, log.failures[num_failures:])
     shapes = hessians.integer_shapes(expect(round, round.participants[0]).shapes)
-    layout = {key: torch.empty(shape, dtype=torch.int64, device="meta") for key, shape in shapes.items()}
-    masked = torch.empty(sum(tensor.numel() for tensor in layout.values()), dtype=torch.int64, device="meta")
-    schema = replace(wire.Schema.like({MASKED: masked}), unscaled=frozenset({MASKED}))
+    sizes = [shape.numel() for shape in shapes.values()]
+    masked = {MASKED: torch.Size([sum(sizes)])}
+    schema = wire.Schema(masked, {MASKED: torch.int64}, unscaled=frozenset(masked))
     inputs = (
         replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
         for message in outgoing
         if message.client in secure.members
     )
-    rows: dict[int, dict[str, Any]] = {}
+    total = Reply(-1, 0, name, counts=True)
     for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
         secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
-        rows[reply.client], reply.row = reply.row, {}
+        total.num_examples += reply.num_examples
+        total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
     _ask_members(round, secure, OPEN)
     words = torch.from_numpy(secure.unmasked().view(np.int64))
-    parts = torch.split(words, [tensor.numel() for tensor in layout.values()])
-    update = Payload({key: part.view(layout[key].shape) for key, part in zip(layout, parts, strict=True)})
-    num_examples = sum(channel.context.clients[client].num_examples for client in rows)
-    total = Reply(-1, num_examples, name, update=update, rows=dict(sorted(rows.items())), counts=True)
+    parts = zip(shapes, torch.split(words, sizes), strict=True)
+    total.update = Payload({key: part.view(shapes[key]) for key, part in parts})
     yield total
     if not total.counts:
         raise TooFewReplies(log.failures[-1])

@@ -10,7 +10,7 @@ from rich.console import Console
 from fedprune_app.launching import simulation
 from fedprune_app.launching.credentials import make_node_key
 from fedprune_app.launching.local import local_deployment
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import Session
 from tests.e2e.deployed import DeployedRun, in_process_sha256
@@ -36,7 +36,7 @@ def plain_sha256(settings, tmp_path_factory):
 def test_a_run_on_ray_ends_with_the_model_of_a_plain_run(settings, plain_sha256, tmp_path):
     values = {**settings, "secure-sums": True, "out-dir": str(tmp_path)}
     with Session(Console(stderr=True)) as session:
-        info = session.run(prepare(Given(values), Placement("ray", NODES, num_workers=2)), tmp_path)
+        info = session.run(prepare(RunInputs(values), Placement("ray", NODES, num_workers=2)), tmp_path)
     assert info["final_sha256"] == plain_sha256
 
 
@@ -69,4 +69,4 @@ def test_registered_nodes_that_list_their_peers_sum_to_the_model_of_a_plain_run(
         refused = DeployedRun.start(deployment, tmp_path / "refused", **given)
         refused.end()
     error = json.loads((tmp_path / "refused" / "run.json").read_text())["error"]
-    assert "client 2 is none of those that the node's operator lists" in str(error)
+    assert "client 2 is none of those that the node's operator trusts" in str(error)

@@ -133,7 +133,7 @@ def test_a_threshold_with_which_both_shares_could_be_opened_is_refused_by_each_m
     federation = Federation(tmp_path, members, asked)
     federation.up_to(KEYS)
     failures = federation.ask(SHARES, range(members))
-    line = f"secure-sums-threshold is {asked}, allowed: more than half of the {members} members of a sum"
+    line = f"secure-sums-threshold is {asked}, allowed: more than half of a sum's {members} members"
     assert failures == dict.fromkeys(range(members), line)
 
 
@@ -235,7 +235,7 @@ def test_keys_that_no_peer_signed_are_refused_by_every_node_that_lists_its_peers
     federation = Federation(tmp_path, identities={**registered, 3: Identity()})
     assert not federation.ask(KEYS, range(5))
     failures = federation.ask(SHARES, [0, 1, 2, 4])
-    assert {*failures.values()} == {"client 3 is none of the peers that the node's operator lists"}
+    assert {*failures.values()} == {"client 3 is none of those that the node's operator trusts"}
 
 
 def test_a_signature_is_for_one_sum_and_one_member(tmp_path, registered):

@@ -109,7 +109,6 @@ def test_a_held_out_client_leaves_no_gap_in_a_ring(federation):
     assert one_held_out.rounds[1]["peer_bytes"] == four.rounds[1]["peer_bytes"] > 0
 
 
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", GOSSIP)
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):

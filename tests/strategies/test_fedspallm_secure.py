@@ -10,7 +10,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.secure_aggregation import MASKED, STAGE
 from fedprune_app.engine.simulated_grid import run_in_process
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from tests.conftest import Finished, wrapped_app
 from tests.strategies.test_fedspallm import cut_off, family, llm, resumed, settings, texts
@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_model(run, wanted, tmp_path,
 
 def test_a_threshold_of_the_run_is_what_members_hold_to(run):
     assert run(losing({"input": {2}}), secure_sums=True, secure_sums_threshold=2).rounds[0]["replies"] == 4
-    with pytest.raises(TooFewReplies, match="secure-sums-threshold is 2, allowed: more than half of the 4 members"):
+    with pytest.raises(TooFewReplies, match="secure-sums-threshold is 2, allowed: more than half of a sum's 4 members"):
         run(clients=4, secure_sums=True, secure_sums_threshold=2)
 
 
@@ -145,10 +145,10 @@ def test_a_client_of_a_run_with_secure_sums_sends_nothing_in_the_clear(run):
 )
 def test_what_is_no_sum_is_refused_by_name(wanted, more, line):
     with pytest.raises(ConfigError, match=line):
-        prepare(Given({**wanted, "secure-sums": True, **more}))
+        prepare(RunInputs({**wanted, "secure-sums": True, **more}))
 
 
 @pytest.mark.parametrize("system", ["fedfomo", "fedp3", "dispfl", "subfedavg"])
 def test_a_system_whose_server_reads_single_updates_is_refused_by_name(system):
     with pytest.raises(ConfigError, match=f"secure-sums is true, allowed with system '{system}': false"):
-        prepare(Given({"system": system, "secure-sums": True}))
+        prepare(RunInputs({"system": system, "secure-sums": True}))
