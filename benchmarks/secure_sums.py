@@ -24,7 +24,7 @@ COLUMNS = ("clients", "numbers", "lost", "client_cpu_ms", "server_cpu_ms", "clie
 def measure(num_clients: int, numbers: int, lost: int, folder: Path) -> dict[str, object]:
     """One row: the means over the members that stay."""
     members = [Member(folder / f"{k}.json", folder / f"{k}.txt", k, 0, Identity()) for k in range(num_clients)]
-    server = SecureSum("the benchmark", 0, tuple(range(num_clients)))
+    server = SecureSum("the benchmark", 0, list(range(num_clients)))
     addends = np.random.default_rng(0).integers(0, 2**64, (2, numbers), dtype=np.uint64)
     client_seconds, server_seconds, sent = 0.0, 0.0, 0
     for stage in (KEYS, SHARES, INPUT, OPEN):
@@ -54,7 +54,9 @@ def measure(num_clients: int, numbers: int, lost: int, folder: Path) -> dict[str
     assert (total == expected).all()
     stayed = num_clients - lost
     figures = (1e3 * client_seconds / stayed, 1e3 * server_seconds, sent / stayed, sent / stayed / (4 * numbers))
-    return dict(zip(COLUMNS, (num_clients, numbers, lost, *(float(f"{figure:.4g}") for figure in figures)), strict=True))
+    return dict(
+        zip(COLUMNS, (num_clients, numbers, lost, *(float(f"{figure:.4g}") for figure in figures)), strict=True)
+    )
 
 
 def main() -> None:

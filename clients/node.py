@@ -141,10 +141,9 @@ class Node(NumPyClient):
         self.member = self._member() if config.secure_sums else None
 
     def _member(self) -> Member:
-        """Return the client's half of secure sums. Own data has one record of sums, whatever run or number it is in."""
+        """Return the client's half of secure sums. A node with a ledger has one record of sums for all runs, too."""
         policy, folder = self.context.policy, self.store.folder
-        name = "sums.txt" if self.context.has_own_data else f"sums-{self.client_id:05d}.txt"
-        journal = (Path(policy.ledger_dir) if policy.ledger_dir else folder) / name
+        journal = Path(policy.ledger_dir or folder) / "sums.txt"
         identity = Identity.read(policy.node_key, policy.trusted_keys)
         threshold = self.config.secure_sums_threshold
         return Member(folder / "secure-sum.json", journal, self.client_id, threshold, identity)
@@ -213,7 +212,7 @@ class Node(NumPyClient):
 
     def integers(self, payload: Payload) -> TensorDict:
         """Return an update as the int64 that the server's exact sums add up."""
-        raise NotImplementedError(f"{type(self).__name__} has no integers()")
+        raise NotImplementedError
 
     def open_privacy(self, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
         """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
@@ -239,7 +238,7 @@ class Node(NumPyClient):
     def fit(self, parameters: NDArrays, config: ValueDict) -> tuple[NDArrays, int, ValueDict]:
         task = Task.from_numpy(parameters, config)
         if self.member is not None and task.fields.get(STAGE) != INPUT:
-            payload, fields = Payload({}), dict(self.member.answer(task.fields))
+            payload, fields = Payload({}), self.member.answer(task.fields)
         else:
             payload, fields = self.answer_training(task)
         return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
@@ -302,8 +301,6 @@ class Node(NumPyClient):
     def _masked(self, member: Member, task: Task, payload: Payload) -> Payload:
         """Return an update as one tensor of integers under masks, so that the server can read its sum alone."""
         asked = {name: value for name, value in sorted(task.fields.items()) if name not in _BESIDE_THE_REQUEST}
-        if not task.payload.tensors:
-            asked["round"] = task.round  # a message without a model is another one in each round
         message = hashlib.sha256(f"{self.context.run_key} {task.digest()} {asked}".encode()).hexdigest()
         words = torch.cat([tensor.flatten() for tensor in self.integers(payload).values()]).numpy().view(np.uint64)
         masked, notes = member.masked(task.fields, words, message)

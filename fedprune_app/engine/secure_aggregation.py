@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -59,7 +59,7 @@ def threshold_of(asked: int, members: int) -> int:
     return asked or max(_LEAST, members // 2 + 1)
 
 
-def packed(stage: str, body: Body) -> dict[str, str]:
+def packed(stage: str, body: Body) -> dict[str, Any]:
     """Return the fields of a message or reply of the protocol."""
     return {STAGE: stage, BODY: json.dumps(body)}
 
@@ -78,15 +78,8 @@ def _reading() -> Iterator[None]:
     """Make one line of whatever goes wrong while the text of another party is read."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, UnsupportedAlgorithm) as error:
         raise ValueError(f"field '{BODY}' lacks {error}") from error
-
-
-def _bytes(text: str, size: int) -> bytes:
-    data = bytes.fromhex(text)
-    if len(data) != size:
-        raise ValueError(f"field '{BODY}' has {len(data)} bytes for a key, a share or a digest, allowed: {size}")
-    return data
 
 
 def _digest(data: bytes) -> str:
@@ -108,7 +101,6 @@ class Advert:
         """Return the advert in a body. Raises ``ValueError`` for what is none."""
         with _reading():
             advert = cls(**body)
-            _bytes(advert.own_digest, 32)
             for key in (advert.share_key, advert.mask_key):
                 _pair_key(_PROBE, key, "")  # raises ValueError for a key with which no secret can be agreed on
             return advert
@@ -121,10 +113,8 @@ class Advert:
         """Raise ``ValueError`` unless the signature is that of the signer, if there is one."""
         if not self.signer:
             return
-        key = load_ssh_public_key(self.signer.encode())
+        key: Any = load_ssh_public_key(self.signer.encode())
         try:
-            if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise InvalidSignature
             key.verify(bytes.fromhex(self.signature), self.text(session, client), _ECDSA)
         except InvalidSignature:
             raise ValueError(f"the keys of client {client} are not signed by the key that they name") from None
@@ -143,18 +133,9 @@ class Identity:
 
         Raises ``ValueError`` for a file that holds something else.
         """
-        private = load_ssh_private_key(Path(key).read_bytes(), password=None) if key else None
-        if private is not None and not isinstance(private, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"'{key}' holds no key of an elliptic curve, allowed: one of `fedprune deploy node-key`")
+        private: Any = load_ssh_private_key(Path(key).read_bytes(), password=None) if key else None
         lines = Path(trusted).read_text().splitlines() if trusted else []
         return cls(private, frozenset(" ".join(line.split()[:2]) for line in lines if line.strip()))
-
-    def signed(self, advert: Advert, session: str, client: int) -> Advert:
-        if self.key is None:
-            return advert
-        signer = self.key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-        signature = self.key.sign(advert.text(session, client), _ECDSA).hex()
-        return replace(advert, signer=signer, signature=signature)
 
 
 def _public(private: bytes) -> str:
@@ -164,11 +145,6 @@ def _public(private: bytes) -> str:
 def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
     other = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
     return derived_key(X25519PrivateKey.from_private_bytes(private).exchange(other), purpose)
-
-
-def _mask_key(private: bytes, public: str, session: str, member: int, peer: int) -> bytes:
-    low, high = sorted((member, peer))
-    return _pair_key(private, public, f"{session} mask of {low} and {high}")
 
 
 # --- a member -----------------------------------------------------------------------------------------------------
@@ -186,7 +162,7 @@ class Member:
         self.client, self.threshold, self.identity = client, threshold, identity
         self.state: Body = {}
 
-    def answer(self, fields: Mapping[str, object]) -> dict[str, str]:
+    def answer(self, fields: Mapping[str, object]) -> dict[str, Any]:
         """Answer a message of a stage beside the input. Raises ``ValueError`` for one that must not be answered."""
         stage = str(fields.get(STAGE))
         answers = {KEYS: self._keys, SHARES: self._shares, OPEN: self._opened}
@@ -213,7 +189,7 @@ class Member:
             )
             try:
                 opened = AESGCM(key).decrypt(_NONCE, bytes.fromhex(sealed), None)
-            except InvalidTag:
+            except (InvalidTag, ValueError):
                 opened = b""
             parts = [opened[:SHARE_BYTES], opened[SHARE_BYTES:]]
             if list(map(_digest, parts)) == digests:
@@ -224,7 +200,7 @@ class Member:
         add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
         private = derived_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
-            key = _mask_key(private, roster[peer].mask_key, session, self.client, peer)
+            key = _pair_key(private, roster[peer].mask_key, f"{session} mask")
             add_mask(words, key, subtract=self.client > peer)
         self._save()
         return words, notes
@@ -235,7 +211,11 @@ class Member:
         self.state = {"session": session, "stage": KEYS, "seed": seed.hex()}
         own = derived_key(seed, "own mask")
         share_key, mask_key = (_public(derived_key(seed, name)) for name in ("share key", "mask key"))
-        advert = self.identity.signed(Advert(share_key, mask_key, _digest(own)), session, self.client)
+        advert = Advert(share_key, mask_key, _digest(own))
+        if (key := self.identity.key) is not None:
+            signer = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+            signature = key.sign(advert.text(session, self.client), _ECDSA).hex()
+            advert = replace(advert, signer=signer, signature=signature)
         self.state["advert"] = vars(advert)
         self._save()
         return vars(advert)
@@ -244,10 +224,9 @@ class Member:
         self._go_on(KEYS, SHARES)
         roster = {int(client): Advert.read(advert) for client, advert in body["roster"].items()}
         self.state["roster"] = body["roster"]
-        self._require(roster, roster, "members of the sum")
+        threshold = self._require(roster, roster, "members of the sum")
         self._check(roster)
         seed, session = bytes.fromhex(self.state["seed"]), self.state["session"]
-        threshold = threshold_of(self.threshold, len(roster))
         secret_of = {name: derived_key(seed, name) for name in ("own mask", "mask key")}
         own, mask = (shares(secret, threshold, roster) for secret in secret_of.values())
         dealt = {}
@@ -266,16 +245,16 @@ class Member:
         survivors = {int(client) for client in body["survivors"]}
         self._require(survivors, state["members"], "members whose addends have come")
         names = _digest(" ".join(sorted(roster[client].signer or str(client) for client in survivors)).encode())
-        entries = self.journal.read_text().split() if self.journal.exists() else []
-        earlier = dict(zip(entries[::2], entries[1::2], strict=False))
+        text = self.journal.read_text() if self.journal.exists() else ""
+        earlier = dict(line.split() for line in text.splitlines() if " " in line)
         for addend in state["addends"]:
             if earlier.get(addend, names) != names:
                 raise ValueError(
                     "the same addend, or one for the same message, was in a sum of other members before, "
                     "allowed: the same members, since the difference of two sums is a single addend"
                 )
-        lines = "".join(f"{addend} {names}\n" for addend in state["addends"] if addend not in earlier)
-        append_lines(self.journal, lines.encode())
+        lines = (f"\n{addend} {names}\n" for addend in state["addends"])  # a line before may lack its end
+        append_lines(self.journal, "".join(lines).encode())
         opened = {dealer: held[int(dealer) not in survivors] for dealer, held in state["held"].items()}
         self.state = {"session": state["session"], "stage": OPEN}
         self._save()
@@ -294,8 +273,8 @@ class Member:
     def _roster(self) -> dict[int, Advert]:
         return {int(client): Advert.read(advert) for client, advert in self.state["roster"].items()}
 
-    def _require(self, some: Collection[int], members: Collection[int], what: str) -> None:
-        """Raise ``ValueError`` unless these are enough of the members, and this one among them."""
+    def _require(self, some: Collection[int], members: Collection[int], what: str) -> int:
+        """Return the threshold. Raises ``ValueError`` unless these are as many of the members, this one among them."""
         size = len(self.state["roster"])
         threshold = threshold_of(self.threshold, size)
         if 2 * threshold <= size:  # both shares of a member could be opened
@@ -305,6 +284,7 @@ class Member:
                 f"the {what} are {sorted(some)[:20]}, allowed: {threshold} or more of the sum's, client "
                 f"{self.client} among them"
             )
+        return threshold
 
     def _check(self, roster: Mapping[int, Advert]) -> None:
         """Raise ``ValueError`` for a roster with a key that is not its member's, is another's, or is not listed."""
@@ -329,19 +309,15 @@ class SecureSum:
 
     name: str
     threshold: int
-    clients: tuple[int, ...]
+    members: list[int]  # those that have answered all stages so far
     session: str = field(default_factory=lambda: secrets.token_hex(16))
-    members: list[int] = field(init=False)  # those that have answered all stages so far
     answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
     dealt: dict[int, dict[int, list[str]]] = field(default_factory=dict)  # by dealer and holder: sealed, two digests
     total: Words = field(init=False)  # of the masked addends
     opened: dict[int, dict[int, bytes]] = field(default_factory=dict)  # shares by dealer and holder
 
-    def __post_init__(self) -> None:
-        self.members = list(self.clients)
-
-    def message(self, stage: str, client: int) -> dict[str, str]:
+    def message(self, stage: str, client: int) -> dict[str, Any]:
         """Return the fields that a member is sent in a stage."""
         bodies: dict[str, Body] = {
             KEYS: {"session": self.session},
@@ -363,13 +339,11 @@ class SecureSum:
         self.roster[client] = advert
 
     def _take_shares(self, client: int, body: Body) -> None:
-        dealt = {int(holder): [str(text) for text in parts] for holder, parts in body["dealt"].items()}
+        dealt = {
+            int(holder): [str(sealed), str(own), str(mask)] for holder, (sealed, own, mask) in body["dealt"].items()
+        }
         if dealt.keys() != self.roster.keys():
             raise ValueError("it deals shares to others than the members of the sum")
-        for sealed, own, mask in dealt.values():
-            _bytes(sealed, 2 * SHARE_BYTES + 16)
-            _bytes(own, 32)
-            _bytes(mask, 32)
         self.dealt[client] = dealt
 
     def add(self, client: int, words: Words) -> None:
@@ -378,7 +352,7 @@ class SecureSum:
         self.answered.append(client)
 
     def _take_opened(self, client: int, body: Body) -> None:
-        share_of = {int(dealer): _bytes(share, SHARE_BYTES) for dealer, share in body["opened"].items()}
+        share_of = {int(dealer): bytes.fromhex(share) for dealer, share in body["opened"].items()}
         for dealer, share in share_of.items():
             if _digest(share) != self.dealt[dealer][client][1 + (dealer not in self.members)]:
                 raise ValueError(f"its share of client {dealer} is not the one that client {dealer} dealt")
@@ -387,37 +361,34 @@ class SecureSum:
 
     def close(self, stage: str, failures: Sequence[str]) -> None:
         """End a stage. Raises :class:`TooFewReplies` where fewer members than the threshold have answered it."""
-        threshold = threshold_of(self.threshold, len(self.roster))
-        if len(self.answered) < threshold:
+        self.threshold = threshold_of(self.threshold, len(self.roster))
+        if len(self.answered) < self.threshold:
             raise TooFewReplies(
-                f"{self.name}: {len(self.answered)} of {len(self.clients)} clients are left after stage '{stage}' of "
-                f"the secure sum, allowed: {threshold} or more; first failure: {failures[0] if failures else 'none'}"
+                f"{self.name}: {len(self.answered)} clients are left after stage '{stage}' of the secure sum, "
+                f"allowed: {self.threshold} or more; first failure: {failures[0] if failures else 'none'}"
             )
         self.members, self.answered = sorted(self.answered), []
 
     def unmasked(self) -> Words:
         """Return the sum of the survivors' addends. Raises :class:`TooFewReplies` where a mask cannot be removed."""
-        threshold = threshold_of(self.threshold, len(self.roster))
         for dealer, advert in self.roster.items():
             if dealer not in self.dealt:
                 continue
-            share_of = self.opened.get(dealer, {})
-            if len(share_of) < threshold:
-                raise TooFewReplies(
-                    f"{self.name}: {len(share_of)} members opened a share of client {dealer}, allowed: {threshold}"
-                )
-            has_come = dealer in self.members
+            has_come, share_of = dealer in self.members, self.opened.get(dealer, {})
             try:
-                secret = recovered(dict(list(share_of.items())[:threshold]))
+                secret = recovered(dict(list(share_of.items())[: self.threshold]))
                 fits = _digest(secret) == advert.own_digest if has_come else _public(secret) == advert.mask_key
-                if not fits:
-                    raise ValueError
             except ValueError:
-                raise TooFewReplies(f"{self.name}: client {dealer} dealt shares that do not fit together") from None
+                fits = False
+            if not fits:
+                raise TooFewReplies(
+                    f"{self.name}: {len(share_of)} shares of client {dealer} are opened and do not give its secret, "
+                    f"allowed: {self.threshold} or more that fit together"
+                )
             if has_come:
                 add_mask(self.total, derived_key(secret, "mask"), subtract=True)
                 continue
             for member in self.members:
-                key = _mask_key(secret, self.roster[member].mask_key, self.session, dealer, member)
+                key = _pair_key(secret, self.roster[member].mask_key, f"{self.session} mask")
                 add_mask(self.total, key, subtract=member < dealer)
         return self.total

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +92,7 @@ def _summed(
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
     log, num_failures = round.log, len(round.log.failures)
-    secure = SecureSum(name, channel_of(round).context.config.secure_sums_threshold, round.participants)
+    secure = SecureSum(name, channel_of(round).context.config.secure_sums_threshold, list(round.participants))
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
         secure.close(stage, log.failures[num_failures:])

@@ -41,7 +41,7 @@ class Federation:
         self.server = self.new_sum()
 
     def new_sum(self) -> SecureSum:
-        self.server = SecureSum("round 1", self.threshold, tuple(self.members))
+        self.server = SecureSum("round 1", self.threshold, list(self.members))
         return self.server
 
     def ask(self, stage, clients, change=lambda client, body: body, reply=lambda client, body: body):
@@ -113,7 +113,7 @@ def test_below_the_threshold_nothing_is_opened(federation):
     assert federation.server.members == [0, 1, 2, 4]
     masked_sum = federation.server.total.copy()
     assert not federation.ask(OPEN, [0, 1])
-    with pytest.raises(TooFewReplies, match="round 1: 2 members opened a share of client 0, allowed: 3"):
+    with pytest.raises(TooFewReplies, match="2 shares of client 0 are opened and do not give its secret"):
         federation.server.unmasked()
     assert (federation.server.total == masked_sum).all()
 
@@ -286,6 +286,19 @@ def test_a_member_whose_shares_do_not_open_is_named_by_those_that_got_them(feder
     assert federation.server.unmasked().tolist() == total_of(range(5)), "four shares of client 3 are enough"
 
 
+def test_shares_that_nobody_can_open_end_the_sum_with_the_name_of_their_dealer(federation):
+    def garbage(client, body):
+        return {"dealt": {key: ["zz", 1, None] for key in body["dealt"]}} if client == 2 else body
+
+    assert not federation.ask(KEYS, range(5))
+    assert not federation.ask(SHARES, range(5), reply=garbage)
+    line = "the shares of client 2 do not open, or are not those that it announced"
+    assert federation.ask(INPUT, range(5)) == dict.fromkeys(range(5), line)
+    assert not federation.ask(OPEN, range(5))
+    with pytest.raises(TooFewReplies, match="0 shares of client 2 are opened and do not give its secret"):
+        federation.server.unmasked()
+
+
 def test_shares_of_no_secret_end_the_sum_with_the_name_of_their_dealer(federation, monkeypatch):
     from fedprune_app.core import secure_sums
     from fedprune_app.engine import secure_aggregation as protocol
@@ -298,7 +311,7 @@ def test_shares_of_no_secret_end_the_sum_with_the_name_of_their_dealer(federatio
     assert not federation.ask(SHARES, [0, 2, 3, 4])
     assert not federation.ask(INPUT, range(5))
     assert not federation.ask(OPEN, range(5))
-    with pytest.raises(TooFewReplies, match="round 1: client 1 dealt shares that do not fit together"):
+    with pytest.raises(TooFewReplies, match="round 1: 5 shares of client 1 are opened and do not give its secret"):
         federation.server.unmasked()
 
 
@@ -312,8 +325,8 @@ def test_shares_of_no_secret_end_the_sum_with_the_name_of_their_dealer(federatio
         (KEYS, {"share_key": "09" * 32, "mask_key": "11" * 32, "own_digest": "22" * 32, "signer": "?"}),
         (SHARES, {}),
         (SHARES, {"dealt": {}}),
-        (SHARES, {"dealt": {str(k): ["00", "00", "00"] for k in range(5)}}),
-        (SHARES, {"dealt": {str(k): "abc" for k in range(5)}}),
+        (SHARES, {"dealt": {str(k): ["00", "00"] for k in range(5)}}),
+        (SHARES, {"dealt": {str(k): 7 for k in range(5)}}),
         (SHARES, {"dealt": [1, 2]}),
         (OPEN, {"opened": {"77": "00" * 33}}),
         (OPEN, {"opened": {"0": "00"}}),
@@ -340,7 +353,7 @@ def test_a_body_that_is_no_object_is_one_line(text):
 
 def test_a_server_that_sends_anything_gets_one_line(federation):
     federation.up_to(SHARES)
-    for dealt in (3, {"0": []}, {"0": "ab"}, {str(k): ["zz", 1, 2] for k in range(5)}):
+    for dealt in (3, {"0": []}, {"0": "ab"}):
         state = federation.members[0].file.read_bytes()
         with pytest.raises(ValueError, match=r"^[^\n]+$"):
             federation.members[0].masked(packed(INPUT, {"dealt": dealt}), ADDENDS[0].copy(), REQUEST)

@@ -94,10 +94,10 @@ def test_a_sum_is_opened_by_those_that_are_left_after_it(run):
 @pytest.mark.parametrize(
     ("stage", "line"),
     [
-        ("keys", "2 of 4 clients are left after stage 'keys' of the secure sum, allowed: 3 or more"),
-        ("shares", "2 of 4 clients are left after stage 'shares' of the secure sum, allowed: 3 or more"),
-        ("input", "2 of 4 clients are left after stage 'input' of the secure sum, allowed: 3 or more"),
-        ("open", "2 members opened a share of client 0, allowed: 3"),
+        ("keys", "2 clients are left after stage 'keys' of the secure sum, allowed: 3 or more"),
+        ("shares", "2 clients are left after stage 'shares' of the secure sum, allowed: 3 or more"),
+        ("input", "2 clients are left after stage 'input' of the secure sum, allowed: 3 or more"),
+        ("open", "2 shares of client 0 are opened and do not give its secret, allowed: 3"),
     ],
 )
 def test_below_the_threshold_the_run_stops_with_one_line(run, stage, line):
