@@ -42,7 +42,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_mask, derived_key, recovered, shares
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.files import append_lines, replace_file
+from fedprune_app.files import append_lines, make_private_folder, replace_file
 
 Body = dict[str, Any]
 KEYS, SHARES, INPUT, OPEN = STAGES = ("keys", "shares", "input", "open")
@@ -253,6 +253,7 @@ class Member:
                     "the same addend, or one for the same message, was in a sum of other members before, "
                     "allowed: the same members, since the difference of two sums is a single addend"
                 )
+        make_private_folder(self.journal.parent)
         lines = (f"\n{addend} {names}\n" for addend in state["addends"])  # a line before may lack its end
         append_lines(self.journal, "".join(lines).encode())
         opened = {dealer: held[int(dealer) not in survivors] for dealer, held in state["held"].items()}

@@ -81,10 +81,6 @@ class Reply:
         """What the record says of each client whose reply this is."""
         return self.rows or {self.client: self.row}
 
-    @property
-    def sender(self) -> str:
-        return f"the sum of clients {', '.join(map(str, self.rows))}" if self.rows else f"client {self.client}"
-
 
 @dataclass
 class RoundLog:
@@ -116,7 +112,8 @@ class RoundLog:
             yield
         except ValueError as error:
             reply.counts = False
-            text = f"{reply.sender}: {wire.one_line(str(error))}"
+            sender = reply.exchange if reply.rows else f"client {reply.client}"
+            text = f"{sender}: {wire.one_line(str(error))}"
             self.failures.append(text)
             self.stragglers += reply.is_late
             log.warning("%s: %s", reply.exchange, text)

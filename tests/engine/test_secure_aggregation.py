@@ -34,7 +34,13 @@ class Federation:
 
     def __init__(self, folder: Path, size: int = 5, threshold: int = 0, identities=None) -> None:
         self.members = {
-            k: Member(folder / f"{k}.json", folder / f"{k}.txt", k, threshold, (identities or {}).get(k, Identity()))
+            k: Member(
+                folder / f"{k}.json",
+                folder / "ledgers" / f"{k}.txt",
+                k,
+                threshold,
+                (identities or {}).get(k, Identity()),
+            )
             for k in range(size)
         }
         self.threshold = threshold
