@@ -192,7 +192,9 @@ class Arriving(InProcessGrid):
 
 def test_a_run_begins_when_enough_clients_are_there_and_says_how_many_are():
     said = []
-    roster, left_out = register_clients(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, min_clients=3, notify=said.append)
+    roster, left_out = register_clients(
+        Arriving(client_app.app, 5, DEFAULTS), 30, KEY, min_clients=3, notify=said.append
+    )
     assert len(roster) == 3
     assert left_out == []
     assert said == ["waiting for clients: 1 of 3 connected", "waiting for clients: 2 of 3 connected"]
