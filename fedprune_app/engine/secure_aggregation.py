@@ -7,7 +7,7 @@ addend has come, or that of the mask key of a member whose addend has not. It ne
 
 A member opens its shares once, and only where at least the threshold of addends is in the sum. The threshold is more
 than half of the members. So a server that tells some members that an addend has come, and others that it has not, gets
-too few shares of one kind. A member writes down which members' sum its addend went into. It refuses to open a sum of
+too few shares of one kind for each: what it can sum by that is in SECURITY.md. A member writes down which members' sum its addend went into. It refuses to open a sum of
 the same addend, or of the same message, with other members: the difference of two such sums is a single addend.
 
 Where nodes have a registered key, each signs its fresh keys, and sums with the nodes that its operator trusts alone.
