@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedprune_app.engine.secure_aggregation import INPUT, KEYS, OPEN, SHARES, Identity, Member, SecureSum, body_of
+from fedprune_app.engine.secure_aggregation import INPUT, OPEN, STAGES, Identity, Member, SecureSum, body_of
 
 COLUMNS = ("clients", "numbers", "lost", "client_cpu_ms", "server_cpu_ms", "client_bytes_up", "bytes_per_float32")
 
@@ -27,7 +27,7 @@ def measure(num_clients: int, numbers: int, lost: int, folder: Path) -> dict[str
     server = SecureSum("the benchmark", 0, list(range(num_clients)))
     addends = np.random.default_rng(0).integers(0, 2**64, (2, numbers), dtype=np.uint64)
     client_seconds, server_seconds, sent = 0.0, 0.0, 0
-    for stage in (KEYS, SHARES, INPUT, OPEN):
+    for stage in STAGES:
         for k in [k for k in server.members if not (stage == INPUT and k >= num_clients - lost)]:
             start = time.process_time()
             message = server.message(stage, k)
@@ -50,7 +50,7 @@ def measure(num_clients: int, numbers: int, lost: int, folder: Path) -> dict[str
     start = time.process_time()
     total = server.unmasked()
     server_seconds += time.process_time() - start
-    expected = sum((addends[k % 2] for k in server.members), np.zeros(numbers, dtype=np.uint64))
+    expected = sum((addends[k % 2] for k in server.survivors), np.zeros(numbers, dtype=np.uint64))
     assert (total == expected).all()
     stayed = num_clients - lost
     figures = (1e3 * client_seconds / stayed, 1e3 * server_seconds, sent / stayed, sent / stayed / (4 * numbers))

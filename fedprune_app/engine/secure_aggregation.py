@@ -1,19 +1,20 @@
 """Secure aggregation: members send addends under masks, and the server learns the sum of those that stay.
 
-A sum takes four exchanges. Each member sends fresh public keys (*keys*), then for every member a share of the seed of
+A sum takes five exchanges. Each member sends fresh public keys (*keys*), then for every member a share of the seed of
 its own mask and one of its secret mask key, sealed for that member alone (*shares*), then its masked addend (*input*).
-At last it opens, for each member, one of the two shares that it holds (*open*): that of the own mask of a member whose
-addend has come, or that of the mask key of a member whose addend has not. It never opens both.
+It signs which members' addends it is told have come (*agree*). At last it opens, for each member, one of the two shares
+that it holds (*open*): that of the own mask of a member whose addend has come, or that of the mask key of one whose
+addend has not. It never opens both.
 
-A member opens its shares once, and only where at least the threshold of addends is in the sum. The threshold is more
-than half of the members. So a server that tells some members that an addend has come, and others that it has not, gets
-too few shares of one kind for each: what it can sum by that is in SECURITY.md. A member writes down which members' sum its addend went into. It refuses to open a sum of
-the same addend, or of the same message, with other members: the difference of two such sums is a single addend.
+A member signs and opens once, and only where at least the threshold of members is in the sum and has signed the same.
+The threshold is more than half of the members. So a server cannot tell some members that an addend has come, and others
+that it has not. A member writes down which members' sum its addend went into. It refuses to open a sum of the same
+addend, or of the same message, with other members: the difference of two such sums is a single addend.
 
 Where nodes have a registered key, each signs its fresh keys, and sums with the nodes that its operator trusts alone.
 
-Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", 2017, figure 4. In the
-place of its consistency check stands the threshold above one half. Digests of shares name those who send wrong ones.
+Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", 2017, figure 4,
+with its consistency check. Digests of shares, which are ours, name those who send wrong ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature, InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.serialization import (
@@ -45,7 +47,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.files import append_lines, make_private_folder, replace_file
 
 Body = dict[str, Any]
-KEYS, SHARES, INPUT, OPEN = STAGES = ("keys", "shares", "input", "open")
+KEYS, SHARES, INPUT, AGREE, OPEN = STAGES = ("keys", "shares", "input", "agree", "open")
 STAGE, BODY = "sum/stage", "sum/body"  # fields of a message
 MASKED = "masked"  # the tensor of a masked addend
 _LEAST = 3  # members of a sum, unless the run asks for another threshold
@@ -92,6 +94,7 @@ class Advert:
 
     share_key: str
     mask_key: str
+    sign_key: str
     own_digest: str
     signer: str = ""  # a public key, as OpenSSH writes it
     signature: str = ""
@@ -107,7 +110,16 @@ class Advert:
 
     def text(self, session: str, client: int) -> bytes:
         """Return what is signed."""
-        return f"secure sum {session} {client} {self.share_key} {self.mask_key} {self.own_digest}".encode()
+        return (
+            f"secure sum {session} {client} {self.share_key} {self.mask_key} {self.sign_key} {self.own_digest}".encode()
+        )
+
+    def check_agreement(self, client: int, agreed: bytes, signature: str) -> None:
+        """Raise ``ValueError`` unless the member signed ``agreed``."""
+        try:
+            Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.sign_key)).verify(bytes.fromhex(signature), agreed)
+        except InvalidSignature:
+            raise ValueError(f"client {client} does not agree on the members whose addends have come") from None
 
     def check(self, session: str, client: int) -> None:
         """Raise ``ValueError`` unless the signature is that of the signer, if there is one."""
@@ -142,6 +154,14 @@ def _public(private: bytes) -> str:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw().hex()
 
 
+def _sign_key(seed: bytes) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(derived_key(seed, "sign key"))
+
+
+def _agreed(session: str, survivors: Sequence[int]) -> bytes:
+    return f"{session} {list(survivors)}".encode()
+
+
 def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
     other = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
     return derived_key(X25519PrivateKey.from_private_bytes(private).exchange(other), purpose)
@@ -165,7 +185,7 @@ class Member:
     def answer(self, fields: Mapping[str, object]) -> dict[str, Any]:
         """Answer a message of a stage beside the input. Raises ``ValueError`` for one that must not be answered."""
         stage = str(fields.get(STAGE))
-        answers = {KEYS: self._keys, SHARES: self._shares, OPEN: self._opened}
+        answers = {KEYS: self._keys, SHARES: self._shares, AGREE: self._agreed, OPEN: self._opened}
         if stage not in answers:
             raise ValueError(f"field '{STAGE}' is {stage[:20]!r}, allowed: {', '.join(STAGES)}")
         with _reading():
@@ -211,7 +231,8 @@ class Member:
         self.state = {"session": session, "stage": KEYS, "seed": seed.hex()}
         own = derived_key(seed, "own mask")
         share_key, mask_key = (_public(derived_key(seed, name)) for name in ("share key", "mask key"))
-        advert = Advert(share_key, mask_key, _digest(own))
+        sign_key = _sign_key(seed).public_key().public_bytes_raw().hex()
+        advert = Advert(share_key, mask_key, sign_key, _digest(own))
         if (key := self.identity.key) is not None:
             signer = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
             signature = key.sign(advert.text(session, self.client), _ECDSA).hex()
@@ -238,12 +259,25 @@ class Member:
         self._save()
         return {"dealt": dealt}
 
+    def _agreed(self, body: Body) -> Body:
+        """Sign whose addends have come, once."""
+        self._go_on(INPUT, AGREE)
+        survivors = sorted(int(client) for client in body["survivors"])
+        self._require(survivors, self.state["members"], "members whose addends have come")
+        self.state["survivors"] = survivors
+        self._save()
+        key = _sign_key(bytes.fromhex(self.state["seed"]))
+        return {"signature": key.sign(_agreed(self.state["session"], survivors)).hex()}
+
     def _opened(self, body: Body) -> Body:
         """Open a share of each member, once; from then on the secrets of this sum are gone."""
-        self._go_on(INPUT, OPEN)
+        self._go_on(AGREE, OPEN)
         state, roster = self.state, self._roster()
-        survivors = {int(client) for client in body["survivors"]}
-        self._require(survivors, state["members"], "members whose addends have come")
+        survivors = state["survivors"]
+        signatures = {int(client): signature for client, signature in body["signatures"].items()}
+        self._require(signatures, survivors, "members that agree on whose addends have come")
+        for client, signature in signatures.items():
+            roster[client].check_agreement(client, _agreed(state["session"], survivors), signature)
         names = _digest(" ".join(sorted(roster[client].signer or str(client) for client in survivors)).encode())
         text = self.journal.read_text() if self.journal.exists() else ""
         earlier = dict(line.split() for line in text.splitlines() if " " in line)
@@ -315,6 +349,8 @@ class SecureSum:
     answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
     dealt: dict[int, dict[int, list[str]]] = field(default_factory=dict)  # by dealer and holder: sealed, two digests
+    survivors: list[int] = field(default_factory=list)  # the members whose addends have come
+    signatures: dict[int, str] = field(default_factory=dict)  # by which they agree on that
     total: Words = field(init=False)  # of the masked addends
     opened: dict[int, dict[int, bytes]] = field(default_factory=dict)  # shares by dealer and holder
 
@@ -324,14 +360,16 @@ class SecureSum:
             KEYS: {"session": self.session},
             SHARES: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
             INPUT: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
-            OPEN: {"survivors": self.members},
+            AGREE: {"survivors": self.survivors},
+            OPEN: {"signatures": self.signatures},
         }
         return packed(stage, bodies[stage])
 
     def take(self, stage: str, client: int, body: Body) -> None:
         """Take in a member's answer. Raises ``ValueError`` for one that is left out."""
         with _reading():
-            {KEYS: self._take_keys, SHARES: self._take_shares, OPEN: self._take_opened}[stage](client, body)
+            takes = {SHARES: self._take_shares, AGREE: self._take_agreed, OPEN: self._take_opened}
+            takes.get(stage, self._take_keys)(client, body)
         self.answered.append(client)
 
     def _take_keys(self, client: int, body: Body) -> None:
@@ -352,10 +390,15 @@ class SecureSum:
         self.total = self.total + words if self.answered else words.copy()
         self.answered.append(client)
 
+    def _take_agreed(self, client: int, body: Body) -> None:
+        signature = str(body["signature"])
+        self.roster[client].check_agreement(client, _agreed(self.session, self.survivors), signature)
+        self.signatures[client] = signature
+
     def _take_opened(self, client: int, body: Body) -> None:
         share_of = {int(dealer): bytes.fromhex(share) for dealer, share in body["opened"].items()}
         for dealer, share in share_of.items():
-            if _digest(share) != self.dealt[dealer][client][1 + (dealer not in self.members)]:
+            if _digest(share) != self.dealt[dealer][client][1 + (dealer not in self.survivors)]:
                 raise ValueError(f"its share of client {dealer} is not the one that client {dealer} dealt")
         for dealer, share in share_of.items():
             self.opened.setdefault(dealer, {})[client] = share
@@ -369,13 +412,15 @@ class SecureSum:
                 f"allowed: {self.threshold} or more; first failure: {failures[0] if failures else 'none'}"
             )
         self.members, self.answered = sorted(self.answered), []
+        if stage == INPUT:
+            self.survivors = self.members
 
     def unmasked(self) -> Words:
         """Return the sum of the survivors' addends. Raises :class:`TooFewReplies` where a mask cannot be removed."""
         for dealer, advert in self.roster.items():
             if dealer not in self.dealt:
                 continue
-            has_come, share_of = dealer in self.members, self.opened.get(dealer, {})
+            has_come, share_of = dealer in self.survivors, self.opened.get(dealer, {})
             try:
                 secret = recovered(dict(list(share_of.items())[: self.threshold]))
                 fits = _digest(secret) == advert.own_digest if has_come else _public(secret) == advert.mask_key
@@ -389,7 +434,7 @@ class SecureSum:
             if has_come:
                 add_mask(self.total, derived_key(secret, "mask"), subtract=True)
                 continue
-            for member in self.members:
+            for member in self.survivors:
                 key = _pair_key(secret, self.roster[member].mask_key, f"{self.session} mask")
                 add_mask(self.total, key, subtract=member < dealer)
         return self.total

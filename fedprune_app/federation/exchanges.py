@@ -20,7 +20,7 @@ from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import ReceivedReply, TooFewReplies, message_to, require, send_and_receive
-from fedprune_app.engine.secure_aggregation import INPUT, KEYS, MASKED, OPEN, SHARES, SecureSum, body_of
+from fedprune_app.engine.secure_aggregation import AGREE, INPUT, KEYS, MASKED, OPEN, SHARES, SecureSum, body_of
 from fedprune_app.federation.round import Channel, OutgoingMessage, Reply, Round
 from fedprune_app.results import metrics
 from fedprune_app.results.recorder import number_in, row_of
@@ -111,6 +111,8 @@ def _summed(
         total.num_examples += reply.num_examples
         total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
+    _ask_members(round, secure, AGREE)
+    secure.close(AGREE, log.failures[num_failures:])
     _ask_members(round, secure, OPEN)
     words = torch.from_numpy(secure.unmasked().view(np.int64))
     parts = zip(shapes, torch.split(words, sizes), strict=True)

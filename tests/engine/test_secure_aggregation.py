@@ -10,15 +10,16 @@ import pytest
 
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.secure_aggregation import (
+    AGREE,
     BODY,
     INPUT,
     KEYS,
     OPEN,
     SHARES,
+    STAGES,
     Identity,
     Member,
     SecureSum,
-    _digest,
     body_of,
     packed,
     threshold_of,
@@ -26,6 +27,7 @@ from fedprune_app.engine.secure_aggregation import (
 from fedprune_app.launching.credentials import make_node_key
 
 REQUEST = "c0" * 32
+ADVERT = {"share_key": "09" * 32, "mask_key": "11" * 32, "sign_key": "33" * 32, "own_digest": "22" * 32}
 ADDENDS = {k: np.array([k + 1, 2**63 + k, 0], dtype=np.uint64) for k in range(6)}
 
 
@@ -73,7 +75,7 @@ class Federation:
         return failures
 
     def up_to(self, last, gone=()):
-        for stage in (KEYS, SHARES, INPUT, OPEN):
+        for stage in STAGES:
             clients = [client for client in self.server.members if client not in gone]
             assert not self.ask(stage, clients)
             if stage == last:
@@ -92,15 +94,15 @@ def total_of(clients):
 # --- whoever is lost ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost_before", [KEYS, SHARES, INPUT, OPEN])
+@pytest.mark.parametrize("lost_before", STAGES)
 @pytest.mark.parametrize("lost", [(), (2,), (0, 4)])
 def test_the_sum_is_that_of_the_members_whose_addends_came(federation, lost_before, lost):
-    stages = [KEYS, SHARES, INPUT, OPEN]
+    stages = [*STAGES]
     for number, stage in enumerate(stages):
         gone = lost if number >= stages.index(lost_before) else ()
         assert not federation.ask(stage, [k for k in federation.server.members if k not in gone])
-    added = [k for k in range(5) if lost_before == OPEN or k not in lost]
-    assert federation.server.members == added
+    added = [k for k in range(5) if lost_before in (AGREE, OPEN) or k not in lost]
+    assert federation.server.survivors == added
     assert federation.server.unmasked().tolist() == total_of(added)
 
 
@@ -115,8 +117,8 @@ def test_no_upload_is_the_addend_nor_the_same_twice(federation):
 
 
 def test_below_the_threshold_nothing_is_opened(federation):
-    federation.up_to(INPUT, gone=(3,))
-    assert federation.server.members == [0, 1, 2, 4]
+    federation.up_to(AGREE, gone=(3,))
+    assert federation.server.survivors == [0, 1, 2, 4]
     masked_sum = federation.server.total.copy()
     assert not federation.ask(OPEN, [0, 1])
     with pytest.raises(TooFewReplies, match="2 shares of client 0 are opened and do not give its secret"):
@@ -146,32 +148,45 @@ def test_a_threshold_with_which_both_shares_could_be_opened_is_refused_by_each_m
 # --- a server that lies ---------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_asks_for_both_shares_of_a_member_gets_neither_sum(federation):
-    """It says to some that client 0 has come, and to others that it has not."""
+def test_a_server_that_tells_members_different_survivors_gets_no_share_of_either_kind(federation):
+    """It says to some that client 0 has come, and to others that it has not: to get both its shares."""
     federation.up_to(INPUT)
-    opened = {}
+    signatures = {}
 
     def told(client, body):
         return {"survivors": [0, 1, 2, 3, 4] if client < 3 else [1, 2, 3, 4]}
 
     def reply(client, body):
-        opened[client] = _digest(bytes.fromhex(body["opened"]["0"]))
+        signatures[client] = body["signature"]
         return body
 
-    federation.ask(OPEN, range(5), told, reply)
-    dealt = federation.server.dealt[0]
-    own, mask = ([k for k in range(5) if opened[k] == dealt[k][kind]] for kind in (1, 2))
-    assert (own, mask) == ([0, 1, 2], [3, 4]), "three are needed of each"
-    failures = federation.ask(OPEN, range(5), lambda client, body: {"survivors": [1, 2, 3, 4]})
-    assert {*failures} == {0, 1, 2, 3, 4}, "nobody opens twice"
+    failures = federation.ask(AGREE, range(5), told, reply)
+    assert failures == {k: f"client {k} does not agree on the members whose addends have come" for k in (3, 4)}
+    failures = federation.ask(OPEN, range(5), lambda client, body: {"signatures": signatures})
+    assert set(failures) == {0, 1, 2, 3, 4}
+    assert all("does not agree" in line or "members that agree" in line for line in failures.values())
+    assert federation.server.opened == {}
+    again = federation.ask(AGREE, range(5), lambda client, body: {"survivors": [1, 2, 3, 4]})
+    assert all("follows 'agree', allowed: 'input'" in line for line in again.values())
+    assert set(again) == set(range(5)), "nobody signs twice"
 
 
-def test_nobody_opens_a_sum_without_its_own_addend_or_of_too_few(federation):
+def test_nobody_opens_with_fewer_signatures_than_the_threshold_or_forged_ones(federation):
+    federation.up_to(AGREE)
+    few = dict(list(federation.server.signatures.items())[:2])
+    failures = federation.ask(OPEN, [0], lambda client, body: {"signatures": few})
+    assert "members that agree on whose addends have come are [0, 1], allowed: 3 or more" in failures[0]
+    forged = {**federation.server.signatures, 4: "00" * 64}
+    failures = federation.ask(OPEN, [1], lambda client, body: {"signatures": forged})
+    assert failures[1] == "client 4 does not agree on the members whose addends have come"
+
+
+def test_nobody_agrees_to_a_sum_without_its_own_addend_or_of_too_few(federation):
     federation.up_to(INPUT)
-    failures = federation.ask(OPEN, [0, 1], lambda client, body: {"survivors": [1, 2]})
+    failures = federation.ask(AGREE, [0, 1], lambda client, body: {"survivors": [1, 2]})
     assert "members whose addends have come are [1, 2], allowed: 3 or more" in failures[0]
     assert "allowed: 3 or more of the sum's, client 1 among them" in failures[1]
-    failures = federation.ask(OPEN, [2], lambda client, body: {"survivors": [1, 2, 3, 9]})
+    failures = federation.ask(AGREE, [2], lambda client, body: {"survivors": [1, 2, 3, 9]})
     assert "are [1, 2, 3, 9]" in failures[2], "a member that never was"
 
 
@@ -183,18 +198,24 @@ def test_a_sum_of_the_same_addend_or_message_is_not_opened_with_other_members(fe
     addend = ADDENDS[1] + np.uint64(same == "message")
     fields = federation.server.message(INPUT, 1)
     federation.members[1].masked(fields, addend.copy(), "another" if same == "addend" else REQUEST)
+    others = {k: federation.members[k] for k in (0, 2, 3, 4)}
+    for k, member in others.items():
+        member.masked(federation.server.message(INPUT, k), ADDENDS[k] + np.uint64(5), f"{k}")
+    files = [member.file for member in federation.members.values()]
+    states = [file.read_bytes() for file in files]
     for survivors, is_refused in (([0, 1, 2], True), ([0, 1, 2, 3, 4], False)):
-        state = (federation.members[1].file).read_bytes()
-        failures = federation.ask(
-            OPEN, [1], lambda client, body, who=survivors: {"survivors": who}, lambda client, body: {"opened": {}}
-        )
+        federation.server.survivors = survivors
+        assert not federation.ask(AGREE, survivors)
+        failures = federation.ask(OPEN, [1], reply=lambda client, body: {"opened": {}})
         assert ("was in a sum of other members before" in failures.get(1, "")) == is_refused
-        federation.members[1].file.write_bytes(state)
+        for file, state in zip(files, states, strict=True):
+            file.write_bytes(state)
+        federation.server.signatures, federation.server.answered = {}, []
 
 
 def test_a_stage_is_not_answered_twice_or_before_its_turn(federation):
     federation.up_to(KEYS)
-    assert "follows 'keys', allowed: 'input'" in federation.ask(OPEN, [0], lambda c, b: {"survivors": [0, 1, 2]})[0]
+    assert "follows 'keys', allowed: 'agree'" in federation.ask(OPEN, [0])[0]
     assert not federation.ask(SHARES, range(5))
     assert "follows 'shares', allowed: 'keys'" in federation.ask(SHARES, [0])[0]
     assert not federation.ask(INPUT, range(5))
@@ -273,6 +294,7 @@ def wrong_share(client, body):
 def test_a_member_that_opens_a_wrong_share_is_named_and_the_others_do(federation):
     federation.up_to(SHARES)
     assert not federation.ask(INPUT, [0, 1, 3, 4])
+    assert not federation.ask(AGREE, [0, 1, 3, 4])
     failures = federation.ask(OPEN, [0, 1, 3, 4], reply=wrong_share)
     assert failures == {4: "its share of client 2 is not the one that client 2 dealt"}
     assert federation.server.unmasked().tolist() == total_of([0, 1, 3, 4])
@@ -288,6 +310,7 @@ def test_a_member_whose_shares_do_not_open_is_named_by_those_that_got_them(feder
     assert not federation.ask(SHARES, range(5), reply=broken)
     notes = federation.ask(INPUT, range(5))
     assert notes == {0: "the shares of client 3 do not open, or are not those that it announced"}
+    assert not federation.ask(AGREE, range(5))
     assert not federation.ask(OPEN, range(5))
     assert federation.server.unmasked().tolist() == total_of(range(5)), "four shares of client 3 are enough"
 
@@ -300,6 +323,7 @@ def test_shares_that_nobody_can_open_end_the_sum_with_the_name_of_their_dealer(f
     assert not federation.ask(SHARES, range(5), reply=garbage)
     line = "the shares of client 2 do not open, or are not those that it announced"
     assert federation.ask(INPUT, range(5)) == dict.fromkeys(range(5), line)
+    assert not federation.ask(AGREE, range(5))
     assert not federation.ask(OPEN, range(5))
     with pytest.raises(TooFewReplies, match="0 shares of client 2 are opened and do not give its secret"):
         federation.server.unmasked()
@@ -316,6 +340,7 @@ def test_shares_of_no_secret_end_the_sum_with_the_name_of_their_dealer(federatio
     monkeypatch.setattr(protocol, "shares", secure_sums.shares)
     assert not federation.ask(SHARES, [0, 2, 3, 4])
     assert not federation.ask(INPUT, range(5))
+    assert not federation.ask(AGREE, range(5))
     assert not federation.ask(OPEN, range(5))
     with pytest.raises(TooFewReplies, match="round 1: 5 shares of client 1 are opened and do not give its secret"):
         federation.server.unmasked()
@@ -325,15 +350,18 @@ def test_shares_of_no_secret_end_the_sum_with_the_name_of_their_dealer(federatio
     ("stage", "body"),
     [
         (KEYS, {}),
-        (KEYS, {"share_key": "00" * 32, "mask_key": "11" * 32, "own_digest": "22" * 32}),  # a key of small order
-        (KEYS, {"share_key": 7, "mask_key": [], "own_digest": None}),
-        (KEYS, {"share_key": "xy", "mask_key": "11" * 32, "own_digest": "22" * 32}),
-        (KEYS, {"share_key": "09" * 32, "mask_key": "11" * 32, "own_digest": "22" * 32, "signer": "?"}),
+        (KEYS, {**ADVERT, "share_key": "00" * 32}),  # with this key no secret can be agreed on
+        (KEYS, {**ADVERT, "share_key": 7, "mask_key": [], "own_digest": None}),
+        (KEYS, {**ADVERT, "share_key": "xy"}),
+        (KEYS, {**ADVERT, "signer": "?"}),
         (SHARES, {}),
         (SHARES, {"dealt": {}}),
         (SHARES, {"dealt": {str(k): ["00", "00"] for k in range(5)}}),
         (SHARES, {"dealt": {str(k): 7 for k in range(5)}}),
         (SHARES, {"dealt": [1, 2]}),
+        (AGREE, {}),
+        (AGREE, {"signature": "00" * 64}),
+        (AGREE, {"signature": 7}),
         (OPEN, {"opened": {"77": "00" * 33}}),
         (OPEN, {"opened": {"0": "00"}}),
         (OPEN, {"opened": 3}),
@@ -343,11 +371,11 @@ def test_an_answer_that_is_none_is_refused_and_the_sum_goes_on_without(federatio
     def cheating(client, honest):
         return body if client == 2 else honest
 
-    for each in (KEYS, SHARES, INPUT, OPEN):
+    for each in STAGES:
         reply = cheating if each == stage else lambda client, honest: honest
         failures = federation.ask(each, federation.server.members, reply=reply)
         assert failures.keys() == ({2} if each == stage else set())
-    added = [k for k in range(5) if stage == OPEN or k != 2]
+    added = [k for k in range(5) if stage in (AGREE, OPEN) or k != 2]
     assert federation.server.unmasked().tolist() == total_of(added)
 
 

@@ -85,8 +85,9 @@ def test_the_sum_is_of_those_that_are_left_wherever_the_others_are_lost(run, sta
     assert sorted({text.split(":")[0] for text in secure.rounds[0]["failure_reasons"]}) == ["client 1", "client 4"]
 
 
-def test_a_sum_is_opened_by_those_that_are_left_after_it(run):
-    secure = run(losing({"open": {0, 3}}), clients=5, secure_sums=True)
+@pytest.mark.parametrize("stage", ["agree", "open"])
+def test_a_sum_is_opened_by_those_that_are_left_after_it(run, stage):
+    secure = run(losing({stage: {0, 3}}), clients=5, secure_sums=True)
     assert secure.sha256 == run(clients=5).sha256
     assert secure.rounds[0]["replies"] == 10
 
@@ -97,6 +98,7 @@ def test_a_sum_is_opened_by_those_that_are_left_after_it(run):
         ("keys", "2 clients are left after stage 'keys' of the secure sum, allowed: 3 or more"),
         ("shares", "2 clients are left after stage 'shares' of the secure sum, allowed: 3 or more"),
         ("input", "2 clients are left after stage 'input' of the secure sum, allowed: 3 or more"),
+        ("agree", "2 clients are left after stage 'agree' of the secure sum, allowed: 3 or more"),
         ("open", "2 shares of client 0 are opened and do not give its secret, allowed: 3"),
     ],
 )
