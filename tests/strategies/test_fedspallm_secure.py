@@ -34,7 +34,8 @@ def run(wanted, tmp_path):
 
     def go(app=None, clients=3, **more):
         folder = tmp_path / str(len([*tmp_path.iterdir()]))
-        given = {name.replace("_", "-").replace("fedspallm-", "fedspallm."): value for name, value in more.items()}
+        given = {name.replace("_", "-"): value for name, value in more.items()}
+        given = {name.replace("fedspallm-", "fedspallm.").replace("dp-", "dp."): v for name, v in given.items()}
         config = parse_config({**wanted, "out-dir": str(folder), **given})
         run_in_process(server_app.app, app or losing({}), clients, config.to_dict())
         return Finished(folder)
@@ -73,6 +74,12 @@ def test_a_run_ends_with_the_same_model_with_secure_sums_and_without(run, layers
     assert [row["layers_pruned"] for row in secure.clients] == [row["layers_pruned"] for row in plain.clients]
     assert len(sent) == 6
     assert all(payload.tensors.keys() == {MASKED} for payload in sent)
+
+
+def test_a_private_run_ends_with_the_same_model_with_secure_sums_and_without(run):
+    """Noise can make of a diagonal what no sum of products has."""
+    private = {"dp_enabled": True, "dp_noise_multiplier": 2.0, "dp_clip_norm": 0.5}
+    assert run(secure_sums=True, **private).sha256 == run(**private).sha256
 
 
 @pytest.mark.parametrize("stage", ["keys", "shares", "input"])
