@@ -1,0 +1,236 @@
+"""Advice on somebody's own data: sweeps of a few methods within some minutes, and the answers that they give."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import fedprune_app
+from fedprune_app.config import ConfigError, Settings
+from fedprune_app.core.named import ValueDict
+from fedprune_app.data.splits import data_config, dataset_of
+from fedprune_app.errors import LaunchError
+from fedprune_app.exports.formats import export_model
+from fedprune_app.files import replace_file
+from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.own_data import settings_of
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.results import advice
+from fedprune_app.results.advice import ALONE, FEDERATED, Advice, Share, private
+from fedprune_app.results.groups import Group, group_runs
+from fedprune_app.results.ownership import mark
+from fedprune_app.results.reader import Run
+from fedprune_app.sweeps.matrix import matrix_of, to_yaml
+from fedprune_app.sweeps.sweep import sweep
+from fedprune_app.terminal import Terminal
+
+SEEDS = (1, 2, 3)
+_SEARCH_SEED = 0  # decides nothing but settings
+_RATES = (0.01, 0.03, 0.1)
+_PRIVATE_RATES = (0.1, 0.3, 1.0)
+_PRIVATE = (ALONE, "fedavg")
+_COMMON: Settings = {"batch-size": 32, "local-epochs": 2, "validation-fraction": 0.2, "evaluate-every": 0}
+_SPARSE_GLOBAL = "feddst"  # docs/evidence.md, section 6
+_SPARSE: Mapping[str, Settings] = {
+    _SPARSE_GLOBAL: {"density": 0.5},
+    "dispfl": {"density": 0.5, "dispfl.growth": "random"},
+    "subfedavg-hy": {},
+}
+_MOST_ROUNDS, _FEWEST_ROUNDS, _ROUNDS_OF_A_SEARCH = 100, 3, 8
+_MOST_SITES = 10  # in a round of a method with a server
+_MOST_FILES = 30
+_RESERVE = 0.15  # of the time, for files and for what takes longer than it did at first
+
+Entries = dict[str, list[ValueDict]]  # by method: the settings that are tried
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Sweeps of methods on the same data, in folders below ``out``."""
+
+    common: Settings
+    num_clients: int
+    engine: str
+    out: Path
+    console: Terminal
+    failed: dict[str, str]
+
+    def runs(self, name: str, entries: Entries, seeds: Sequence[int], rounds: int) -> dict[str, list[Run]]:
+        """Return by method the runs of a sweep, which goes on with the seeds that it lacks."""
+        data = {"dataset": self.common["dataset"]}
+        common = {key: value for key, value in self.common.items() if key != "dataset"}
+        document = {
+            "clients": self.num_clients,
+            "common": {**common, "num-server-rounds": rounds},
+            "systems": [entry for tried in entries.values() for entry in tried],
+            "datasets": [data],
+            "seeds": list(seeds),
+        }
+        folder = self.out / name
+        replace_file(folder.with_suffix(".yaml"), to_yaml(document).encode())
+        given = Given(out=folder, resume=folder.exists())
+        outcome = sweep(matrix_of(document, name), given, Placement(self.engine, self.num_clients), self.console)
+        self.failed.update(outcome.failed)
+        found: dict[str, list[Run]] = {method: [] for method in entries}
+        for run in outcome.runs:
+            found[method_of(run)].append(run)
+        return {method: runs for method, runs in found.items() if runs}
+
+
+def method_of(run: Run) -> str:
+    return private(run.system) if run.config["dp.enabled"] else run.system
+
+
+def advise(
+    folder: Path,
+    chosen: Settings,
+    out: Path,
+    console: Terminal,
+    *,
+    minutes: float = 20.0,
+    epsilon: float = 0.0,
+    clients: int | None = None,
+    engine: str = "inprocess",
+) -> Advice:
+    """Answer on the data in ``folder`` what a federation, pruning and privacy would bring, and write to ``out``.
+
+    All choices are made by validation accuracy of a seed that no answer has. The answers are of test data. Raises
+    :class:`ConfigError` where the data do not say whose they are, or where ``minutes`` are too few.
+    """
+    start = time.monotonic()
+    settings: ValueDict = settings_of(folder, chosen)
+    dataset = dataset_of(data_config(prepare(Given(settings)).config))
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError("--output", out, "a new folder", which="is not empty")
+    names = list(dataset.owner_names) or [f"site {client}" for client in range(clients or 20)]
+    notes: list[str] = []
+    entries = _entries(settings, len(names), epsilon, notes)
+    mark(out, "sweep")
+    bench = _Bench({**_COMMON, **settings}, len(names), engine, out, console, {})
+
+    def left() -> float:
+        return start + 60 * minutes * (1 - _RESERVE) - time.monotonic()
+
+    plan = _plan(bench, entries, left(), minutes)
+    notes.append(plan.words)
+    for tried in entries.values():
+        for entry in tried:
+            if "dp.enabled" in entry:
+                entry["dp.planned-rounds"] = plan.rounds
+    best = _best(bench, entries, plan)
+    final: dict[str, list[Run]] = {}
+    for count in range(1, len(SEEDS) + 1):
+        if count > 1 and left() < plan.seconds_of_a_seed:
+            notes.append(f"the minutes allowed {count - 1} of {len(SEEDS)} seeds")
+            break
+        final = bench.runs("runs", best, SEEDS[:count], plan.rounds)
+    notes += [f"{name} failed: {reason}" for name, reason in bench.failed.items()]
+    methods = {method: group_runs(runs)[0] for method, runs in final.items()}
+    shares, models = _files(methods, names, out / "models", notes)
+    sparse = [method for method in (*_SPARSE, "subfedavg") if method in methods]
+    return Advice(methods, names, epsilon, sparse, shares, models, notes, out / "runs.yaml")
+
+
+def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[str]) -> Entries:
+    """Return the settings that are tried, by method."""
+    share = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
+    of_methods: dict[str, ValueDict] = {
+        ALONE: {"fraction-train": 1.0},
+        "fedavg": dict(share),
+        FEDERATED: dict(share),
+        **{system: {**share, **own} for system, own in _SPARSE.items()},
+    }
+    of_methods["dispfl"]["fraction-train"] = 1.0
+    gallery = (Path(fedprune_app.__file__).parent / "gallery", Path(fedprune_app.__file__).parents[1] / "gallery")
+    if file := next((path for place in gallery if (path := place / f"{_SPARSE_GLOBAL}.py").exists()), None):
+        settings["plugins"] = ",".join(filter(None, (str(settings.get("plugins", "")), str(file))))
+    else:
+        del of_methods[_SPARSE_GLOBAL]
+        of_methods["subfedavg"] = dict(share)
+        notes.append("FedDST is in the repository's gallery alone: Sub-FedAvg took its place")
+    if settings["dataset"] == "table":
+        del of_methods["subfedavg-hy"]
+        notes.append("Sub-FedAvg (Hy) removes channels, and a table's network has none")
+    entries = {
+        method: [{"system": method, **own, "learning-rate": rate} for rate in _RATES]
+        for method, own in of_methods.items()
+    }
+    if epsilon:
+        dp = {"dp.enabled": True, "dp.target-epsilon": epsilon, "dp.accuracies": "open", **share}
+        for method in _PRIVATE:
+            entries[private(method)] = [{"system": method, **dp, "learning-rate": rate} for rate in _PRIVATE_RATES]
+    return entries
+
+
+@dataclass(frozen=True)
+class _Plan:
+    rounds: int
+    rounds_to_search: int  # 0: nothing is searched
+    seconds_of_a_seed: float
+    words: str
+
+
+def _plan(bench: _Bench, entries: Entries, seconds: float, minutes: float) -> _Plan:
+    """Measure two rounds of each method, and return how many rounds the time allows; methods that fail are left out."""
+    start = time.monotonic()
+    first = bench.runs("measured", {method: [tried[1]] for method, tried in entries.items()}, [_SEARCH_SEED], 2)
+    spent = time.monotonic() - start
+    for method in entries.keys() - first.keys():
+        del entries[method]
+    runs = [run for found in first.values() for run in found]
+    of_rounds = sum(float(run.rounds[-1]["seconds"]) for run in runs)
+    beside = sum(1 + run.info["seconds"] - sum(row["seconds"] for row in run.rounds) for run in runs)
+    seconds -= spent
+    # a search tries three rates for a quarter of the rounds, and two for half of them
+    rounds = int((seconds - (5 + len(SEEDS)) * beside) / ((1.75 + len(SEEDS)) * of_rounds))
+    searches = rounds >= _ROUNDS_OF_A_SEARCH
+    if not searches:
+        rounds = int((seconds - len(SEEDS) * beside) / (len(SEEDS) * of_rounds))
+    if rounds < _FEWEST_ROUNDS:
+        needed = (spent + len(SEEDS) * (beside + _FEWEST_ROUNDS * of_rounds)) / 60 / (1 - _RESERVE)
+        raise ConfigError("--minutes", minutes, f"at least {needed:.1f}, by the first rounds on this machine")
+    rounds = min(rounds, _MOST_ROUNDS)
+    by = "learning rates were chosen by validation accuracy" if searches else "no time was left to choose rates"
+    words = f"a round of all methods took {of_rounds:.1f} s, so runs have {rounds} rounds; {by}"
+    return _Plan(rounds, rounds // 4 if searches else 0, beside + rounds * of_rounds, words)
+
+
+def _best(bench: _Bench, entries: Entries, plan: _Plan) -> Entries:
+    """Return of each method the settings that are best on validation data: successive halving."""
+    if not plan.rounds_to_search:
+        return {method: [tried[1]] for method, tried in entries.items()}
+    for rung in (1, 2):
+        runs = bench.runs(f"search{rung}", entries, [_SEARCH_SEED], rung * plan.rounds_to_search)
+        halved: Entries = {}
+        for method, found in runs.items():
+            found.sort(key=lambda run: run.last("accuracy_validation_mean") or 0.0, reverse=True)
+            rates = [run.config["learning-rate"] for run in found[: 3 - rung]]
+            halved[method] = [entry for rate in rates for entry in entries[method] if entry["learning-rate"] == rate]
+        entries = halved
+    return entries
+
+
+def _files(
+    methods: Mapping[str, Group], names: Sequence[str], folder: Path, notes: list[str]
+) -> tuple[dict[str, Share], list[tuple[str, Path]]]:
+    """Write each site's model of the method that is best on validation data; measure a file of each sparse method."""
+    shares: dict[str, Share] = {}
+    folder.mkdir(parents=True)
+    try:
+        for method in (*_SPARSE, "subfedavg"):
+            if method in methods:
+                _, full, small = export_model(methods[method].first.folder, 0, "onnx", folder / f".{method}.onnx")
+                time_of = small.milliseconds[1] / full.milliseconds[1]
+                shares[method] = Share("ONNX", small.file_bytes / full.file_bytes, time_of)
+        open_methods = [method for method, group in methods.items() if method == group.system]
+        best = max(open_methods, key=lambda method: advice.validation_of(methods[method]))
+        models = []
+        for client, name in list(enumerate(names))[:_MOST_FILES]:
+            path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.onnx"
+            export_model(methods[best].first.folder, client, "onnx", path)
+            models.append((name, path))
+        notes.append(f"the sites' models are of {best}, the best by validation accuracy, seed {SEEDS[0]}")
+    except (ValueError, LaunchError) as error:
+        notes.append(f"not all models were written: {error}")
+    return shares, models
