@@ -157,8 +157,8 @@ def image_folder(
             places_by_part[part] = [folder / part]
         elif part == "train" or form.needs_test:
             advice = "" if part == "train" else "; test-split=holdout holds out a share of each client's images"
-            if owners := owner_folders(folder):
-                advice = f"; partition=owners reads <client>/<class>/*, here of {shortened(owners)}"
+            if people := owner_folders(folder):
+                advice = f"; partition=owners reads <client>/<class>/*, here of {shortened(people)}"
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", advice))
     training_places = places_by_part["owners" if form.by_owner else "train"]
     class_names = {class_name for place in training_places for class_name in _class_names(place)}

@@ -4,12 +4,15 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from torch import nn
 
 from clients.base import ImageClient
 from clients.fedavg_ft import FineTuned
+from clients.place import Place
+from clients.task import Task
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
@@ -29,7 +32,7 @@ from fedprune_app.models.vision import load_state_tensors, prunable_names, state
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.reader import check_models, read_info
+from fedprune_app.results.reader import check_models, last_of_clients, load_run, read_info
 
 _GLOBAL = Path("models") / "global.safetensors"
 CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
@@ -84,6 +87,9 @@ def find_model(
         )
     if client is None:
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
+    elif issubclass(prepared.system.client, FineTuned):
+        round = int(info["rounds_completed"])
+        state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client)
     else:
         round, state = _client_state(run, info, config, client, state_dir)
     return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state)
@@ -178,7 +184,7 @@ def _client_state(run: Path, info: Values, config: Config, client: int, state_di
     A reply that came too late to count does not count here.
     """
     rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
-    if client not in rounds or issubclass(SYSTEMS[config.system].client, FineTuned):
+    if client not in rounds:
         allowed = "a client that trained in this run and keeps its model, or the global model"
         raise ConfigError("--client", client, allowed, condition=f"with system {config.system!r}")
     run_key = str(info.get("run_key") or "")
@@ -192,6 +198,31 @@ def _client_state(run: Path, info: Values, config: Config, client: int, state_di
             hint="or export where the client runs",
         )
     return rounds[client], store.read(rounds[client])
+
+
+def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
+    """Return the client's model after fine-tuning, which is made anew: the run tested it and kept none.
+
+    It is made where the data are, and its accuracy must be the recorded one.
+    """
+    rows = last_of_clients(load_run(run), "accuracy_personal")
+    accuracy = next((row["accuracy_personal"] for row in rows if row["partition"] == client), None)
+    if accuracy is None or "nodes" in info or config.dp.enabled:
+        raise ConfigError(
+            "--client", client, "the global model", condition="for private runs, real nodes and clients without a test"
+        )
+    count, round = int(info["num_partitions"]), int(info["rounds_completed"])
+    task = Task(round, Payload(read_tensors(run / _GLOBAL, round=round).tensors))
+    with TemporaryDirectory() as folder:
+        kind = SYSTEMS[config.system].client
+        assert issubclass(kind, ImageClient)
+        node = kind(config, Place(client, count, Path(folder)))
+        tensors = node.personal_model(task, State({}))
+        if node.test_accuracy(task, tensors) != accuracy:
+            raise ValueError(
+                f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had"
+            )
+    return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
 def _exportable(run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State) -> Exportable:

@@ -28,9 +28,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Share:
-    """What an exported file has of the dense one's bytes, and its runtime of the dense one's time for one example."""
+    """What an ONNX file has of the dense one's bytes, and its runtime of the dense one's time for one example."""
 
-    form: str
     file: float
     time: float
 
@@ -102,7 +101,7 @@ def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, Share]) 
         words = {True: "at most a point behind", False: "more than a point behind", None: _open(found)}[verdict]
         text = f"{name}: {words}, {points(found)} against {dense}{_saved(methods[name], methods[dense])}"
         if share := shares.get(name):
-            text += f"; {share.form} file: {share.file:.0%} of the bytes, {share.time:.0%} of the time"
+            text += f"; ONNX file: {share.file:.0%} of the bytes, {share.time:.0%} of the time"
         details.append(text)
     if not verdicts:
         return Answer(question, _UNFINISHED)
@@ -151,7 +150,7 @@ def cost_of(group: Group, num_sites: int) -> str:
     total = group.over(traffic_of)
     by_site = (total.mean if total else 0) / num_sites
     hours = max(run.info["seconds"] for run in group.runs) / 3600 + by_site / _BYTES_PER_HOUR
-    return f"{by_site / MEGABYTE:,.1f} MB and at most {hours:.2g} hours a site, at 10 Mbit/s"
+    return f"{by_site / MEGABYTE:,.1f} MB and at most {60 * hours:.1f} minutes a site, at 10 Mbit/s"
 
 
 def validation_of(group: Group) -> float:
@@ -179,7 +178,7 @@ class Advice:
 
     @property
     def is_table(self) -> bool:
-        return next(iter(self.methods.values())).first.config["dataset"] == "table"
+        return bool(next(iter(self.methods.values())).first.config["dataset"] == "table")
 
     @property
     def mode(self) -> str:

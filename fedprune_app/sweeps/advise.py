@@ -10,9 +10,9 @@ import fedprune_app
 from fedprune_app.config import ConfigError, Settings
 from fedprune_app.core.named import ValueDict
 from fedprune_app.data.splits import data_config, dataset_of
-from fedprune_app.errors import LaunchError
 from fedprune_app.exports.formats import export_model
 from fedprune_app.files import replace_file
+from fedprune_app.plugins import names_in
 from fedprune_app.preflight.given import Given, Placement
 from fedprune_app.preflight.own_data import settings_of
 from fedprune_app.preflight.prepare import prepare
@@ -127,8 +127,8 @@ def advise(
         final = bench.runs("runs", best, SEEDS[:count], plan.rounds)
     notes += [f"{name} failed: {reason}" for name, reason in bench.failed.items()]
     methods = {method: group_runs(runs)[0] for method, runs in final.items()}
-    shares, models = _files(methods, names, out / "models", notes)
     sparse = [method for method in (*_SPARSE, "subfedavg") if method in methods]
+    shares, models = _files(methods, sparse, names, out / "models", notes)
     return Advice(methods, names, epsilon, sparse, shares, models, notes, out / "runs.yaml")
 
 
@@ -212,25 +212,28 @@ def _best(bench: _Bench, entries: Entries, plan: _Plan) -> Entries:
 
 
 def _files(
-    methods: Mapping[str, Group], names: Sequence[str], folder: Path, notes: list[str]
+    methods: Mapping[str, Group], sparse: Sequence[str], names: Sequence[str], folder: Path, notes: list[str]
 ) -> tuple[dict[str, Share], list[tuple[str, Path]]]:
     """Write each site's model of the method that is best on validation data; measure a file of each sparse method."""
     shares: dict[str, Share] = {}
+    models: list[tuple[str, Path]] = []
     folder.mkdir(parents=True)
+
+    def write(method: str, client: int, path: Path) -> Share:
+        run = methods[method].first
+        _, full, small = export_model(run.folder, client, "onnx", path, trusted=names_in(run.config))
+        return Share(small.file_bytes / full.file_bytes, small.milliseconds[1] / full.milliseconds[1])
+
+    open_methods = [method for method, group in methods.items() if method == group.system]
+    best = max(open_methods, key=lambda method: advice.validation_of(methods[method]))
     try:
-        for method in (*_SPARSE, "subfedavg"):
-            if method in methods:
-                _, full, small = export_model(methods[method].first.folder, 0, "onnx", folder / f".{method}.onnx")
-                time_of = small.milliseconds[1] / full.milliseconds[1]
-                shares[method] = Share("ONNX", small.file_bytes / full.file_bytes, time_of)
-        open_methods = [method for method, group in methods.items() if method == group.system]
-        best = max(open_methods, key=lambda method: advice.validation_of(methods[method]))
-        models = []
+        for method in sparse:
+            shares[method] = write(method, 0, folder / f"{method}-{SEEDS[0]}.onnx")
         for client, name in list(enumerate(names))[:_MOST_FILES]:
             path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.onnx"
-            export_model(methods[best].first.folder, client, "onnx", path)
+            write(best, client, path)
             models.append((name, path))
         notes.append(f"the sites' models are of {best}, the best by validation accuracy, seed {SEEDS[0]}")
-    except (ValueError, LaunchError) as error:
+    except ValueError as error:
         notes.append(f"not all models were written: {error}")
     return shares, models
