@@ -32,7 +32,7 @@ from fedprune_app.models.vision import load_state_tensors, prunable_names, state
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.reader import check_models, last_of_clients, load_run, read_info
+from fedprune_app.results.reader import check_models, client_number, last_of_clients, load_run, read_info
 
 _GLOBAL = Path("models") / "global.safetensors"
 CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
@@ -66,9 +66,11 @@ def finished_checkpoint(folder: Path) -> Path:
 
 
 def find_model(
-    run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "", trusted: Collection[str] = ()
+    run: Path, client: int | str | None, *, state_dir: str = "", data_dir: str = "", trusted: Collection[str] = ()
 ) -> Exportable:
     """Return the personal model that ``client`` answered for at the end of a run, or the run's global model (None).
+
+    A client has a number, and in a simulation of owners' data a name.
 
     How images become inputs, and what the classes are called, is what the run recorded. The data are read only where
     the run did not, and must then be those of the run as far as can be told. Raises a one-line ``ValueError``.
@@ -85,6 +87,8 @@ def find_model(
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
         )
+    if isinstance(client, str):
+        client = client_number(info.get("client_names", {}), client)
     if client is None:
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
     elif issubclass(prepared.system.client, FineTuned):
@@ -219,9 +223,7 @@ def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
         node = kind(config, Place(client, count, Path(folder)))
         tensors = node.personal_model(task, State({}))
         if node.test_accuracy(task, tensors) != accuracy:
-            raise ValueError(
-                f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had"
-            )
+            raise ValueError(f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had")
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 

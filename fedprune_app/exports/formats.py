@@ -133,7 +133,7 @@ def format_of(output: Path, format: str) -> str:
 
 def export_model(
     run: Path,
-    client: int | None,
+    client: int | str | None,
     format: str,
     output: Path,
     *,
@@ -260,7 +260,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == f".{GGUF}"
 
 
-def check_options(output: Path, client: int | None, format: str, **options: object) -> None:
+def check_options(output: Path, client: int | str | None, format: str, **options: object) -> None:
     """Raise :class:`ConfigError` for options of ``fedprune export`` that a language model does not have.
 
     ``options`` are those without effect, by name; they are there where they are not empty.

@@ -1,6 +1,7 @@
 """Advice on somebody's own data: sweeps of a few methods within some minutes, and the answers that they give."""
 
 import re
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,7 +181,9 @@ def _plan(bench: _Bench, entries: Entries, seconds: float, minutes: float) -> _P
         del entries[method]
     runs = [run for found in first.values() for run in found]
     of_rounds = sum(float(run.rounds[-1]["seconds"]) for run in runs)
-    beside = sum(1 + run.info["seconds"] - sum(row["seconds"] for row in run.rounds) for run in runs)
+    # the median: the first private run waits for the accountant's tables
+    of_each = [1 + run.info["seconds"] - sum(row["seconds"] for row in run.rounds) for run in runs]
+    beside = len(runs) * statistics.median(of_each)
     seconds -= spent
     # a search tries three rates for a quarter of the rounds, and two for half of them
     rounds = int((seconds - (5 + len(SEEDS)) * beside) / ((1.75 + len(SEEDS)) * of_rounds))
