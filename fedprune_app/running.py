@@ -110,6 +110,9 @@ class RunProgress:
             self._accuracy = f"{self._accuracy.rstrip()} (round {row['round'] - 1})  "
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
+        for line in row.get("notes") or ():
+            if line.endswith(("heartbeat", "is back")):
+                self._console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
         completed = row["round"] if self._counts_rounds else None  # None leaves it as it is
         self._bar.update(self._task, completed=completed, said=text, failed=failed)
         if not self._is_live:

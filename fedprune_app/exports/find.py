@@ -192,11 +192,14 @@ def _client_state(run: Path, info: Values, config: Config, client: int, state_di
         allowed = "a client that trained in this run and keeps its model, or the global model"
         raise ConfigError("--client", client, allowed, condition=f"with system {config.system!r}")
     run_key = str(info.get("run_key") or "")
-    store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
-    if rounds[client] not in store.rounds():
+    of_nodes = sorted((run / "deployment").glob(f"node-*/state/{run_key}"))  # of `fedprune deploy local`
+    places = [state_folder(run, state_dir or config.state_dir, run_key), *of_nodes]
+    stores = [client_store(place, client, run_key) for place in places]
+    store = next((store for store in stores if rounds[client] in store.rounds()), None)
+    if store is None:
         raise ConfigError(
             "--state-dir",
-            store.folder,
+            stores[0].folder,
             "the run's state-dir, as it is here",
             which=f"has no state of client {client}",
             hint="or export where the client runs",

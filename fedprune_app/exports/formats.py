@@ -43,13 +43,14 @@ class Size:
 
     ``parameters`` counts those that are not pruned. ``flops`` are those of one example if only these parameters are
     multiplied. ``milliseconds`` maps a batch size to the time of one forward pass, in the runtime of the exported
-    format.
+    format. ``zeros`` counts the pruned parameters that the network still has.
     """
 
     file_bytes: int
     parameters: int
     flops: float
     milliseconds: Mapping[int, float]
+    zeros: int = 0
 
 
 def example_images(image_shape: tuple[int, int, int], batch: int) -> Tensor:
@@ -164,11 +165,13 @@ def export_model(
         sum(forward_flops(model.full, shape).values()),
         {batch: times[0] for batch, times in milliseconds.items()},
     )
+    num_kept = num_parameters(model.payload, parameter_names(model.network))
     small = Size(
         len(content),
-        num_parameters(model.payload, parameter_names(model.network)),
+        num_kept,
         sparse_flops(forward_flops(model.network, shape), model.payload.masks),
         {batch: times[1] for batch, times in milliseconds.items()},
+        sum(parameter.numel() for parameter in model.network.parameters()) - num_kept,
     )
     return model.info, full, small
 
@@ -200,7 +203,12 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    return content, runner_of(session)
+
+
+def runner_of(session: Any) -> Runner:
+    """Return what computes logits by a session of onnxruntime."""
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
 def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
