@@ -155,9 +155,6 @@ def advise(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for page, models and runs.")] = Path(
         "advice"
     ),
-    clients: Annotated[
-        int | None, typer.Option("--clients", help="The number of sites, for data that a partition deals.")
-    ] = None,
     engine: Engine = "inprocess",
 ) -> None:
     """Say whether to federate, how to prune, and what privacy costs, on data of your own.
@@ -177,7 +174,6 @@ def advise(
         console,
         minutes=minutes,
         epsilon=epsilon,
-        clients=clients,
         engine=engine,
     )
     runs = [run.folder for group in found.methods.values() for run in group.runs]

@@ -14,25 +14,19 @@ _LOOKED_AT = 100  # images
 
 
 def settings_of(folder: Path, chosen: Settings) -> dict[str, Scalar]:
-    """Return the settings that read the sites in ``folder``, beside those that were ``chosen``.
+    """Return the settings that read the sites in ``folder``, with those that were ``chosen``.
 
-    Raises :class:`ConfigError` with the settings that are needed where the files do not say whose each example is.
+    Raises :class:`ConfigError` with what is needed where the files do not say whose each example is.
     """
     found: dict[str, Scalar] = {"data-dir": str(folder), "partition": "owners"}
     if any(folder.glob("train.*")):
-        found["dataset"] = "table"
-        if not chosen.keys() & {"owner-column", "partition"}:
+        if "owner-column" not in chosen:
             columns = ", ".join(column_names(folder))
             raise ConfigError("owner-column", ..., f"one of the columns {columns}", which="is not given")
-    elif owner_folders(folder):
-        found["dataset"] = "image-folder"
-        found |= _size_of_images(folder)
-    elif (folder / "train").is_dir() and "partition" in chosen:
-        found |= {"dataset": "image-folder", **_size_of_images(folder)}
-    else:
-        allowed = "a folder with <site>/<class>/* (images), or with train.csv and a column of sites"
-        raise ConfigError("DIR", folder, allowed, hint="for train/<class>/* say how to deal it: partition=iid")
-    return {**found, **chosen}
+        return {**found, "dataset": "table", **chosen}
+    if not owner_folders(folder):
+        raise ConfigError("DIR", folder, "a folder with <site>/<class>/* (images), or train.csv with a column of sites")
+    return {**found, "dataset": "image-folder", **_size_of_images(folder), **chosen}
 
 
 def _size_of_images(folder: Path) -> dict[str, Scalar]:

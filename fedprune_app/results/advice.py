@@ -177,15 +177,6 @@ class Advice:
     matrix: Path
 
     @property
-    def is_table(self) -> bool:
-        return bool(next(iter(self.methods.values())).first.config["dataset"] == "table")
-
-    @property
-    def mode(self) -> str:
-        """What Pillow calls the sites' kind of images."""
-        return "L" if next(iter(self.methods.values())).first.info["model"]["image_shape"][0] == 1 else "RGB"
-
-    @property
     def answers(self) -> tuple[Answer, ...]:
         return (
             federate(self.methods, self.names),

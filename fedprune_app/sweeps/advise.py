@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import fedprune_app
 from fedprune_app.config import ConfigError, Settings
@@ -31,14 +32,18 @@ _SEARCH_SEED = 0  # decides nothing but settings
 _RATES = (0.01, 0.03, 0.1)
 _PRIVATE_RATES = (0.1, 0.3, 1.0)
 _PRIVATE = (ALONE, "fedavg")
-_COMMON: Settings = {"batch-size": 32, "local-epochs": 2, "validation-fraction": 0.2, "evaluate-every": 0}
-_SPARSE_GLOBAL = "feddst"  # docs/evidence.md, section 6
-_SPARSE: Mapping[str, Settings] = {
-    _SPARSE_GLOBAL: {"density": 0.5},
-    "dispfl": {"density": 0.5, "dispfl.growth": "random"},
-    "subfedavg-hy": {},
+_COMMON: ValueDict = {
+    "batch-size": 32,
+    "local-epochs": 2,
+    "fraction-train": 1.0,
+    "validation-fraction": 0.2,
+    "evaluate-every": 0,
 }
+# by docs/evidence.md, section 6: the best with one mask for all, the best with own masks, and the smallest files
+_SPARSE = ("feddst", "subfedavg", "dispfl", "subfedavg-hy")
+_GOSSIP: ValueDict = {"density": 0.5, "dispfl.growth": "random"}
 _MOST_ROUNDS, _FEWEST_ROUNDS, _ROUNDS_OF_A_SEARCH = 100, 3, 8
+_SHARE_OF_SEARCH = 3 / 4 + 2 / 2  # three rates for a quarter of the rounds, and two for half of them
 _MOST_SITES = 10  # in a round of a method with a server
 _MOST_FILES = 30
 _RESERVE = 0.15  # of the time, for files and for what takes longer than it did at first
@@ -91,7 +96,6 @@ def advise(
     *,
     minutes: float = 20.0,
     epsilon: float = 0.0,
-    clients: int | None = None,
     engine: str = "inprocess",
 ) -> Advice:
     """Answer on the data in ``folder`` what a federation, pruning and privacy would bring, and write to ``out``.
@@ -104,51 +108,55 @@ def advise(
     dataset = dataset_of(data_config(prepare(Given(settings)).config))
     if out.exists() and any(out.iterdir()):
         raise ConfigError("--output", out, "a new folder", which="is not empty")
-    names = list(dataset.owner_names) or [f"site {client}" for client in range(clients or 20)]
+    names = dataset.owner_names
     notes: list[str] = []
     entries = _entries(settings, len(names), epsilon, notes)
     mark(out, "sweep")
     bench = _Bench({**_COMMON, **settings}, len(names), engine, out, console, {})
 
-    def left() -> float:
-        return start + 60 * minutes * (1 - _RESERVE) - time.monotonic()
-
-    plan = _plan(bench, entries, left(), minutes)
-    notes.append(plan.words)
-    for tried in entries.values():
-        for entry in tried:
-            if "dp.enabled" in entry:
-                entry["dp.planned-rounds"] = plan.rounds
-    best = _best(bench, entries, plan)
+    end = time.monotonic() + 60 * minutes * (1 - _RESERVE)  # reading the data does not count
+    first = bench.runs("measured", {method: tried[1:2] for method, tried in entries.items()}, [_SEARCH_SEED], 2)
+    pace = _Pace.of(first)
+    rounds = min(_MOST_ROUNDS, pace.rounds_until(end, _SHARE_OF_SEARCH + len(SEEDS)))
+    entries = {method: entries[method] for method in first}
+    if rounds < _ROUNDS_OF_A_SEARCH:
+        notes.append("no time was left to choose learning rates")
+        entries = {method: tried[1:2] for method, tried in entries.items()}
+    else:
+        notes.append("learning rates were chosen by validation accuracy, in runs of a quarter and a half of the rounds")
+        for rung in (1, 2):
+            found = bench.runs(f"search{rung}", entries, [_SEARCH_SEED], rung * rounds // 4)
+            entries = _best(found, entries, 3 - rung)
+        pace = _Pace.of(found)  # of now: it may have become slower
+    rounds = min(_MOST_ROUNDS, pace.rounds_until(end, len(SEEDS)))
+    if rounds < _FEWEST_ROUNDS:
+        needed = minutes + (_FEWEST_ROUNDS - rounds) * len(SEEDS) * pace.of_rounds / 60 / (1 - _RESERVE)
+        raise ConfigError("--minutes", minutes, f"at least {needed:.1f}, by the first rounds on this machine")
+    notes.append(f"a round of all methods took {pace.of_rounds:.1f} s, so runs have {rounds} rounds")
     final: dict[str, list[Run]] = {}
     for count in range(1, len(SEEDS) + 1):
-        if count > 1 and left() < plan.seconds_of_a_seed:
+        if count > 1 and time.monotonic() + pace.beside + rounds * pace.of_rounds > start + 60 * minutes:
             notes.append(f"the minutes allowed {count - 1} of {len(SEEDS)} seeds")
             break
-        final = bench.runs("runs", best, SEEDS[:count], plan.rounds)
+        final = bench.runs("runs", entries, SEEDS[:count], rounds)
     notes += [f"{name} failed: {reason}" for name, reason in bench.failed.items()]
     methods = {method: group_runs(runs)[0] for method, runs in final.items()}
-    sparse = [method for method in (*_SPARSE, "subfedavg") if method in methods]
+    sparse = [method for method in _SPARSE if method in methods]
     shares, models = _files(methods, sparse, names, out / "models", notes)
     return Advice(methods, names, epsilon, sparse, shares, models, notes, out / "runs.yaml")
 
 
 def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[str]) -> Entries:
     """Return the settings that are tried, by method."""
-    share = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
-    of_methods: dict[str, ValueDict] = {
-        ALONE: {"fraction-train": 1.0},
-        "fedavg": dict(share),
-        FEDERATED: dict(share),
-        **{system: {**share, **own} for system, own in _SPARSE.items()},
-    }
-    of_methods["dispfl"]["fraction-train"] = 1.0
-    gallery = (Path(fedprune_app.__file__).parent / "gallery", Path(fedprune_app.__file__).parents[1] / "gallery")
-    if file := next((path for place in gallery if (path := place / f"{_SPARSE_GLOBAL}.py").exists()), None):
+    share: ValueDict = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
+    of_methods: dict[str, ValueDict] = {ALONE: {}, "fedavg": share, FEDERATED: share, "dispfl": _GOSSIP}
+    of_methods |= {"feddst": {**share, "density": 0.5}, "subfedavg-hy": share}
+    places = Path(fedprune_app.__file__).parents[:2]  # of a wheel, and of the repository
+    if file := next((path for place in places if (path := place / "gallery" / "feddst.py").exists()), None):
         settings["plugins"] = ",".join(filter(None, (str(settings.get("plugins", "")), str(file))))
     else:
-        del of_methods[_SPARSE_GLOBAL]
-        of_methods["subfedavg"] = dict(share)
+        del of_methods["feddst"]
+        of_methods["subfedavg"] = share
         notes.append("FedDST is in the repository's gallery alone: Sub-FedAvg took its place")
     if settings["dataset"] == "table":
         del of_methods["subfedavg-hy"]
@@ -158,60 +166,39 @@ def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[st
         for method, own in of_methods.items()
     }
     if epsilon:
-        dp = {"dp.enabled": True, "dp.target-epsilon": epsilon, "dp.accuracies": "open", **share}
+        dp = {"dp.enabled": True, "dp.target-epsilon": epsilon, "dp.accuracies": "open"}
         for method in _PRIVATE:
             entries[private(method)] = [{"system": method, **dp, "learning-rate": rate} for rate in _PRIVATE_RATES]
     return entries
 
 
 @dataclass(frozen=True)
-class _Plan:
-    rounds: int
-    rounds_to_search: int  # 0: nothing is searched
-    seconds_of_a_seed: float
-    words: str
+class _Pace:
+    """The seconds of a round of each method, together, and of what is beside the rounds of a run of each."""
+
+    of_rounds: float
+    beside: float
+
+    @classmethod
+    def of(cls, runs_by_method: Mapping[str, Sequence[Run]]) -> Self:
+        runs = [runs[-1] for runs in runs_by_method.values()]
+        # the median: the first private run waits for the accountant's tables
+        beside = [1 + run.info["seconds"] - sum(row["seconds"] for row in run.rounds) for run in runs]
+        return cls(sum(run.rounds[-1]["seconds"] for run in runs), len(runs) * statistics.median(beside))
+
+    def rounds_until(self, end: float, runs: float) -> int:
+        """Return how many rounds each method has time for, in so many runs of them."""
+        return int(((end - time.monotonic()) / runs - self.beside) / self.of_rounds)
 
 
-def _plan(bench: _Bench, entries: Entries, seconds: float, minutes: float) -> _Plan:
-    """Measure two rounds of each method, and return how many rounds the time allows; methods that fail are left out."""
-    start = time.monotonic()
-    first = bench.runs("measured", {method: [tried[1]] for method, tried in entries.items()}, [_SEARCH_SEED], 2)
-    spent = time.monotonic() - start
-    for method in entries.keys() - first.keys():
-        del entries[method]
-    runs = [run for found in first.values() for run in found]
-    of_rounds = sum(float(run.rounds[-1]["seconds"]) for run in runs)
-    # the median: the first private run waits for the accountant's tables
-    of_each = [1 + run.info["seconds"] - sum(row["seconds"] for row in run.rounds) for run in runs]
-    beside = len(runs) * statistics.median(of_each)
-    seconds -= spent
-    # a search tries three rates for a quarter of the rounds, and two for half of them
-    rounds = int((seconds - (5 + len(SEEDS)) * beside) / ((1.75 + len(SEEDS)) * of_rounds))
-    searches = rounds >= _ROUNDS_OF_A_SEARCH
-    if not searches:
-        rounds = int((seconds - len(SEEDS) * beside) / (len(SEEDS) * of_rounds))
-    if rounds < _FEWEST_ROUNDS:
-        needed = (spent + len(SEEDS) * (beside + _FEWEST_ROUNDS * of_rounds)) / 60 / (1 - _RESERVE)
-        raise ConfigError("--minutes", minutes, f"at least {needed:.1f}, by the first rounds on this machine")
-    rounds = min(rounds, _MOST_ROUNDS)
-    by = "learning rates were chosen by validation accuracy" if searches else "no time was left to choose rates"
-    words = f"a round of all methods took {of_rounds:.1f} s, so runs have {rounds} rounds; {by}"
-    return _Plan(rounds, rounds // 4 if searches else 0, beside + rounds * of_rounds, words)
-
-
-def _best(bench: _Bench, entries: Entries, plan: _Plan) -> Entries:
-    """Return of each method the settings that are best on validation data: successive halving."""
-    if not plan.rounds_to_search:
-        return {method: [tried[1]] for method, tried in entries.items()}
-    for rung in (1, 2):
-        runs = bench.runs(f"search{rung}", entries, [_SEARCH_SEED], rung * plan.rounds_to_search)
-        halved: Entries = {}
-        for method, found in runs.items():
-            found.sort(key=lambda run: run.last("accuracy_validation_mean") or 0.0, reverse=True)
-            rates = [run.config["learning-rate"] for run in found[: 3 - rung]]
-            halved[method] = [entry for rate in rates for entry in entries[method] if entry["learning-rate"] == rate]
-        entries = halved
-    return entries
+def _best(found: Mapping[str, list[Run]], entries: Entries, count: int) -> Entries:
+    """Return of each method so many settings, the best on validation data: a step of successive halving."""
+    best: Entries = {}
+    for method, runs in found.items():
+        runs.sort(key=lambda run: run.last("accuracy_validation_mean") or 0.0, reverse=True)
+        rates = [run.config["learning-rate"] for run in runs[:count]]
+        best[method] = [entry for entry in entries[method] if entry["learning-rate"] in rates]
+    return best
 
 
 def _files(

@@ -44,7 +44,6 @@ def test_folders_of_sites_are_found_and_large_pictures_made_small(tmp_path):
     (tmp_path / "train" / "cat").mkdir(parents=True)
     with refuses("DIR", tmp_path):
         settings_of(tmp_path, {})
-    assert settings_of(tmp_path, {"partition": "iid"})["partition"] == "iid"
 
 
 def test_too_few_minutes_are_refused_by_what_the_first_rounds_took(fedprune, clinics):
