@@ -35,7 +35,7 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
-from fedprune_app.preflight.given import Given, Placement, trusted_code, with_plugins
+from fedprune_app.preflight.inputs import Placement, RunInputs, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
@@ -133,8 +133,8 @@ def run(
     from fedprune_app.running import run as run_prepared
 
     folder = _path("out", out).resolve()
-    given = _given(config, settings).for_run_in(folder, resume=resume)
-    prepared = prepare(given, Placement(engine, clients, workers, ray_address=ray_address))
+    inputs = _given(config, settings).for_run_in(folder, resume=resume)
+    prepared = prepare(inputs, Placement(engine, clients, workers, ray_address=ray_address))
     run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress))
     return load_run(folder)
 
@@ -175,8 +175,8 @@ def sweep(
     )
     console = Terminal(stderr=True, quiet=not progress)
 
-    given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
-    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    inputs = _given(None, settings).for_run_in(_path("out", out), resume=resume)
+    outcome = make(parsed_matrix, inputs, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
         outcome.check()
     except LaunchError as error:
@@ -184,8 +184,8 @@ def sweep(
     return list(outcome.runs)
 
 
-def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
-    splits.forget()  # files may have changed since an earlier run of this process
+def _given(config: AnyPath | Settings | None, settings: Settings) -> RunInputs:
+    splits.clear_cache()  # files may have changed since an earlier run of this process
     files: list[dict[str, Scalar]] = []
     if isinstance(config, Mapping):
         files = [_flat(config)]

@@ -10,8 +10,8 @@ import numpy as np
 from torch import nn
 
 from clients.base import ImageClient
+from clients.context import NodeContext
 from clients.fedavg_ft import FineTuned
-from clients.place import Place
 from clients.task import Task
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError
@@ -29,7 +29,7 @@ from fedprune_app.models.initial import channels_of, initial_model, seed_of_buil
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_models, client_number, last_of_clients, load_run, read_info
@@ -223,7 +223,7 @@ def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
     with TemporaryDirectory() as folder:
         kind = SYSTEMS[config.system].client
         assert issubclass(kind, ImageClient)
-        node = kind(config, Place(client, count, Path(folder)))
+        node = kind(config, NodeContext(client, count, Path(folder)))
         tensors = node.personal_model(task, State({}))
         if node.test_accuracy(task, tensors) != accuracy:
             raise ValueError(f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had")

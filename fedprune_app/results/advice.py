@@ -7,7 +7,7 @@ from pathlib import Path
 from fedprune_app.results.columns import traffic_of
 from fedprune_app.results.differences import Difference, difference, personal_accuracies
 from fedprune_app.results.groups import NOT_MEASURED, Group
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 
 ALONE = "standalone"
 FEDERATED = "fedavg-ft"  # fixed beforehand, as the first of the tuned comparison in docs/evidence.md

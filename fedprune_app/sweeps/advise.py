@@ -15,7 +15,7 @@ from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.exports.formats import export_model
 from fedprune_app.files import replace_file
 from fedprune_app.plugins import names_in
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.own_data import settings_of
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results import advice
@@ -75,8 +75,8 @@ class _Bench:
         }
         folder = self.out / name
         replace_file(folder.with_suffix(".yaml"), to_yaml(document).encode())
-        given = Given(out=folder, resume=folder.exists())
-        outcome = sweep(matrix_of(document, name), given, Placement(self.engine, self.num_clients), self.console)
+        inputs = RunInputs(out=folder, resume=folder.exists())
+        outcome = sweep(matrix_of(document, name), inputs, Placement(self.engine, self.num_clients), self.console)
         self.failed.update(outcome.failed)
         found: dict[str, list[Run]] = {method: [] for method in entries}
         for run in outcome.runs:
@@ -105,7 +105,7 @@ def advise(
     """
     start = time.monotonic()
     settings: ValueDict = settings_of(folder, chosen)
-    dataset = dataset_of(data_config(prepare(Given(settings)).config))
+    dataset = dataset_of(data_config(prepare(RunInputs(settings)).config))
     if out.exists() and any(out.iterdir()):
         raise ConfigError("--output", out, "a new folder", which="is not empty")
     names = dataset.owner_names

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from clients.context import NodeContext
 from clients.images import Images
-from clients.place import Place
-from fedprune_app import cli
 from fedprune_app.config import parse_config
 from fedprune_app.data import splits
 from fedprune_app.data.dataset import FileError, Form
@@ -23,11 +21,14 @@ from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.folders import image_folder
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.exports.predict import predictions
+from fedprune_app.preflight.describe import data_found
+from fedprune_app.preflight.inputs import inputs_in
+from fedprune_app.preflight.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    splits.forget()
+    splits.clear_cache()
 
 
 def write(path: Path, size=(6, 8), value=None, mode="L"):
@@ -228,7 +229,7 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
         write(mixed / place)
     for name in ("README", "test/README", "train/cat/photo.heic"):
         (mixed / name).write_text("")
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune("check-data", *given)
     assert code == 0, said
     note = "files that are no images in the folder of a class"
@@ -273,21 +274,20 @@ def test_check_data_notes_images_of_one_class(fedprune, mixed):
     assert (code, note in said) == (0, False), said
     for part in ("train", "test"):
         shutil.rmtree(mixed / part / "dog")
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune(*given)
     assert (code, note in " ".join(said.split())) == (0, True), said
 
 
-def test_check_data_proposes_owners_and_says_what_each_of_them_has(fedprune, people, capsys):
+def test_check_data_proposes_owners_and_says_what_each_of_them_has(fedprune, people):
     given = ("check-data", "dataset=image-folder", f"data-dir={people}", "test-split=holdout")
     code, said = fedprune(*given)
     assert code == 2
     assert "partition=owners reads <client>/<class>/*, here of anna, ben, cleo" in said
     splits.forget()
-    with pytest.raises(SystemExit):
-        sys.argv[1:] = [*map(str, given), "partition=owners"]
-        cli.main()
-    assert "ben 12 examples: cat 6, dog 6" in " ".join(capsys.readouterr().out.split())
+    config = prepare(inputs_in(None, [*given[1:], "partition=owners"])).config
+    rows = dict(data_found(config)[0])
+    assert (rows["owners"], rows["  ben"]) == ("3", "12 examples: cat 6, dog 6")
 
 
 def test_owners_are_in_natural_order(tmp_path):
@@ -306,7 +306,7 @@ def test_a_simulation_calls_clients_by_their_owners_and_a_node_tells_no_name(fed
     code, said = fedprune("export", run.folder, "--client", "dora", "-o", tmp_path / "dora.safetensors")
     assert (code, "error: --client is 'dora', allowed: anna, ben, cleo" in said) == (2, True)
     config = parse_config(run.info["config"])
-    images = Images(config, Place(0, 3, tmp_path), torch.device("cpu"))  # as on a node, which simulates nothing
+    images = Images(config, NodeContext(0, 3, tmp_path), torch.device("cpu"))  # as on a node, which simulates nothing
     assert "owner" not in images.introduction()
 
 
