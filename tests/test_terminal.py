@@ -18,7 +18,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.exports.predict import Prediction
 from fedprune_app.running import RunProgress
-from fedprune_app.terminal import Terminal, print_rows, say
+from fedprune_app.terminal import Terminal, echo, print_rows
 from tests.results.conftest import made_up_run
 
 RED, SHOWN = "\x1b[31m\u202e", r"\x1b[31m\u202e"  # a command to the terminal, and what is shown of it
@@ -109,7 +109,7 @@ def test_progress_says_of_which_round_an_older_number_is_and_counts_the_bytes_of
 def test_what_strangers_call_their_classes_and_files_does_not_command_the_terminal(tmp_path, capsys):
     print_rows([("classes", f"a, b{RED}")])
     _print_predictions([Prediction(tmp_path / f"{RED}.png", None, [(f"b{RED}", 1.0)])])
-    say(f" no class b{RED}", "error:", "red")
+    echo(f" no class b{RED}", "error:", "red")
     said = capsys.readouterr()
     assert f"a, b{SHOWN}" in said.out
     assert f"error: no class b{SHOWN}" in said.err

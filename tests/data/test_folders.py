@@ -300,7 +300,7 @@ def test_owners_are_in_natural_order(tmp_path):
 
 
 def test_a_simulation_calls_clients_by_their_owners_and_a_node_tells_no_name(federate, fedprune, people, tmp_path):
-    given = {"dataset": "image-folder", "data_dir": str(people), "partition": "owners", "system": "standalone"}
+    given = {"dataset": "image-folder", "data_dir": str(people), "partition": "owners", "model": "cnn-small"}
     run = federate(clients=3, num_server_rounds=1, local_epochs=1, **given)
     assert run.info["client_names"] == {"0": "anna", "1": "ben", "2": "cleo"}
     code, said = fedprune("export", run.folder, "--client", "dora", "-o", tmp_path / "dora.safetensors")
