@@ -14,7 +14,7 @@ FEDERATED = "fedavg-ft"  # fixed beforehand, as the first of the tuned compariso
 MARGIN = 0.01  # so far behind counts as level
 _FEWEST = 3  # seeds
 _UNFINISHED = "cannot be told: runs of it have failed"
-_BYTES_PER_HOUR = 10e6 / 8 * 3600  # at 10 Mbit/s
+_BYTES_PER_SECOND = 10e6 / 8  # at 10 Mbit/s
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,6 @@ class Answer:
     question: str
     answer: str
     details: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Share:
-    """What an ONNX file has of the dense one's bytes, and its runtime of the dense one's time for one example."""
-
-    file: float
-    time: float
 
 
 Methods = Mapping[str, Group]  # by the name of a system; of private ones it ends in " private"
@@ -88,11 +80,10 @@ def federate(methods: Methods, names: Sequence[str]) -> Answer:
     return Answer(question, f"{word}: {points(found)} with FedAvg-FT against training alone", tuple(details))
 
 
-def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, Share]) -> Answer:
-    """Answer whether to prune: the sparse methods beside FedAvg-FT, or beside training alone where that is better."""
-    question, dense = "Should you prune, and how?", FEDERATED
-    if (gain := _between(methods, FEDERATED, ALONE)) and is_ahead(gain) is False:
-        dense = ALONE
+def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, str]) -> Answer:
+    """Answer whether to prune: the sparse methods beside FedAvg-FT or training alone, by validation the better one."""
+    question = "Should you prune, and how?"
+    dense = max((FEDERATED, ALONE), key=lambda name: validation_of(methods[name]) if name in methods else 0.0)
     verdicts, details = [], []
     for name in sparse:
         if (found := _between(methods, name, dense)) is None:
@@ -100,9 +91,7 @@ def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, Share]) 
         verdicts.append(verdict := is_ahead(found, MARGIN))
         words = {True: "at most a point behind", False: "more than a point behind", None: _open(found)}[verdict]
         text = f"{name}: {words}, {points(found)} against {dense}{_saved(methods[name], methods[dense])}"
-        if share := shares.get(name):
-            text += f"; ONNX file: {share.file:.0%} of the bytes, {share.time:.0%} of the time"
-        details.append(text)
+        details.append(text + shares.get(name, ""))
     if not verdicts:
         return Answer(question, _UNFINISHED)
     answer = "cannot be told: no sparse method is shown to be at most a point behind"
@@ -143,14 +132,11 @@ def privacy(methods: Methods, epsilon: float) -> Answer:
 
 
 def cost_of(group: Group, num_sites: int) -> str:
-    """Return what a federation on nodes would take: bytes by site, and hours with the sites' computing as it was here.
-
-    Sites compute at the same time, each at most as long as all took here one after another.
-    """
+    """Return what a run on nodes would take: sites compute at the same time, at most as long as all took in turns."""
     total = group.over(traffic_of)
     by_site = (total.mean if total else 0) / num_sites
-    hours = max(run.info["seconds"] for run in group.runs) / 3600 + by_site / _BYTES_PER_HOUR
-    return f"{by_site / MEGABYTE:,.1f} MB and at most {60 * hours:.1f} minutes a site, at 10 Mbit/s"
+    seconds = max(run.info["seconds"] for run in group.runs) + by_site / _BYTES_PER_SECOND
+    return f"{by_site / MEGABYTE:,.1f} MB and at most {seconds / 60:.1f} minutes a site, at 10 Mbit/s"
 
 
 def validation_of(group: Group) -> float:
@@ -164,14 +150,14 @@ class Advice:
     """Finished runs of several methods on the same sites, and what follows from them.
 
     ``names`` are those of the sites by number. ``models`` are the site and the file of each exported model, and
-    ``matrix`` is the file of the runs.
+    ``matrix`` is the file of the runs. ``shares`` say of sparse methods what their files save.
     """
 
     methods: Methods
     names: Sequence[str]
     epsilon: float
     sparse: Sequence[str]
-    shares: Mapping[str, Share]
+    shares: Mapping[str, str]
     models: Sequence[tuple[str, Path]]
     notes: Sequence[str]
     matrix: Path

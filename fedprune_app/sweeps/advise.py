@@ -19,7 +19,7 @@ from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.own_data import settings_of
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results import advice
-from fedprune_app.results.advice import ALONE, FEDERATED, Advice, Share, private
+from fedprune_app.results.advice import ALONE, FEDERATED, Advice, private
 from fedprune_app.results.groups import Group, group_runs
 from fedprune_app.results.ownership import mark
 from fedprune_app.results.reader import Run
@@ -203,16 +203,17 @@ def _best(found: Mapping[str, list[Run]], entries: Entries, count: int) -> Entri
 
 def _files(
     methods: Mapping[str, Group], sparse: Sequence[str], names: Sequence[str], folder: Path, notes: list[str]
-) -> tuple[dict[str, Share], list[tuple[str, Path]]]:
+) -> tuple[dict[str, str], list[tuple[str, Path]]]:
     """Write each site's model of the method that is best on validation data; measure a file of each sparse method."""
-    shares: dict[str, Share] = {}
+    shares: dict[str, str] = {}
     models: list[tuple[str, Path]] = []
     folder.mkdir(parents=True)
 
-    def write(method: str, client: int, path: Path) -> Share:
+    def write(method: str, client: int, path: Path) -> str:
         run = methods[method].first
         _, full, small = export_model(run.folder, client, "onnx", path, trusted=names_in(run.config))
-        return Share(small.file_bytes / full.file_bytes, small.milliseconds[1] / full.milliseconds[1])
+        size, time_taken = small.file_bytes / full.file_bytes, small.milliseconds[1] / full.milliseconds[1]
+        return f"; ONNX file: {size:.0%} of the bytes, {time_taken:.0%} of the time"
 
     open_methods = [method for method, group in methods.items() if method == group.system]
     best = max(open_methods, key=lambda method: advice.validation_of(methods[method]))

@@ -284,7 +284,7 @@ def test_check_data_proposes_owners_and_says_what_each_of_them_has(fedprune, peo
     code, said = fedprune(*given)
     assert code == 2
     assert "partition=owners reads <client>/<class>/*, here of anna, ben, cleo" in said
-    splits.forget()
+    splits.clear_cache()
     config = prepare(inputs_in(None, [*given[1:], "partition=owners"])).config
     rows = dict(data_found(config)[0])
     assert (rows["owners"], rows["  ben"]) == ("3", "12 examples: cat 6, dog 6")
@@ -307,7 +307,7 @@ def test_a_simulation_calls_clients_by_their_owners_and_a_node_tells_no_name(fed
     assert (code, "error: --client is 'dora', allowed: anna, ben, cleo" in said) == (2, True)
     config = parse_config(run.info["config"])
     images = Images(config, NodeContext(0, 3, tmp_path), torch.device("cpu"))  # as on a node, which simulates nothing
-    assert "owner" not in images.introduction()
+    assert "owner" not in images.registration()
 
 
 def test_check_data_knows_the_folders_of_owners(fedprune, people):
