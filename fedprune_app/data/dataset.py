@@ -94,8 +94,8 @@ class Dataset:
     a patient's, and ``test_groups`` that of each test example. An example with an empty name is a group of its own.
     ``features`` are the names of the C numbers of an example, in order, if they have names. ``is_measured`` means that
     ``mean`` and ``std`` were measured on the training examples, and are not published constants. ``notes`` describe
-    data that were found and not read. ``owner_names`` are by number. ``stored`` returns digests of the training and then
-    the test examples as they are stored, independent of the settings.
+    data that were found and not read. ``owner_names`` are by number. ``stored`` returns digests of the training and
+    then the test examples as they are stored, independent of the settings.
     """
 
     name: str
