@@ -153,14 +153,13 @@ def export_model(
         raise ConfigError("--format", format, ", ".join(FORMATS))
     check_new_file(output, force)
     model = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
-    content, runner, full_runner = convert(model, format)
+    content, runner, full_size, full_runner = convert(model, format)
     replace_file(output, content)
 
     shape = model.info.image_shape
     milliseconds = latencies([full_runner, runner], shape)
-    dense = state_tensors(model.full, include_buffers=True)
     full = Size(
-        len(safetensors.torch.save(dense)),
+        full_size,
         sum(parameter.numel() for parameter in model.full.parameters()),
         sum(forward_flops(model.full, shape).values()),
         {batch: times[0] for batch, times in milliseconds.items()},
@@ -208,8 +207,8 @@ def runner_of(session: Any) -> Runner:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 
 
-def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
-    """Return the content of the file, its runner, and the runner of the full network in the same runtime.
+def convert(model: Exportable, format: str) -> tuple[bytes, Runner, int, Runner]:
+    """Return the content of the file, its runner, and of the full network in this form the bytes and the runner.
 
     Raises ``ValueError`` unless the runtime's logits match PyTorch's for any batch size, with a largest error of at
     most a ten-thousandth of the largest logit.
@@ -218,7 +217,8 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         network = copy.deepcopy(model.network)
         if format == SPARSE:
             sparsify(network)
-        return encode_export(model.info, model.payload), network, model.full
+        dense = safetensors.torch.save(state_tensors(model.full, include_buffers=True))
+        return encode_export(model.info, model.payload), network, len(dense), model.full
     content, runner = _onnx(model.network, model.info)
     for batch in (1, 3):
         images = example_images(model.info.image_shape, batch)
@@ -226,7 +226,8 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         error, allowed = float((actual - expected).abs().max()), 1e-4 * float(expected.abs().max())
         if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the onnx model are off by {error:.2g}, allowed: {allowed:.2g}")
-    return content, runner, _onnx(model.full, model.info)[1]
+    full_content, full_runner = _onnx(model.full, model.info)
+    return content, runner, len(full_content), full_runner
 
 
 # --- packed language models -------------------------------------------------------------------------------------------
