@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch.nn import functional as F
 
-from fedprune_app.files import replacing
+from fedprune_app.core.named import TensorDict
+from fedprune_app.files import replace_file
 from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.transformers import import_transformers
 
@@ -60,7 +62,7 @@ def _digest(texts: tuple[str, ...], recipe: Recipe) -> str:
 def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
     """Return the model's folder, after training the model unless this or another process already did."""
     folder = embedded_folder(texts, recipe)
-    checkpoint = folder.with_name(f".{folder.name}.pt")
+    checkpoint = folder.with_name(f".{folder.name}.safetensors")
 
     def make(place: Path) -> None:
         _save(_train_model(texts, recipe, on_step, checkpoint), place)
@@ -130,11 +132,15 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None, c
     model.train()
     first_step = 0
     if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        draw.set_state(saved["draw"])
-        first_step = saved["step"]
+        saved = load(checkpoint.read_bytes())
+        draw.set_state(saved.pop("draw"))
+        first_step = int(saved.pop("steps"))
+        model.load_state_dict({name: saved.pop(name) for name, _ in model.named_parameters()}, strict=False)
+        moments: dict[int, TensorDict] = {}
+        for name, tensor in saved.items():
+            number, _, key = name.partition(" ")
+            moments.setdefault(int(number), {})[key] = tensor
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     for step in range(first_step, recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _warm_cosine(step, recipe.steps)
@@ -149,9 +155,10 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None, c
         if on_step is not None:
             on_step(step + 1, recipe.steps, float(loss.detach()))
         if (step + 1) % _STEPS_TO_A_CHECKPOINT == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            with replacing(checkpoint) as file:
-                torch.save({**state, "draw": draw.get_state(), "step": step + 1}, file)
+            moments = optimizer.state_dict()["state"]
+            state = {f"{number} {key}": t for number, tensors in moments.items() for key, t in tensors.items()}
+            state |= {"draw": draw.get_state(), "steps": torch.tensor(step + 1)}
+            replace_file(checkpoint, save({**state, **dict(model.named_parameters())}))
     return model.eval()
 
 

@@ -57,7 +57,7 @@ def test_a_training_that_was_killed_goes_on_from_its_checkpoint_to_the_same_bits
     resumed = weights.read_bytes()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert (train_embedded(TEXTS, SMALL) / "model.safetensors").read_bytes() == resumed
-    assert [path.name for path in (cache / "fedprune").glob(".*.pt")] == []
+    assert [path.name for path in (cache / "fedprune").glob(".*.safetensors")] == []
 
 
 def test_a_damaged_cached_model_is_trained_anew(cache):
