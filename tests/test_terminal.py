@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.cli.results import _print_predictions
+from fedprune_app.config import parse_config
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.exports.predict import Prediction
+from fedprune_app.running import RunProgress
 from fedprune_app.terminal import Terminal, echo, print_rows
 from tests.results.conftest import made_up_run
 
@@ -77,9 +79,6 @@ def test_an_error_names_strange_things_as_they_are(fedprune, arguments, says):
 
 
 def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
-    from fedprune_app.config import parse_config
-    from fedprune_app.running import RunProgress
-
     row = {"round": 1, "failures": 2, "perplexity_by_text": {f"{STRANGE}{RED}": {"own": 3.0}}}
     with RunProgress(parse_config({}), tmp_path, Terminal(width=300, force_terminal=True)) as progress:
         (tmp_path / "progress.json").write_text(json.dumps({"text": f"{STRANGE}{RED}"}))
@@ -90,6 +89,21 @@ def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
     assert f"{STRANGE}{SHOWN}" in said
     assert RED not in said
     assert "2 failed" in said
+
+
+def test_progress_says_of_which_round_an_older_number_is_and_counts_the_bytes_of_before_a_resume(tmp_path, capsys):
+    rows = [{"round": n, "bytes_up": 1e6, "bytes_down": 1e6} for n in (1, 2, 3)]
+    rows[1]["accuracy_personal_mean"] = 0.5
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "rounds.jsonl").write_text(lines[0])
+    config = parse_config({"resume-from": str(tmp_path), "num-server-rounds": 3})
+    with RunProgress(config, tmp_path, Terminal(width=300)) as progress:
+        for count in (2, 3):
+            (tmp_path / "rounds.jsonl").write_text("".join(lines[:count]))
+            progress.update()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "subfedavg: round 2 of 3  personal 50.0 %  4.0 MB"
+    assert said[1] == "subfedavg: round 3 of 3  personal 50.0 % (round 2)  6.0 MB"
 
 
 def test_what_strangers_call_their_classes_and_files_does_not_command_the_terminal(tmp_path, capsys):

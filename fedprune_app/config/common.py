@@ -201,7 +201,8 @@ class CommonOptions:
     )
     model: str = option(
         "auto",
-        "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A function of your own that "
+        "The network; `fedprune list` names all networks. 'auto' takes the dataset's, and 'auto-bn' the same with "
+        "BatchNorm, as 'auto' does with system 'subfedavg-hy'. A function of your own that "
         "makes one is 'module:function' or 'file.py:function'. A language model is a folder, a .gguf file or a "
         "name on the hub.",
         kind=PathKind.MODEL,

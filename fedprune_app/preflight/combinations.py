@@ -20,7 +20,7 @@ def check_names(config: Config) -> None:
         "dataset": DATASETS,
         "partition": PARTITIONS,
         "fedltp.public-dataset": {"": "", **DATASETS},
-        "model": {"auto": "", **MODELS},
+        "model": {"auto": "", "auto-bn": "", **MODELS},
     }
     system = SYSTEMS.get(config.system)
     if system and system.reads_text:

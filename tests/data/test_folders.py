@@ -12,12 +12,18 @@ import pytest
 import torch
 from PIL import Image
 
+from clients.context import NodeContext
+from clients.images import Images
+from fedprune_app.config import parse_config
 from fedprune_app.data import splits
 from fedprune_app.data.dataset import FileError, Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.folders import image_folder
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.exports.predict import predictions
+from fedprune_app.preflight.describe import data_found
+from fedprune_app.preflight.inputs import inputs_in
+from fedprune_app.preflight.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -271,6 +277,37 @@ def test_check_data_notes_images_of_one_class(fedprune, mixed):
     splits.clear_cache()
     code, said = fedprune(*given)
     assert (code, note in " ".join(said.split())) == (0, True), said
+
+
+def test_check_data_proposes_owners_and_says_what_each_of_them_has(fedprune, people):
+    given = ("check-data", "dataset=image-folder", f"data-dir={people}", "test-split=holdout")
+    code, said = fedprune(*given)
+    assert code == 2
+    assert "partition=owners reads <client>/<class>/*, here of anna, ben, cleo" in said
+    splits.clear_cache()
+    config = prepare(inputs_in(None, [*given[1:], "partition=owners"])).config
+    rows = dict(data_found(config)[0])
+    assert (rows["owners"], rows["  ben"]) == ("3", "12 examples: cat 6, dog 6")
+
+
+def test_owners_are_in_natural_order(tmp_path):
+    for name in ("site10", "site2", "Site1"):
+        write(tmp_path / name / "cat" / "1.png")
+        write(tmp_path / name / "dog" / "1.png")
+    data = image_folder("image-folder", tmp_path, Form(by_owner=True, needs_test=False))
+    assert data.owner_names == ("Site1", "site2", "site10")
+    assert data.owners.tolist() == [0, 0, 2, 2, 1, 1]
+
+
+def test_a_simulation_calls_clients_by_their_owners_and_a_node_tells_no_name(federate, fedprune, people, tmp_path):
+    given = {"dataset": "image-folder", "data_dir": str(people), "partition": "owners", "model": "cnn-small"}
+    run = federate(clients=3, num_server_rounds=1, local_epochs=1, **given)
+    assert run.info["client_names"] == {"0": "anna", "1": "ben", "2": "cleo"}
+    code, said = fedprune("export", run.folder, "--client", "dora", "-o", tmp_path / "dora.safetensors")
+    assert (code, "error: --client is 'dora', allowed: anna, ben, cleo" in said) == (2, True)
+    config = parse_config(run.info["config"])
+    images = Images(config, NodeContext(0, 3, tmp_path), torch.device("cpu"))  # as on a node, which simulates nothing
+    assert "owner" not in images.registration()
 
 
 def test_check_data_knows_the_folders_of_owners(fedprune, people):

@@ -130,6 +130,7 @@ class Checker:
             "exports.compressed.compress",
             "exports.predict.predictions",
             "sweeps.sweep.find",
+            "sweeps.advise.advise",
             "preflight.describe.data_found",
             "results.report.write_report",
             "results.reader.load_run",

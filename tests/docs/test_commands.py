@@ -19,6 +19,7 @@ NO_COMMANDS = {
     "runs/first/": "a tree of files",
     "cli    ": "who may import whom",
     "subfedavg: 2 rounds": "a transcript",
+    "Should these sites federate?": "a transcript",
     "    --node-config": "a part of a command",
     "# /etc/fedprune/policy.toml": "a node's policy",
     "declined by policy: ": "a transcript",

@@ -24,6 +24,7 @@ from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
 from fedprune_app.exports import formats
 from fedprune_app.exports.file import load_model, read_export_info
+from fedprune_app.exports.predict import predictions
 from fedprune_app.files import sha256_of
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.vision import build_model, load_state_tensors
@@ -147,6 +148,38 @@ def test_an_exported_model_computes_what_the_clients_own_code_does(system, finis
         assert not model.training
         assert (info.system, info.client, info.round) == (system, partition, state_rounds(run)[str(partition)])
         assert small.file_bytes == path.stat().st_size
+
+
+def test_an_onnx_file_predicts_as_the_file_of_safetensors_does(finished, pictures, tmp_path):
+    run = finished("subfedavg-hy")
+    files = sorted(Path(pictures, "test").rglob("*.png"))[:5]
+    paths = [exported(run, trained(run)[0], tmp_path, format)[0] for format in ("safetensors", "onnx")]
+    expected, found = (predictions(path, files, 3) for path in paths)
+    assert [[name for name, _ in each.classes] for each in found] == [[name for name, _ in e.classes] for e in expected]
+    (tmp_path / "x.onnx").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"model '.*x.onnx' cannot be read: "):
+        predictions(tmp_path / "x.onnx", files)
+
+
+def test_a_pruned_onnx_file_says_how_many_zeros_it_has(fedprune, finished, tmp_path):
+    run = finished("dispfl")
+    code, _, err = fedprune("export", run.folder, "--client", trained(run)[0], "-o", tmp_path / "m.onnx")
+    assert code == 0, err
+    assert "pruned weights are zeros in the file, and its runtimes do not skip zeros" in err
+    _, (_, _, small) = exported(run, trained(run)[0], tmp_path, "onnx")
+    assert f"{small.zeros:,} pruned" in err
+    assert small.zeros > 1000
+
+
+def test_the_states_of_a_local_deployment_are_found_in_its_folder(finished, tmp_path):
+    run = finished("subfedavg")
+    copy = Path(shutil.copytree(run.folder, tmp_path / "run"))
+    client = trained(run)[0]
+    state = copy / "deployment" / "node-1" / "state" / run.info["run_key"]
+    shutil.move(copy / "clients", state)
+    path, _ = exported(Finished(copy), client, tmp_path)
+    expected, images = own_model(run, client)
+    assert torch.equal(load_model(path)(images), expected(images))
 
 
 @pytest.mark.parametrize("system", ["fedavg", full("subfedavg-hy")])
@@ -302,10 +335,10 @@ def test_the_command_writes_the_file_and_says_what_it_saves(fedprune, finished, 
         ("subfedavg", [], "--client and --global"),
         ("subfedavg", ["--client", "0", "--global"], "--client and --global"),
         ("subfedavg", ["--client", "4"], "--client is 4"),
-        ("subfedavg", ["--client", "-1"], "--client is -1"),
+        ("subfedavg", ["--client", "-1"], "--client is '-1'"),
         ("dispfl", ["--client", "4"], "--client is 4"),
         ("dispfl", ["--global"], "--client is not given"),
-        ("fedavg-ft", ["--client", "0"], "--client is 0"),
+        ("fedavg-ft", ["--client", "4"], "--client is 4"),
         (
             "subfedavg",
             ["--global", "--format", "pickle"],
