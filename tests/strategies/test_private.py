@@ -176,7 +176,7 @@ def test_a_mixed_federation_is_told_as_it_is():
     notes: list[str] = []
     for client, simulated in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 0)):  # a client whose noise was seeded once stays so
         fields = {"epsilon": 1.0 + client, "epsilon-simulated": simulated}
-        own = budgets.take(client, fields, 1, lambda client, text: notes.append(text))
+        own = budgets.record(client, fields, 1, lambda client, text: notes.append(text))
     assert own["epsilon_simulated"] == 1
     assert budgets.columns()["epsilon_simulated"] == pytest.approx(2 / 3)
     assert budgets.noise() == {"seed": [0, 2], "operating-system": [1]}
