@@ -214,14 +214,6 @@ class ImageClient(Node):
         """Train from :meth:`begin`, send the shared tensors, and keep all of them."""
         return self.dense_update(task, state, self.shared)
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        """Return what was sent in the coordinates of the model, as an onlooker reads it who knows the task.
-
-        Masks say which coordinates were sent. The others are as in ``before``, the model before training. By default
-        it is what was sent.
-        """
-        return sent
-
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         """Return the model for which the client answers.
 

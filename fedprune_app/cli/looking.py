@@ -304,19 +304,20 @@ def _print_predictions(results: Sequence[Prediction]) -> None:
 def audit(
     settings: Annotated[list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...")],
     canaries: Annotated[
-        int,
-        typer.Option("--canaries", help="How many canaries. 0: half of the client's examples, at most 1000.", min=0),
+        int, typer.Option("--canaries", help="How many canaries. 0: all of the client's examples or groups.", min=0)
     ] = 0,
-    guesses: Annotated[int, typer.Option("--guesses", help="How many canaries to guess. 0: half of them.", min=0)] = 0,
     delta: Annotated[
         float, typer.Option("--delta", help="The δ of the bound and the claim. 0: dp.delta.", min=0, max=1)
     ] = 0.0,
     confidence: Annotated[float, typer.Option("--confidence", help="The confidence of the bound.")] = 0.95,
     client: Annotated[int, typer.Option("--client", help="The client whose data hold the canaries.")] = 0,
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
-    without_noise: Annotated[
-        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise. The audit should then fail.")
-    ] = False,
+    noise_share: Annotated[
+        float,
+        typer.Option(
+            "--noise-share", help="Add this share of the noise that is charged. Below 1 the audit should fail.", min=0
+        ),
+    ] = 1.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the --json file even if no audit wrote it.")] = False,
     plugin: Plugins = None,
@@ -325,7 +326,7 @@ def audit(
 
     CONFIG is a run-config file, or the name of a shipped one.
     Each KEY=VALUE is a setting.
-    The bound comes from one run.
+    One run is made, and one client's noised sums are looked at, step by step.
     The command prints the bound beside the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
@@ -339,7 +340,7 @@ def audit(
     given = given_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(given, Placement("inprocess", clients))
     config = prepared.config
-    question = Question(canaries, guesses, delta, confidence, client, without_noise)
+    question = Question(canaries, delta, confidence, client, noise_share)
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
@@ -350,8 +351,9 @@ def audit(
         ("ε that the ledger claims", f"{finding.claim:.3f}"),
         ("δ", f"{finding.delta:g}"),
         ("canaries", f"{finding.canaries}"),
-        ("guesses", f"{finding.guesses}"),
-        ("correct", f"{finding.correct} ({finding.correct / finding.guesses:.1%})"),
+        ("noised sums", f"{finding.tally.steps}"),
+        ("found where they are in", f"{finding.tally.found} of {finding.tally.present}"),
+        ("cleared where they are not", f"{finding.tally.cleared} of {finding.tally.absent}"),
         ("confidence", f"{finding.confidence:.1%}"),
     ):
         table.add_row(name, text)
