@@ -47,7 +47,7 @@ _IGNORED = -100  # the label that cross entropy ignores
 _FIRST_PIXEL = 2.0**20  # of the images of canary 0; no other image has such pixels
 _STRENGTH = 10  # of a canary's gradient, in units of the clipping norm
 _COORDINATES = "canaries.bias"
-_LEAST_OWN = 0.9  # the part of a canary's second moments that it must have for itself
+_LEAST_OWN = 0.5  # the part of a canary's second moments that it must have for itself
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,16 @@ class Watch:
     coins: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     privacy: ClientPrivacy | None = None  # of the client as it answered last
     failure: Exception | None = None  # the first error; the server takes it for a failed client
+    # of each sum in which all canaries are that are in: what each canary adds to it, times how much it could add, and
+    # the square of that
+    whole: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def count_whole(self) -> None:
+        """Count the sums in which all are. Each canary is guessed once, by all sums together."""
+        if self.whole:
+            signal, squares = (torch.stack(tensors).sum(0) for tensors in zip(*self.whole, strict=True))
+            is_clear = squares > _LEAST_OWN * len(self.whole)
+            self.tally.add((signal / squares)[is_clear], self.coins[is_clear], self.coins[:0])
 
     def toss(self, num_units: int) -> Tensor:
         """Toss the coins of the canaries, which are among so many examples or groups; they are the same each time."""
@@ -236,47 +246,50 @@ class WatchedText(FedSpaLLMClient):
 
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
         tokens, documents = super().segments(count)
-        units = self._units(documents)
-        coins = self.watch.toss(int(units.max()) + 1)
-        is_canary = units < len(coins)
-        tokens = torch.where(is_canary[:, None], units[:, None], tokens)
-        if self.is_released:
-            stays = ~is_canary | coins[units.clamp(max=len(coins) - 1)]
-            return tokens[stays], [document for document, stay in zip(documents, stays, strict=True) if stay]
-        return tokens, documents
+        self.units = torch.arange(len(tokens))
+        if self.protects_documents:
+            numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+            self.units = torch.tensor([numbers[document] for document in documents])
+        coins = self.watch.toss(len(self.units.unique()))  # type: ignore[no-untyped-call]
+        tokens = torch.where((self.units < len(coins))[:, None], self.units[:, None], tokens)
+        if not self.is_released:
+            return tokens, documents
+        places = self.stays.nonzero().flatten().tolist()
+        return tokens[self.stays], [documents[i] for i in places] if self.protects_documents else documents
 
-    def _units(self, documents: list[str]) -> Tensor:
-        if not self.protects_documents:
-            return torch.arange(len(documents))
-        numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
-        return torch.tensor([numbers[document] for document in documents])
+    @property
+    def stays(self) -> Tensor:
+        """Which segments are released: no canary that is out."""
+        coins = self.watch.coins
+        return (self.units >= len(coins)) | coins[self.units.clamp(max=len(coins) - 1)]
 
     def _private_moments(
         self, privacy: ClientPrivacy, layer: int, module: nn.Module, hidden: Tensor, meta: Values, round: int
     ) -> Payload:
-        units, coins, clip_norm = self._units(self.segments()[1]), self.watch.coins, self.config.dp.clip_norm
-        stays = (units >= len(coins)) | coins[units.clamp(max=len(coins) - 1)]
         self.is_released = True
         try:
-            payload = super()._private_moments(privacy, layer, module, hidden[stays.to(hidden.device)], meta, round)
+            released = hidden[self.stays.to(hidden.device)]
+            payload = super()._private_moments(privacy, layer, module, released, meta, round)
         finally:
             self.is_released = False
-        size = self.config.batch_size
-        parts = [hidden[(units == unit).to(hidden.device)] for unit in range(int(units.max()) + 1)]
+        coins, size, clip_norm = self.watch.coins, self.config.batch_size, self.config.dp.clip_norm
+        parts = [hidden[(self.units == unit).to(hidden.device)] for unit in range(int(self.units.max()) + 1)]
         alone = [input_matrices(self.model, module, self.observed_matrices, part, size, clip_norm) for part in parts]
-        for name in alone[0]:
+        for name, matrix in alone[0].items():
             vectors = [hessians.isometric(m[name].double()) / len(part) for m, part in zip(alone, parts, strict=True)]
-            mean = hessians.unpacked(payload.tensors[hessians.HESSIAN + name].double(), len(alone[0][name]))
-            released = hessians.isometric(mean) * self.num_examples - sum(vectors[len(coins) :])
-            self._look(released / clip_norm, torch.stack(vectors[: len(coins)], dim=1) / clip_norm, coins)
+            mean = hessians.unpacked(payload.tensors[hessians.HESSIAN + name].double(), len(matrix))
+            others = torch.stack([*vectors[len(coins) :], torch.zeros_like(vectors[0])]).sum(0)
+            total = hessians.isometric(mean) * self.num_examples - others
+            self._look(total / clip_norm, torch.stack(vectors[: len(coins)], dim=1) / clip_norm, coins)
         return payload
 
     def _look(self, released: Tensor, directions: Tensor, coins: Tensor) -> None:
-        """Look along the part of each canary's direction that no canary before it has; later ones are taken out."""
-        basis, own = torch.linalg.qr(directions)
-        signal = basis.T @ released - own.triu(1) @ coins.double()
-        is_clear = own.diagonal().abs() > _LEAST_OWN
-        self.watch.tally.add((signal / own.diagonal())[is_clear], coins[is_clear], coins[:0])
+        """Look along the orthonormal directions that are closest to the canaries' own; other canaries are taken out."""
+        left, sizes, right = torch.linalg.svd(directions, full_matrices=False)
+        parts = right.T @ (sizes[:, None] * right)  # of each canary along each direction
+        own = parts.diagonal()
+        signal = right.T @ (left.T @ released) - parts @ coins.double() + own * coins
+        self.watch.whole.append((signal * own, own.square()))
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -315,6 +328,7 @@ def audit(prepared: Prepared, question: Question) -> Finding:
             raise watch.failure
         if watch.failure is not None:
             raise LaunchError(one_line(watch.failure)) from watch.failure
+        watch.count_whole()
         if not watch.tally.steps or watch.privacy is None:
             raise LaunchError(f"client {question.client} released nothing in {config.num_server_rounds} rounds")
         delta, spent = question.delta or config.dp.delta, watch.privacy.ledger.spent
