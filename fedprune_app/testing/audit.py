@@ -47,7 +47,7 @@ _IGNORED = -100  # the label that cross entropy ignores
 _FIRST_PIXEL = 2.0**20  # of the images of canary 0; no other image has such pixels
 _STRENGTH = 10  # of a canary's gradient, in units of the clipping norm
 _COORDINATES = "canaries.bias"
-_LEAST_OWN = 0.5  # the part of a canary's second moments that it must have for itself
+_LEAST_OWN = 0.6  # the part of a canary's second moments that must be along a direction of its own
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,6 @@ class Watch:
     coins: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     privacy: ClientPrivacy | None = None  # of the client as it answered last
     failure: Exception | None = None  # the first error; the server takes it for a failed client
-    # of each sum in which all canaries are that are in: what each canary adds to it, times how much it could add, and
-    # the square of that
-    whole: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def count_whole(self) -> None:
-        """Count the sums in which all are. Each canary is guessed once, by all sums together."""
-        if self.whole:
-            signal, squares = (torch.stack(tensors).sum(0) for tensors in zip(*self.whole, strict=True))
-            is_clear = squares > _LEAST_OWN * len(self.whole)
-            self.tally.add((signal / squares)[is_clear], self.coins[is_clear], self.coins[:0])
 
     def toss(self, num_units: int) -> Tensor:
         """Toss the coins of the canaries, which are among so many examples or groups; they are the same each time."""
@@ -289,7 +279,8 @@ class WatchedText(FedSpaLLMClient):
         parts = right.T @ (sizes[:, None] * right)  # of each canary along each direction
         own = parts.diagonal()
         signal = right.T @ (left.T @ released) - parts @ coins.double() + own * coins
-        self.watch.whole.append((signal * own, own.square()))
+        is_clear = own > _LEAST_OWN
+        self.watch.tally.add((signal / own)[is_clear], coins[is_clear], coins[:0])
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -328,7 +319,6 @@ def audit(prepared: Prepared, question: Question) -> Finding:
             raise watch.failure
         if watch.failure is not None:
             raise LaunchError(one_line(watch.failure)) from watch.failure
-        watch.count_whole()
         if not watch.tally.steps or watch.privacy is None:
             raise LaunchError(f"client {question.client} released nothing in {config.num_server_rounds} rounds")
         delta, spent = question.delta or config.dp.delta, watch.privacy.ledger.spent
