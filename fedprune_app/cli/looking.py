@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Placement, given_in, trusted_code
+from fedprune_app.preflight.given import Placement, given_in, of_run, trusted_code
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.terminal import Plugins, Terminal, console, print_rows, say
 
@@ -324,25 +325,32 @@ def audit(
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    CONFIG is a run-config file, or the name of a shipped one.
+    CONFIG is a run-config file, the name of a shipped one, or the folder of a run.
     Each KEY=VALUE is a setting.
     One run is made, and one client's noised sums are looked at, step by step.
     The command prints the bound beside the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
+    from fedprune_app.exports.release import settings_digest
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.results.ownership import check_json_file
+    from fedprune_app.results.reader import read_info
     from fedprune_app.testing.audit import Question
     from fedprune_app.testing.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
-    given = given_in(files, [text for text in settings if "=" in text], plugin)
+    if len(files) == 1 and (files[0] / "run.json").is_file():
+        info = read_info(files.pop())
+        given = of_run(info, trusted_code(plugin))
+        clients = int(info.get("num_partitions") or clients)
+    else:
+        given = given_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(given, Placement("inprocess", clients))
     config = prepared.config
     question = Question(canaries, delta, confidence, client, noise_share)
     if json_file is not None and not force:
-        check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
+        check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "made"})
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
         finding = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
@@ -358,8 +366,56 @@ def audit(
     ):
         table.add_row(name, text)
     Terminal().print(table)
+    content = {
+        **finding.to_dict(),
+        "settings": settings_digest(config),
+        "made": datetime.now(UTC).isoformat(),
+    }
     if json_file is not None:  # nothing is lost where it cannot be written
-        replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
+        replace_file(json_file.expanduser().resolve(), json.dumps(content, indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)
     say(f": {finding.verdict}", "passed", "green")
+
+
+@app.command()
+def release(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False)] = None,
+    client: Annotated[
+        int | None, typer.Option("--client", help="Release this client's model, not the common one.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this new folder.")] = Path("pack"),
+    audit_file: Annotated[
+        Path | None, typer.Option("--audit", help="The file that `fedprune audit RUN --json FILE` wrote.")
+    ] = None,
+    policy: Annotated[Path | None, typer.Option("--policy", help="The policy file of the sites' nodes.")] = None,
+    ledger: Annotated[
+        list[Path] | None,
+        typer.Option("--ledger", help="A client's ledger that is not in the run's folder. You may repeat the option."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="Release in spite of this refusal, in red. You may repeat the option."),
+    ] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check this pack, and write nothing.")] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Pack a private run's model for whoever decides whether it may leave.
+
+    The pack has the model, the promise, attacks and provenance, and README.html, a page to read and sign.
+    It is refused where something lacks, such as an audit of the same settings.
+    """
+    from fedprune_app.exports import release as releases
+
+    if verify is not None:
+        for number, value in releases.verify(verify).items():
+            say(f" {number}: ε = {value:.4g}", "ledger", "green")
+        say(f": {verify.resolve()}", "verified", "green")
+        return
+    if run is None:
+        raise ConfigError("RUN", ..., "a run folder, or --verify", which="is not given")
+    for name in allow or ():
+        if name not in releases.REFUSALS:
+            raise ConfigError("--allow", name, ", ".join(releases.REFUSALS))
+    question = releases.Question(run, client, audit_file, policy, ledger or (), allow or (), trusted_code(plugin))
+    say(f": {releases.release(question, output.expanduser()).resolve()}", "released", "green")
