@@ -153,6 +153,7 @@ class Pack:
             }
             for number, ledger in enumerate(ledgers, start=1)
         ]
+        steps = [release for ledger in ledgers for release in ledger.spent if isinstance(release, Steps)]
         largest = max((ledger.epsilon(dp.delta, dp.accountant) for ledger in ledgers), default=None)
         budget = dp.epsilon_budget or dp.target_epsilon or None
         return {
@@ -163,6 +164,8 @@ class Pack:
             "budget": budget,
             "budget_left": None if budget is None or largest is None else max(budget - largest, 0.0),
             "clip_norm": dp.clip_norm,
+            "noise_multiplier": min((step.noise_multiplier for step in steps), default=None),
+            "releases": max((sum(ledger.spent.values()) for ledger in ledgers), default=0),
             "accuracies": dp.accuracies,
             "noise": {source: len(numbers) for source, numbers in (self.run.info.get("noise") or {}).items()},
             "clients": clients,
