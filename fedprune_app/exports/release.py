@@ -81,9 +81,8 @@ class Pack:
 
     @cached_property
     def clients(self) -> list[int]:
-        """Whose data the model was trained on."""
-        everybody = {row["partition"] for row in self.run.clients if row.get("bytes_up")}
-        return sorted(everybody if self.question.client is None else {self.question.client} & everybody)
+        """Who sent something: what left of each is in every model."""
+        return sorted({row["partition"] for row in self.run.clients if row.get("bytes_up")})
 
     @cached_property
     def ledgers(self) -> list[Ledger]:
@@ -142,7 +141,7 @@ class Pack:
 
     def privacy(self) -> ValueDict:
         dp, ledgers = self.config.dp, self.ledgers
-        rows = [row for row in self.run.clients if row["partition"] in self.clients]
+        rows = self.run.clients
         traffic = {way: int(sum(row.get(f"bytes_{way}") or 0 for row in rows)) for way in ("up", "down")}
         clients = [
             {
@@ -200,9 +199,10 @@ class Pack:
         The score of an example is the largest probability that the model gives it. ``auc`` is the chance that an
         example of the training data has a larger score than a test example.
         """
-        if "nodes" in self.run.info or not self.clients:
+        if "nodes" in self.run.info:
             return None
-        data = [client_data(data_config(self.config), client, self.num_partitions) for client in self.clients]
+        clients = self.clients if self.question.client is None else [self.question.client]
+        data = [client_data(data_config(self.config), client, self.num_partitions) for client in clients]
         scores = [
             [confidences(model.network, getattr(each, f"{part}_images")) for each in data] for part in ("train", "test")
         ]
@@ -224,7 +224,7 @@ class Pack:
 
 def confidences(network: torch.nn.Module, images: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     with torch.inference_mode():
-        parts = [F.softmax(network(part), dim=1).amax(1) for part in images.split(256)]
+        parts = [F.softmax(network(part), dim=1).amax(1) for part in torch.split(images, 256)]
     return torch.cat(parts).numpy() if parts else np.empty(0, np.float32)
 
 

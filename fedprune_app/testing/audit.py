@@ -38,7 +38,7 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.files import scratch_folder
 from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.preflight.prepare import Prepared
-from fedprune_app.privacy.accounting import Steps, epsilon
+from fedprune_app.privacy.accounting import Spent, Steps, epsilon
 from fedprune_app.privacy.audit import Finding, Tally
 from fedprune_app.privacy.dpsgd import DPSGD, Step, check_private
 from fedprune_app.privacy.noise import Noise
@@ -322,8 +322,8 @@ def audit(prepared: Prepared, question: Question) -> Finding:
         if not watch.tally.steps or watch.privacy is None:
             raise LaunchError(f"client {question.client} released nothing in {config.num_server_rounds} rounds")
         delta, spent = question.delta or config.dp.delta, watch.privacy.ledger.spent
-    counts = {release: 0 for release in spent if not isinstance(release, Steps)}  # of predictions are not attacked
-    claim = epsilon({**spent, **counts}, delta)
+    sums: Spent = {release: count for release, count in spent.items() if isinstance(release, Steps)}
+    claim = epsilon(sums, delta)  # counts of predictions are not attacked
     return Finding(len(watch.coins), claim, delta, question.confidence, watch.tally)
 
 

@@ -114,6 +114,12 @@ def test_a_pack_verifies_and_has_the_epsilon_that_clients_told(pack, run):
     assert load_model(pack / "MODEL" / "model.safetensors")(torch.zeros(1, 2, 1, 1)).shape == (1, 2)
 
 
+def test_a_clients_own_model_has_the_ledgers_of_all_clients(run, tmp_path):
+    pack = release(Question(run, client=0, allowed=["no-audit", "no-policy"]), tmp_path / "pack")
+    assert len(verify(pack)) == 2
+    assert "A client's own model of a federated training" in page_of(pack)
+
+
 def test_no_file_of_a_pack_has_a_secret(pack, run):
     secrets = [*SECRETS, socket.gethostname(), os.fspath(run), str(Path.home()), "train.csv"]
     for name, content in texts(pack).items():

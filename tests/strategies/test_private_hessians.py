@@ -22,6 +22,7 @@ from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.testing.audit import Question, audit
 from tests.conftest import Finished
+from tests.models.tiny_llm import text_folder
 from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
@@ -260,16 +261,18 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, se
 # --- an audit -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("unit", ["example", "group"])
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
-def test_an_audit_bounds_half_of_the_claim_and_finds_noise_at_half_of_what_is_charged(settings, unit):
-    given = Given({**settings, **PRIVATE, "fedspallm.segments": 48, "dp.unit": unit})
-    asked = replace(prepare(given), placement=Placement("inprocess", 2))
+def test_an_audit_bounds_a_part_of_the_claim_and_finds_noise_at_half_of_what_is_charged(settings, tmp_path, unit):
+    """The model is so narrow that many canaries have no direction of their own."""
+    more = {"dp.noise-multiplier": 1.0, "dp.unit": unit, "fedspallm.segments": 40, "dp.group-limit": 2}
+    texts = {"data-dir": str(text_folder(tmp_path / "texts", num_documents=80, size=30))}
+    asked = replace(prepare(Given({**settings, **PRIVATE, **texts, **more})), placement=Placement("inprocess", 2))
     noised, half = (audit(asked, Question(noise_share=share)) for share in (1.0, 0.5))
+    assert noised.canaries == 40
     assert noised.tally.steps % RELEASES == 0
     assert noised.claim == half.claim
-    assert 0.4 * noised.claim < noised.bound < noised.claim
+    assert 0.2 * noised.claim < noised.bound < noised.claim
     assert not half.holds
 
 
