@@ -327,7 +327,7 @@ def audit(
 
     CONFIG is a run-config file, the name of a shipped one, or the folder of a run.
     Each KEY=VALUE is a setting.
-    One run is made, and one client's noised sums are looked at, step by step.
+    One client's noised sums in one run are looked at, step by step.
     The command prints the bound beside the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
@@ -403,7 +403,7 @@ def release(
     """Pack a private run's model for whoever decides whether it may leave.
 
     The pack has the model, the promise, attacks and provenance, and README.html, a page to read and sign.
-    It is refused where something lacks, such as an audit of the same settings.
+    It is refused where something lacks, such as an audit of the settings.
     """
     from fedprune_app.exports import release as releases
 
