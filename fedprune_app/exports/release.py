@@ -23,14 +23,14 @@ from torch.nn import functional as F
 
 from fedprune_app.config import POLICY_FILE, Config, ConfigError
 from fedprune_app.config.config import flat
-from fedprune_app.config.options import Kind
+from fedprune_app.config.options import PathKind
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.store import state_folder
 from fedprune_app.exports.find import Exportable, find_model
 from fedprune_app.exports.formats import convert, is_language_model, pack_model
 from fedprune_app.files import replace_file, sha256_of
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.node import read_policy
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import ACCOUNTANTS, Laplace, Release, Steps, epsilon
@@ -62,7 +62,7 @@ def settings_digest(config: Config) -> str:
     told = {
         key: value
         for key, value, option in flat(config)
-        if option.changes_results and option.kind is Kind.PLAIN and key not in ("seed", "download")
+        if option.changes_results and option.kind is PathKind.PLAIN and key not in ("seed", "download")
     }
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 

@@ -23,7 +23,7 @@ from fedprune_app.config import ConfigError
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.exports.file import load_model
 from fedprune_app.exports.release import PAGE, SUMS, Question, confidences, release, verify
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import read_info
 

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 import torch
 
+from clients.context import NodeContext
 from clients.fedavg import FedAvgClient
-from clients.place import Place
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy import clipped_sums
 from fedprune_app.privacy.accounting import Steps, epsilon
@@ -92,15 +92,15 @@ SETTINGS = {
 
 def prepared(clients, **settings):
     """A run of so many clients; whether it can start is not tried."""
-    return replace(prepare(Given(SETTINGS | settings)), placement=Placement("inprocess", clients))
+    return replace(prepare(RunInputs(SETTINGS | settings)), placement=Placement("inprocess", clients))
 
 
 @pytest.mark.parametrize("method", ["one-pass", "hooks"])
 def test_a_canary_that_is_in_adds_the_clipping_norm_along_its_own_coordinate_and_a_blank_nothing(tmp_path, method):
     watch = Watch(Question(50), seed=0)
     kind = type("Watched", (WatchedImages, FedAvgClient), {"watch": watch})
-    client = kind(prepared(3).config, Place(0, 3, tmp_path))
-    plain = FedAvgClient(prepared(3).config, Place(0, 3, tmp_path))
+    client = kind(prepared(3).config, NodeContext(0, 3, tmp_path))
+    plain = FedAvgClient(prepared(3).config, NodeContext(0, 3, tmp_path))
     assert client.num_examples == plain.num_examples
     assert torch.equal(client.data.train_images[50:], plain.data.train_images[50:])
     assert 10 < int(watch.coins.sum()) < 40

@@ -1,4 +1,4 @@
-"""Commands that show or take what runs left, and ``audit``, which attacks a private configuration."""
+"""Commands for the results and models of runs, and ``audit``, which attacks a private configuration."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rich.text import Text
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Placement, given_in, of_run, trusted_code
+from fedprune_app.preflight.inputs import Placement, inputs_in, of_run, trusted_code
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import Plugins, Terminal, console, print_rows, say
+from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
 
 app = typer.Typer()
-_MOST_TOKENS = 64  # that `predict` adds to a text
+_MOST_TOKENS = 64  # of a text that `predict` continues
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
@@ -52,9 +52,9 @@ def report(
     left_out: list[str] = []
     write_report(runs, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
-        say(f" {reason}", "left out:", "yellow")
+        echo(f" {reason}", "left out:", "yellow")
     count = len(runs) - len(left_out)
-    say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
+    echo(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
 
 
 @app.command()
@@ -99,14 +99,14 @@ def table(
         typer.echo(text, nl=False)
         return
     replace_file(output, text.encode())
-    say(f": {output.resolve()}", "written", "green")
+    echo(f": {output.resolve()}", "written", "green")
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
-    """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
+    """Write a page that reloads itself, every few seconds, until no run in ``folders`` is running."""
     from fedprune_app.results.report import each_once, is_any_running, run_folders, write_report
 
-    quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
+    quiet = 0  # looks in a row without a running run: between the runs of a sweep there is none for a moment
     with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
         while quiet < _QUIET_LOOKS:
             runs = each_once(run for folder in folders for run in run_folders(folder))
@@ -142,8 +142,8 @@ def export(
     """Write the smallest model of a client, or the global model.
 
     RUN is the folder of a completed run.
-    The command prints what the model saves, compared with the dense model.
-    With a format of sparse, a CPU computes with the kept weights alone.
+    The command prints the model's costs beside those of the dense model.
+    With format sparse, a CPU computes only with the kept weights.
     For a language model the format is sparse, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
@@ -180,7 +180,7 @@ def export(
     ]
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
@@ -197,7 +197,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     table = _costs(f"density {packed_model.density:.2f}", "sparse", rows)
     table.add_row("sparse linear layers", "0", str(packed_model.sparse_layers), f"of {packed_model.layers}")
     Terminal().print(table)
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
@@ -218,11 +218,11 @@ def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
     ollama = f"echo FROM {output.resolve()} > Modelfile && ollama create {output.stem} -f Modelfile"
     here = f'fedprune predict {output} "Once upon a time"'
     print_rows((("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded), ("here", here)))
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
-    """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
+    """Return a table of the costs of a dense model and an exported one; a row ends with its number format."""
     from fedprune_app.exports.formats import machine
 
     table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
@@ -247,7 +247,7 @@ def predict(
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
-    Otherwise a FILE is an image, which is brought to the model's size.
+    Otherwise a FILE is an image, which is resized for the model.
     For a model of tables, it is a CSV or Parquet table with the same columns.
     """
     from fedprune_app import plugins
@@ -271,7 +271,7 @@ def predict(
     elif results:
         _print_predictions(results)
     for error in errors:
-        say(f" {error}", "error:", "red")
+        echo(f" {error}", "error:", "red")
     if errors:
         raise typer.Exit(2)
 
@@ -345,7 +345,7 @@ def audit(
         given = of_run(info, trusted_code(plugin))
         clients = int(info.get("num_partitions") or clients)
     else:
-        given = given_in(files, [text for text in settings if "=" in text], plugin)
+        given = inputs_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(given, Placement("inprocess", clients))
     config = prepared.config
     question = Question(canaries, delta, confidence, client, noise_share)
@@ -375,7 +375,7 @@ def audit(
         replace_file(json_file.expanduser().resolve(), json.dumps(content, indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)
-    say(f": {finding.verdict}", "passed", "green")
+    echo(f": {finding.verdict}", "passed", "green")
 
 
 @app.command()
@@ -409,8 +409,8 @@ def release(
 
     if verify is not None:
         for number, value in releases.verify(verify).items():
-            say(f" {number}: ε = {value:.4g}", "ledger", "green")
-        say(f": {verify.resolve()}", "verified", "green")
+            echo(f" {number}: ε = {value:.4g}", "ledger", "green")
+        echo(f": {verify.resolve()}", "verified", "green")
         return
     if run is None:
         raise ConfigError("RUN", ..., "a run folder, or --verify", which="is not given")
@@ -418,4 +418,4 @@ def release(
         if name not in releases.REFUSALS:
             raise ConfigError("--allow", name, ", ".join(releases.REFUSALS))
     question = releases.Question(run, client, audit_file, policy, ledger or (), allow or (), trusted_code(plugin))
-    say(f": {releases.release(question, output.expanduser()).resolve()}", "released", "green")
+    echo(f": {releases.release(question, output.expanduser()).resolve()}", "released", "green")
