@@ -325,10 +325,10 @@ def audit(
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    CONFIG is a run-config file, the name of a shipped one, or the folder of a run.
+    CONFIG is a run-config file, the name of a shipped one, or a run's folder.
     Each KEY=VALUE is a setting.
     One client's noised sums in one run are looked at, step by step.
-    The command prints the bound beside the ε that the ledger claims.
+    The command prints the bound and the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
     from fedprune_app.exports.release import settings_digest
@@ -342,11 +342,11 @@ def audit(
     files = [Path(text) for text in settings if "=" not in text]
     if len(files) == 1 and (files[0] / "run.json").is_file():
         info = read_info(files.pop())
-        given = of_run(info, trusted_code(plugin))
+        inputs = of_run(info, trusted_code(plugin))
         clients = int(info.get("num_partitions") or clients)
     else:
-        given = inputs_in(files, [text for text in settings if "=" in text], plugin)
-    prepared = prepare(given, Placement("inprocess", clients))
+        inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
+    prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
     question = Question(canaries, delta, confidence, client, noise_share)
     if json_file is not None and not force:
