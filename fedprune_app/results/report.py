@@ -1,6 +1,7 @@
 """A report is one self-contained HTML page that compares runs: it needs no server and no network."""
 
 import base64
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,11 @@ def filled(package: str, template: str, **values: Any) -> str:
     return environment.from_string(text).render(**values)
 
 
-COLOURS = 8  # of the page's palette
+# On a light page; the template has them for a dark one.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5569a", "#c28800", "#3f9fd6", "#6b5b95", "#6f7780")
+# Places in the palette that systems have in every report.
+_OWN_PLACES = {"fedavg": 0, "subfedavg": 1, "dispfl": 2, "fedp3": 3, "fedltp": 4, "fedavg-ft": 5, "ditto": 6}
+_OWN_PLACES |= {"standalone": 7, "fedspallm": 1}
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _DASH_ARRAYS = dict(zip(DASHES, ("", "7 4", "2 4", "7 4 2 4", "12 4"), strict=True))
 _CARDS_UP_TO = 12
@@ -177,17 +182,28 @@ def _packed_plotly() -> str:
 def appearance(groups: Groups) -> list[Series]:
     """Return a series for each group: colours tell systems apart, and dashes tell settings apart.
 
-    With a single system, colours tell the settings apart.
+    A system that has a place in the palette has it in every report. With a single system, colours tell the settings
+    apart.
     """
     systems = list(dict.fromkeys(group.system for group in groups))
     places = [(group.system if len(systems) > 1 else group.label) for group in groups]
-    slots = list(dict.fromkeys(places))
+    slots = _slots(list(dict.fromkeys(places)))
     series = []
     for index, group in enumerate(groups):
-        slot, earlier = slots.index(places[index]), places[:index].count(places[index])
-        dash = DASHES[(earlier + slot // COLOURS) % len(DASHES)]
-        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash]))
+        slot, earlier = slots[places[index]], places[:index].count(places[index])
+        dash = DASHES[(earlier + slot // len(COLOURS)) % len(DASHES)]
+        series.append(Series(group.label, len(group.runs), slot % len(COLOURS), dash, _DASH_ARRAYS[dash]))
     return series
+
+
+def _slots(names: Sequence[str]) -> dict[str, int]:
+    """Return a slot for each name: its own one, if it has one that is free, or else the first free one."""
+    slots: dict[str, int] = {}
+    for name in sorted(names, key=lambda name: name not in _OWN_PLACES):
+        free = (slot for slot in itertools.count() if slot not in slots.values())
+        own = _OWN_PLACES.get(name)
+        slots[name] = next(free) if own is None or own in slots.values() else own
+    return slots
 
 
 def _table(groups: Groups, shown_columns: Sequence[Column], *, is_first: bool = False) -> ValueDict:

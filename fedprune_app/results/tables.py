@@ -146,7 +146,7 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_te
 
 def latex(groups: Groups) -> str:
     header, rows = final_rows(groups)
-    return _latex([*map(_latex_cell, header)], [[*map(_latex_cell, row)] for row in rows], num_texts=3)
+    return _latex([*map(latex_text, header)], [[*map(latex_text, row)] for row in rows], num_texts=3)
 
 
 def _latex(titles: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
@@ -237,7 +237,7 @@ def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
         return text.getvalue()
-    escaped, form = (_latex_cell, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
+    escaped, form = (latex_text, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
     lines = [[(form if row[0] in bold else "{}").format(escaped(cell)) for cell in row] for row in rows]
     write = _latex if suffix == ".tex" else _markdown_table
     return write([escaped(cell) for cell in header], lines, 1)
@@ -257,7 +257,7 @@ _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
 }  # fmt: skip
 
 
-def _latex_cell(text: str) -> str:
+def latex_text(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 

@@ -162,9 +162,9 @@ def drawn(folders) -> dict:
 
 def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
     expected = {
-        "accuracy",
-        "efficiency",
-        "tradeoff",
+        "accuracy-by-round",
+        "accuracy-by-bytes",
+        "accuracy-by-cost",
         "settings",
         "clients",
         "bytes",
@@ -177,10 +177,17 @@ def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
     assert drawn([make_run("empty", rounds=0)]).keys() == {"partition"}
 
 
-def test_colour_is_the_system_and_dash_the_setting(six):
+def test_colour_is_the_system_the_same_in_every_report_and_dash_the_setting(six, make_run):
     series = appearance(groups_of(six))
-    assert [each.colour for each in series] == [0, 0, 0, 1, 2]
+    assert [each.colour for each in series] == [1, 1, 1, 0, 4]
     assert [each.dash for each in series] == ["solid", "dash", "dot", "solid", "solid"]
+
+
+def test_a_system_without_a_colour_of_its_own_takes_none_that_another_one_has(make_run):
+    names = ("mine", "fedavg", "yours", "subfedavg", "fedspallm")  # the last two have one place
+    places = [each.colour for each in appearance(groups_of([make_run(name, name, rounds=0) for name in names]))]
+    assert (places[1], places[3]) == (0, 1)
+    assert len(set(places)) == len(names)
 
 
 def test_with_a_single_system_colour_is_the_setting(six):
@@ -195,7 +202,7 @@ def test_every_setting_looks_different_up_to_forty(make_run):
 
 def test_accuracy_over_traffic_ends_at_the_bytes_that_were_measured(six):
     run = load_run(six[0])
-    trace = drawn(six[:1])["efficiency"].variants[0].traces[0]
+    trace = drawn(six[:1])["accuracy-by-bytes"].variants[0].traces[0]
     total = sum(row["bytes_up"] + row["bytes_down"] for row in run.rounds) / 1e6
     assert trace["x"][-1] == pytest.approx(total)
     assert trace["y"][-1] == run.rounds[-1]["accuracy_personal_mean"]
@@ -203,7 +210,7 @@ def test_accuracy_over_traffic_ends_at_the_bytes_that_were_measured(six):
 
 def test_where_models_go_from_peer_to_peer_their_traffic_counts_and_not_the_relays(peers):
     run = load_run(peers[0])
-    trace = drawn(peers[:1])["efficiency"].variants[0].traces[0]
+    trace = drawn(peers[:1])["accuracy-by-bytes"].variants[0].traces[0]
     assert trace["x"][-1] == pytest.approx(run.total("peer_bytes") / 1e6)
     assert run.total("peer_bytes") != run.total("bytes_up") + run.total("bytes_down")
 
@@ -219,14 +226,14 @@ def private(make_run) -> list[Path]:
 
 
 def test_accuracy_over_epsilon_ends_at_what_was_spent(private):
-    (trace,) = drawn(private[2:])["privacy"].variants[0].traces  # the run without privacy has none
+    (trace,) = drawn(private[2:])["accuracy-by-epsilon"].variants[0].traces  # the run without privacy has none
     last = load_run(private[2]).rounds[-1]
     assert (trace["x"][-1], trace["y"][-1]) == (last["epsilon_max"], last["accuracy_personal_mean"])
 
 
 def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_joined_by_system(private):
     runs = [load_run(folder) for folder in private]
-    by_name = {view.name: view for view in drawn(private)["tradeoff"].variants}
+    by_name = {view.name: view for view in drawn(private)["accuracy-by-cost"].variants}
     line, strong, weak = by_name["Privacy"].traces
     epsilons = [run.last("epsilon_max") for run in runs[:2]]
     reached = [run.last("accuracy_personal_mean") for run in runs[:2]]
@@ -243,7 +250,7 @@ def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_join
 
 
 def test_one_setting_shows_no_trade(private):
-    assert "tradeoff" not in drawn(private[:2])
+    assert "accuracy-by-cost" not in drawn(private[:2])
 
 
 def test_a_sweep_is_drawn_against_the_setting_that_it_varies(make_run):
@@ -320,7 +327,10 @@ def test_every_epsilon_of_seeded_noise_is_marked_where_people_read_it(make_run, 
         assert next(csv.DictReader(comma_separated(groups).splitlines()))["epsilon_remark"] == mark.strip(" ()")
         figures_drawn = drawn(folders[share])
         assert figures_drawn["epsilon"].variants[0].layout["yaxis"]["title"]["text"] == f"ε{mark}"
-        assert figures_drawn["privacy"].variants[0].layout["xaxis"]["title"]["text"] == f"Largest ε so far{mark}"
+        assert (
+            figures_drawn["accuracy-by-epsilon"].variants[0].layout["xaxis"]["title"]["text"]
+            == f"Largest ε so far{mark}"
+        )
         page = write_report(folders[share], tmp_path / f"{share}.html").read_text()
         assert ("simulated)</td>" in page) == bool(mark)
     mixed = group_runs([load_run(folders[1.0][0]), load_run(folders[0.0][1])])
@@ -355,7 +365,7 @@ def test_of_very_many_clients_only_some_have_an_epsilon_of_their_own_and_it_is_s
 
 def test_seeds_are_drawn_as_their_mean_within_their_range(six):
     runs = [load_run(folder) for folder in six[3:5]]
-    low, high, line = drawn(six[3:5])["accuracy"].variants[0].traces
+    low, high, line = drawn(six[3:5])["accuracy-by-round"].variants[0].traces
     last = [run.rounds[-1]["accuracy_global"] for run in runs]
     assert (low["y"][-1], high["y"][-1]) == (min(last), max(last))
     assert line["y"][-1] == pytest.approx(sum(last) / 2)
@@ -364,12 +374,12 @@ def test_seeds_are_drawn_as_their_mean_within_their_range(six):
 def test_systems_that_are_judged_by_different_models_are_compared_by_their_clients_own(six, tmp_path):
     both = [six[0], six[3]]
     assert {load_run(folder).headline for folder in both} == {"accuracy_personal_mean", "accuracy_global"}
-    view = drawn(both)["accuracy"].variants[0]
+    view = drawn(both)["accuracy-by-round"].variants[0]
     own = [load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in both]
     assert (view.name, [trace["y"][-1] for trace in view.traces]) == ("Personal", own)
     cards = page_of(both, tmp_path / "report.html").split('<section class="cards"')[1].split("</section>")[0]
     assert all(f"{100 * accuracy:.2f}<small> %</small>" in cards for accuracy in own)
-    (view,) = (view for view in drawn(both)["tradeoff"].variants if view.name == "Traffic")
+    (view,) = (view for view in drawn(both)["accuracy-by-cost"].variants if view.name == "Traffic")
     assert sorted(trace["y"][0] for trace in view.traces if trace["mode"] == "markers") == sorted(own)
 
 

@@ -12,14 +12,14 @@ from scipy.stats import ttest_1samp
 
 from fedprune_app.config import OPTIONS
 from fedprune_app.results.columns import best_on_validation, columns, paper_bytes
-from fedprune_app.results.groups import Statistic, group_runs
+from fedprune_app.results.groups import Statistic, differing_settings, group_runs
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     PAPER_COLUMNS,
-    _latex_cell,
     comma_separated,
     final_rows,
     latex,
+    latex_text,
     markdown,
     paper_rows,
     paper_table,
@@ -326,6 +326,27 @@ def test_every_column_is_in_the_tables_for_papers_and_programs(make_run):
     assert float(row["gigaflops_mean"]) == pytest.approx(run.mean("flops") / 10 / 1e9)
 
 
+def test_a_label_says_in_words_what_privacy_a_run_has():
+    def private(enabled, epsilon, noise):
+        return run("a", **{"dp.enabled": enabled, "dp.target-epsilon": epsilon, "dp.noise-multiplier": noise})
+
+    rows = [private(False, 0.0, 0.0), private(True, 8.0, 0.0), private(True, 0.0, 2.0)]
+    assert labels(*rows) == ["a · not private", "a · ε 8", "a · noise 2"]
+    assert labels(*rows[::2]) == ["a · not private", "a · noise 2"]
+    assert labels(run("a", refine=True), run("a", refine=False)) == ["a · refine", "a · no refine"]
+
+
+def test_no_label_has_a_path_of_the_machine(make_run, tmp_path):
+    groups = group_runs([load_run(make_run(name, rounds=0, status="failed")) for name in ("one", "two")])
+    assert [group.label for group in groups] == [f"subfedavg (failed) · seed 0 · {name}" for name in ("one", "two")]
+
+
+def test_what_differs_between_groups_is_only_what_has_an_effect_there():
+    sparse = run("dispfl", density=0.3, momentum=0.9, **{"dispfl.neighbours": 5})
+    dense = run("fedavg", density=0.5, momentum=0.5, **{"dispfl.neighbours": 10})
+    assert differing_settings(group_runs([sparse, dense])) == [("momentum", ["0.9", "0.5"])]
+
+
 def test_the_latex_table_escapes_what_tex_would_run():
     text = latex(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")]))
     assert r"a\&b\_\%\textbackslash{}input\{x\}\$\textasciitilde{}\textasciicircum{} & d\#1 & -- & 1" in text
@@ -361,7 +382,7 @@ def test_the_tables_of_real_run_folders_are_written(make_run, tmp_path):
 def test_a_table_for_latex_has_no_character_that_latex_does_not_know():
     titles = [column.title for column in columns([])]
     assert any("δ" in title for title in titles)
-    assert all(_latex_cell(title).isascii() for title in (*titles, "ptb: first 64 of 900 × 128 tokens"))
+    assert all(latex_text(title).isascii() for title in (*titles, "ptb: first 64 of 900 × 128 tokens"))
 
 
 def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is_clearly_ahead(make_run):
