@@ -17,6 +17,19 @@ from fedprune_app.results.reader import Row, Run
 _place = attrgetter("place")
 
 
+def table_key(name: str) -> str:
+    """Return the key in tables of a column of rounds.jsonl; empty for one that stands in none."""
+    column = MEASURES.columns.get(name)
+    return column.table.key if column and column.table else ""
+
+
+ACCURACIES = {
+    "accuracy",
+    "best_accuracy",
+    *(table_key(name) for name in MEASURES.columns if name.startswith("accuracy")),
+}
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the final table says which value of a run it shows and how a number is written.
@@ -75,7 +88,7 @@ def _declared_columns(is_cost: bool) -> Iterator[Column]:
     for name, column in MEASURES.columns.items():
         if (in_table := column.table) and in_table.is_cost == is_cost:
             value = partial(_OF_ROUNDS[in_table.of_rounds], field=name)
-            remark = partial(_last_remark, name=name)
+            remark = partial(last_remark, name=name)
             yield Column(in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, remark)
 
 
@@ -103,7 +116,8 @@ def _own_value(run: Run, measure: OwnMeasure) -> float | None:
     return _OF_ROUNDS[measure.over_rounds](run, measure.column) if measure in run.own_measures else None
 
 
-def _last_remark(runs: Sequence[Run], name: str) -> str:
+def last_remark(runs: Sequence[Run], name: str) -> str:
+    """Return the remark on the last numbers of these runs in a column of rounds.jsonl, to stand behind their mean."""
     column = MEASURES.columns.get(name)
     last_rows = []
     for run in runs:
@@ -113,12 +127,12 @@ def _last_remark(runs: Sequence[Run], name: str) -> str:
 
 
 def _headline_remark(runs: Sequence[Run]) -> str:
-    return _last_remark(runs, runs[0].headline)
+    return last_remark(runs, runs[0].headline)
 
 
 def epsilon_remark(groups: Groups) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    return _last_remark([run for group in groups for run in group.runs], "epsilon_max")
+    return last_remark([run for group in groups for run in group.runs], "epsilon_max")
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}

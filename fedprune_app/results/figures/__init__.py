@@ -35,8 +35,8 @@ def figures(groups: Groups) -> list[Figure]:
         Figure(
             "accuracy-by-cost",
             "What accuracy costs",
-            "One point per setting at the end of the run: accuracy against what was spent for it. A line joins "
-            "the settings of a system; bars are standard deviations over seeds.",
+            "One point per setting at the end of the run: accuracy against what was spent for it. Bars are "
+            "standard deviations over seeds.",
             settings.by_cost(groups),
         ),
         Figure(
