@@ -420,6 +420,7 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
             ["--num-server-rounds", "3"],
             "there is no option --num-server-rounds; settings are given as KEY=VALUE: num-server-rounds=...",
         ),
+        (["--rounds", "3"], "there is no option --rounds; settings are given as KEY=VALUE: num-server-rounds=..."),
         (["--nonsense"], "there is no option --nonsense"),
         (["--clients", "-3"], "--clients is -3"),
     ],

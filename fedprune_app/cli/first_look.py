@@ -1,6 +1,8 @@
 """Commands for a first look: ``list`` and ``demo``, which is real in every part, and takes two cores three minutes."""
 
+import inspect
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +24,10 @@ DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
 LLM_CLIENTS = 4
 LLM_DENSITIES = (0.5, 0.3)
+_COMMON = (
+    "dataset", "partition", "model", "num-server-rounds", "fraction-train", "local-epochs", "learning-rate",
+    "batch-size", "density", "seed", "dp.enabled",
+)  # fmt: skip
 
 
 def demo_settings(system: str) -> dict[str, Scalar]:
@@ -84,7 +90,8 @@ def list_(
 ) -> None:
     """List the systems, datasets, partitions and models that there are to choose.
 
-    With --keys and SYSTEM: the settings that have an effect with that system.
+    With SYSTEM: what it is, and its twelve most common settings.
+    With --keys and SYSTEM: all settings that have an effect with that system.
     """
     from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
     from fedprune_app.models.names import MODELS
@@ -94,8 +101,8 @@ def list_(
 
     if plugin or system not in ("", *SYSTEMS):
         given_in(None, [f"system={system}"] if system else None, plugin)
-    if system and (not keys or system not in SYSTEMS):
-        raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
+    if system and system not in SYSTEMS:
+        raise not_allowed("SYSTEM", system, SYSTEMS)
     options = {
         key: option
         for key, option in OPTIONS.items()
@@ -124,7 +131,11 @@ def list_(
         typer.echo(json.dumps({**kinds, "measures": measures, "keys": settings}, indent=1))
         return
     out = Terminal()
-    if keys:
+    if system and not keys:
+        out.print(f"{inspect.getdoc(sys.modules[SYSTEMS[system].strategy.__module__])}\n", soft_wrap=True)
+        own = sorted(options, key=lambda key: (not key.startswith(f"{system}."), key not in _COMMON))
+        options = {key: options[key] for key in own[:12]}
+    if keys or system:
         table = Table(box=None, pad_edge=False)
         table.add_column("key = default", no_wrap=True)
         table.add_column("meaning")

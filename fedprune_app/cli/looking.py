@@ -82,7 +82,7 @@ def table(
     """
     from fedprune_app.files import replace_file
     from fedprune_app.results.ownership import check_new_file
-    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
+    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, table_text
 
     suffix = ".md" if output is None else output.suffix
     if suffix not in (".tex", ".csv", ".md"):
@@ -90,7 +90,7 @@ def table(
     if output is not None:
         check_new_file(output, force)
     keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
-    text = paper_table(suffix, *paper_rows(_groups(folders), keys, intervals, best_bold))
+    text = table_text(suffix, *paper_rows(_groups(folders), keys, intervals, best_bold))
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -6,7 +6,7 @@ The figures are those of the report, drawn by Matplotlib in place of plotly.js, 
 import html
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from typing import Any
 from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
 from fedprune_app.results.figures import figures
-from fedprune_app.results.figures.common import Trace, Variant, number_of
+from fedprune_app.results.figures.common import Trace, Variant
 from fedprune_app.results.groups import Groups, value_text
 from fedprune_app.results.ownership import check_new_file
-from fedprune_app.results.report import COLOURS, Series, appearance
-from fedprune_app.results.tables import PAPER_COLUMNS, latex_text, paper_rows, paper_table
+from fedprune_app.results.report import COLOURS, Series, appearance, filled
+from fedprune_app.results.tables import PAPER_COLUMNS, latex_text, paper_rows, table_text
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 _INCHES = (4.2, 3.0)
@@ -113,38 +113,25 @@ def _systems_of(entry: str) -> list[str]:
 
 def protocol(groups: Groups) -> str:
     """Return the paragraph of a paper that says how these runs were made, as LaTeX that cites :func:`references`."""
-    return " ".join(_protocol(groups)) + "\n"
+    runs = [group.first for group in groups]
+    entries = references([group.system for group in groups])
 
+    def cited(system: str) -> str:
+        keys = ",".join(key for key, entry in entries.items() if system in _systems_of(entry))
+        return latex_text(system) + (f"~\\cite{{{keys}}}" if keys else "")
 
-def _protocol(groups: Groups) -> Iterator[str]:
-    configs = [group.first.config for group in groups]
-
-    def each(key: str) -> str:
-        return latex_text(" or ".join(dict.fromkeys(value_text(config.get(key)) for config in configs)))
-
-    systems = list(dict.fromkeys(group.system for group in groups))
-    entries = references(systems)
-    cited = {name: [key for key, entry in entries.items() if name in _systems_of(entry)] for name in systems}
-    names = [latex_text(name) + (f"~\\cite{{{','.join(keys)}}}" if keys else "") for name, keys in cited.items()]
-    clients = {len(group.first.info.get("partition") or ()) for group in groups}
-    yield f"We compare {', '.join(names)}."
-    yield f"The data are {each('dataset')}, dealt to {' or '.join(map(str, clients))} clients by {each('partition')}."
-    models = dict.fromkeys(str((group.first.info.get("model") or {}).get("name", "–")) for group in groups)
-    yield f"The network is {latex_text(' or '.join(models))}."
-    yield (
-        f"In each of {each('num-server-rounds')} rounds a share of {each('fraction-train')} of the clients trains for "
-        f"{each('local-epochs')} epochs with SGD (learning rate {each('learning-rate')}, momentum {each('momentum')}, "
-        f"weight decay {each('weight-decay')}, batches of {each('batch-size')})."
+    return filled(
+        __package__,
+        "templates/protocol.tex",
+        each=lambda key: latex_text(" or ".join(dict.fromkeys(value_text(run.config.get(key)) for run in runs))),
+        systems=dict.fromkeys(cited(run.system) for run in runs),
+        clients={len(run.info.get("partition") or ()) for run in runs},
+        models={latex_text(str((run.info.get("model") or {}).get("name", "–"))) for run in runs},
+        is_trained=runs[0].headline.startswith("accuracy"),
+        epsilons=[latex_text(f"{g.label}: {eps.mean:.3g}") for g in groups if (eps := g.last("epsilon_max"))],
+        seeds=sorted({len(group.runs) for group in groups}),
+        versions=sorted({str((run.info.get("versions") or {}).get("fedprune", "–")) for run in runs}),
     )
-    if spent := [f"{group.label}: {eps.mean:.3g}" for group in groups if (eps := group.last("epsilon_max"))]:
-        yield latex_text(f"The largest ε of a client, at δ = {each('dp.delta')}, is {'; '.join(spent)}.")
-    seeds = " or ".join(number_of(count, "seed") for count in sorted({len(group.runs) for group in groups}))
-    yield latex_text(
-        f"Personal accuracy is the mean over all clients, each on its own test examples, after the last round. "
-        f"Behind ± is half of Student's 95 % interval over {seeds}. Bytes are those of the messages of training."
-    )
-    versions = {str((group.first.info.get("versions") or {}).get("fedprune", "–")) for group in groups}
-    yield f"Runs were made with fedprune {' and '.join(sorted(versions))}."
 
 
 def write_paper(groups: Groups, out: Path, force: bool = False) -> list[Path]:
@@ -152,7 +139,7 @@ def write_paper(groups: Groups, out: Path, force: bool = False) -> list[Path]:
 
     Raises :class:`ConfigError` for a file that exists, unless ``force`` says to replace it.
     """
-    table = paper_table(".tex", *paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True))
+    table = table_text(".tex", *paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True))
     bibliography = "\n\n".join(references([group.system for group in groups]).values())
     texts = {"table.tex": table, "protocol.tex": protocol(groups), "references.bib": f"{bibliography}\n"}
     files = {out / name: text.encode() for name, text in texts.items()}

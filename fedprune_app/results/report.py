@@ -412,6 +412,6 @@ def _on_text(groups: Groups) -> Iterator[str]:
         if dense and pruned and density:
             alone = f", and the clients' own models have {own.mean:.2f}" if own else ""
             yield (
-                f"{group.label}: with {100 * density.mean:.0f} % of the weights in its pruned matrices, the global model has "
-                f"perplexity {pruned.mean:.2f} on {text}; the dense model has {dense.mean:.2f}{alone}."
+                f"{group.label}: with {100 * density.mean:.0f} % of the weights in its pruned matrices, the global "
+                f"model has perplexity {pruned.mean:.2f} on {text}; the dense model has {dense.mean:.2f}{alone}."
             )

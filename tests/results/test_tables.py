@@ -18,12 +18,10 @@ from fedprune_app.results.tables import (
     PAPER_COLUMNS,
     comma_separated,
     final_rows,
-    latex,
     latex_text,
-    markdown,
     paper_rows,
-    paper_table,
     statistics_of,
+    table_text,
     write_tables,
 )
 from tests.refusing import refuses
@@ -278,7 +276,7 @@ def test_megabytes_are_a_million_bytes_over_all_rounds():
     rows = ({"round": 1, "bytes_up": 1_500_000}, {"round": 2, "bytes_up": 1_000_000})
     (group,) = group_runs([Run(Path("x"), run().info, rows, ())])
     assert statistics_of(group)["megabytes_up"].mean == 2_500_000
-    assert "| 2.50 |" in markdown([group])
+    assert "| 2.50 |" in table_text(".md", *final_rows([group]), num_texts=3)
 
 
 def table_of_rounds(*rows: dict) -> dict[str, str]:
@@ -315,8 +313,8 @@ def test_flops_without_the_clients_that_spent_them_are_not_measured(lacking):
 def test_every_column_is_in_the_tables_for_papers_and_programs(make_run):
     groups = group_runs([load_run(make_run("run", "dispfl", rounds=2, peers=True))])
     for title in ("Busiest node, MB/round, paper's formula", "Per node, MB/round", "GFLOPs per client and round"):
-        assert title in markdown(groups)
-        assert title in latex(groups)
+        assert title in table_text(".md", *final_rows(groups), num_texts=3)
+        assert title in table_text(".tex", *final_rows(groups), num_texts=3)
     (row,) = csv.DictReader(io.StringIO(comma_separated(groups)))
     run = load_run(groups[0].runs[0].folder)
     assert float(row["busiest_megabytes_mean"]) == pytest.approx(run.mean("busiest_node_bytes") / 1e6)
@@ -348,14 +346,14 @@ def test_what_differs_between_groups_is_only_what_has_an_effect_there():
 
 
 def test_the_latex_table_escapes_what_tex_would_run():
-    text = latex(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")]))
+    text = table_text(".tex", *final_rows(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")])), num_texts=3)
     assert r"a\&b\_\%\textbackslash{}input\{x\}\$\textasciitilde{}\textasciicircum{} & d\#1 & -- & 1" in text
     assert text.count("\\\\\n") == 2
     assert "\\toprule" in text
 
 
 def test_the_markdown_table_keeps_its_columns_whatever_a_name_holds():
-    text = markdown(group_runs([run("a|b\n<i>", dataset="x")]))
+    text = table_text(".md", *final_rows(group_runs([run("a|b\n<i>", dataset="x")])), num_texts=3)
     header, rule, row = text.splitlines()
     assert row.startswith(r"| a\|b \<i\> | x |")
     assert header.count("|") == rule.count("|") == row.count("|") - 1
@@ -398,10 +396,10 @@ def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is
     assert rows[0][1] == f"{sum(own) / 3:.2f} ± {half:.2f}"
     deviations = paper_rows(groups, ("personal_accuracy",), intervals=False, best_bold=False)[1]
     assert deviations[0][1] == f"{sum(own) / 3:.2f} ± {stdev(own):.2f}"
-    tex = paper_table(".tex", header, rows, bold)
+    tex = table_text(".tex", header, rows, bold)
     assert "\\textbf{fedavg} & \\textbf{" in tex
     assert "\nsubfedavg & " in tex
-    assert "| **fedprox** | **" in paper_table(".md", header, rows, bold)
-    assert next(csv.reader(io.StringIO(paper_table(".csv", header, rows, bold)))) == header
+    assert "| **fedprox** | **" in table_text(".md", header, rows, bold)
+    assert next(csv.reader(io.StringIO(table_text(".csv", header, rows, bold)))) == header
     with refuses("--columns", "acuracy"):
         paper_rows(groups, ("acuracy",), intervals=True, best_bold=False)
