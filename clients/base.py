@@ -15,16 +15,16 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from clients.context import NodeContext
 from clients.images import SAID_OF_IMAGES, Images
 from clients.node import Node, ReplyFields
-from clients.place import Place
-from clients.privacy import Dependencies, Spending, own_settings
+from clients.privacy import Dependencies, PlannedReleases, own_settings
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
@@ -32,7 +32,7 @@ from fedprune_app.files import replace_file
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.evaluate import Evaluation, evaluate
 from fedprune_app.learning.sgd import SGD
-from fedprune_app.learning.train import HowToTrain, train
+from fedprune_app.learning.train import TrainingSettings, train
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names, trains_on_one
@@ -99,7 +99,7 @@ def remembered_scores(path: Path, digest: str) -> Scores | None:
 def remember_scores(path: Path, digest: str, scores: Mapping[str, float | None]) -> None:
     """Write scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
     with suppress(OSError):
-        content = json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode()
+        content = json.dumps(json_with_digest({"digest": digest, "scores": dict(scores)})).encode()
         replace_file(path, content, durable=False, private=True)
 
 
@@ -114,7 +114,7 @@ class Update:
     metrics: Mapping[str, Any] = field(default_factory=dict)  # more to tell the server
 
 
-class LocalTraining(HowToTrain, total=False):
+class LocalTraining(TrainingSettings, total=False):
     """These are the arguments of :meth:`ImageClient.train` beside the task, for systems that pass them on."""
 
     role: str
@@ -151,11 +151,11 @@ class ImageClient(Node):
         only_when_private=frozenset({"accuracy-noise"}),
     )
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.images = self.local_images()
         self.dataset, self.data = self.images.dataset, self.images.data
-        self.kept_facts = self.images.facts_to_keep()
+        self.kept_properties = self.images.properties_to_keep()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.origin = config.model, config.dataset, shape, num_classes
         self.model = initial_model(*self.origin, init=config.init, seed=config.seed)
@@ -170,14 +170,14 @@ class ImageClient(Node):
 
     def local_images(self) -> Images:
         """Return what the client learns from, decides by and is tested on."""
-        return Images(self.config, self.place, self.device)
+        return Images(self.config, self.context, self.device)
 
     @property
     def num_examples(self) -> int:
         return self.images.sizes["train"]
 
-    def introduction(self) -> dict[str, Any]:
-        return {**super().introduction(), **self.images.introduction()}
+    def registration(self) -> dict[str, Any]:
+        return {**super().registration(), **self.images.registration()}
 
     def message_schema(self) -> Schema:
         """Describe a dense model."""
@@ -249,9 +249,11 @@ class ImageClient(Node):
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Plan personal, received and validation accuracy, and the global one where masks make it another."""
-        return Spending(self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks))
+        return PlannedReleases(
+            self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks)
+        )
 
     # --- local work ---------------------------------------------------------------------------------------------
 
@@ -277,7 +279,7 @@ class ImageClient(Node):
         epochs: int | None = None,
         learning_rate: float | None = None,
         depends_on: object = None,
-        **how: Unpack[HowToTrain],
+        **how: Unpack[TrainingSettings],
     ) -> TrainingResult:
         """Train the model as it is, with the run's settings and the randomness of this role, client and round.
 
@@ -432,7 +434,7 @@ class ImageClient(Node):
 
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
         """Return the personal model's accuracies, from disk if model and data are those of the last test."""
-        digest = f"{personal.digest()} {self.images.data_config} {self.place.share[1]}"
+        digest = f"{personal.digest()} {self.images.data_config} {self.context.share[1]}"
         path = self.store.folder / "scores.json"
         scores = remembered_scores(path, digest)
         if scores is None:

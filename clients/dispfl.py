@@ -49,7 +49,7 @@ class DisPFLClient(GossipClient):
 
         It is its node's ``capacity``, else its place in ``dispfl.densities``, else ``density``.
         """
-        return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
+        return self.context.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
     @cached_property
     def initial_masks(self) -> TensorDict:

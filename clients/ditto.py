@@ -7,7 +7,7 @@ SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` w
 import torch
 
 from clients.base import ImageClient, Update
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
@@ -20,9 +20,9 @@ class DittoClient(ImageClient):
 
     not_private = ""  # both models are trained privately, and both are charged: the personal one is evaluated
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         options = self.config.ditto
-        return Spending(options.global_epochs + options.personal_epochs, evaluation_counts=3)
+        return PlannedReleases(options.global_epochs + options.personal_epochs, evaluation_counts=3)
 
     def begin(self, task: Task, state: State) -> TensorDict:
         return {**state.group("local"), **task.payload.tensors}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from clients.base import ImageClient
 from clients.fedavg import FedAvgClient
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.core.named import TensorDict
 from fedprune_app.engine.store import State
@@ -25,10 +25,10 @@ class FineTuned(ImageClient):
 
     validates = "personal"
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Add the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
         epochs = num_evaluations(self.config) * self.config.local_epochs
-        return replace(super().spending(), more_epochs=epochs)
+        return replace(super().planned_releases(), more_epochs=epochs)
 
     def personal_model(self, task: Task, state: State) -> TensorDict:
         begin = self.begin(task, state)

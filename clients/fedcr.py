@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import LocalTraining, Update
+from clients.context import NodeContext
 from clients.fedp3 import FedP3Client
 from clients.node import never_private
-from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng
@@ -41,8 +41,8 @@ class FedCRClient(FedP3Client):
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it sends products over the examples of each class")
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         if not isinstance(self.model, Variational):
             name = chosen_name(config.model, config.dataset)
             raise ValueError(

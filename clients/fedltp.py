@@ -12,7 +12,7 @@ from typing import ClassVar
 from clients.base import Scores, Update
 from clients.fedavg import FedAvgClient
 from clients.node import ReplyFields
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
@@ -41,7 +41,7 @@ class FedLTPClient(FedAvgClient):
             "dp.count-scale above 0 (scores are then noised, and charged)"
         )
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Plan one score in every round of the run: a client is asked for at most one, and cannot know in which.
 
         What a client receives to be tested is the global model, so an evaluation asks for three counts.
@@ -49,7 +49,7 @@ class FedLTPClient(FedAvgClient):
         scores = int(self.config.fedltp.validators != "none")
         unjoined = self.config.num_server_rounds - planned_rounds(self.config)
         counts = {"round_counts": scores, "more_counts": unjoined * scores, "evaluation_counts": 3}
-        return replace(super().spending(), **counts)
+        return replace(super().planned_releases(), **counts)
 
     def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") or dict(task.payload.masks)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from clients.base import ImageClient, Scores, Update
+from clients.context import NodeContext
 from clients.node import parts_not_private
-from clients.place import Place
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
@@ -134,8 +134,8 @@ class FedP3Client(ImageClient):
     def options(self) -> FedP3Options:
         return self.config.fedp3
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         names = [name for name in vision.named_tensors(self.model) if name not in self.headless]
         self.layers = layers_of(names, self.prunable)
         self.head = list(self.layers)[-1]

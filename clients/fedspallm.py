@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from clients.context import NodeContext
 from clients.node import Node, ReplyFields
-from clients.place import Place
-from clients.privacy import ClientPrivacy, Spending
+from clients.privacy import ClientPrivacy, PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
@@ -80,18 +80,18 @@ class FedSpaLLMClient(Node):
     privacy_kind = SegmentPrivacy
     versions_kept = 1  # hidden states are large, and can be computed again
     declares: ClassVar = ReplyFields(
-        introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
+        registration=frozenset({"documents", "shell-digest", "layer-digests"}),
         training=frozenset({"density", "relative-error", "recovery-loss"}),
         evaluation=frozenset({"digest", "density", "pruned-layers", "perplexity/", "windows", "windows-in-text"}),
         withheld_when_private=frozenset({"documents", "relative-error", "recovery-loss"}),
     )
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.options = config.fedspallm
-        self.model = language_model(config, self.device, place.policy)
+        self.model = language_model(config, self.device, context.policy)
         self.layers = LayerFiles(
-            self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
+            self.store.folder / "layers", owner(f"layer of client {self.client_id}", context.run_key)
         )
         self.privacy = self.open_privacy(self.record_digests, self.options.deal)
 
@@ -117,9 +117,9 @@ class FedSpaLLMClient(Node):
         """The matrices of a layer whose inputs the sums are of that a client sends."""
         return [name for names in observed_inputs(self.config, self.model) for name in names]
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Plan the sums that a client releases in a round, if it takes part in all layers."""
-        return Spending(self.model.num_layers * len(observed_inputs(self.config, self.model)))
+        return PlannedReleases(self.model.num_layers * len(observed_inputs(self.config, self.model)))
 
     def record_digests(self) -> list[bytes]:
         """Return a digest of each record: a document of the client's own data, or a segment that was dealt."""
@@ -141,7 +141,7 @@ class FedSpaLLMClient(Node):
     @property
     def has_own_text(self) -> bool:
         """Say whether the client learns from text of its own, part of which it tests on."""
-        return self.place.has_own_data or (self.options.deal == "own" and self.config.dataset == "text")
+        return self.context.has_own_data or (self.options.deal == "own" and self.config.dataset == "text")
 
     @cached_property
     def own_text(self) -> tuple[list[Document], str] | None:
@@ -165,7 +165,7 @@ class FedSpaLLMClient(Node):
             self.config.test_fraction if self.has_own_text else None,
             deal="own" if self.has_own_text else options.deal,
             partition=self.client_id,
-            num_partitions=self.place.share[1],
+            num_partitions=self.context.share[1],
             count=count or self.num_examples,
             max_segments=max(self.num_examples, options.recovery_segments if options.recovery_rounds else 0),
             length=self.model.sequence_length(options.segment_length),
@@ -340,7 +340,7 @@ class FedSpaLLMClient(Node):
             blanks = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
             position, hidden = 0, self.model.embed(blanks, self.config.batch_size)[: len(tokens)]
         if layer:
-            text_cache.forget_documents()
+            text_cache.clear_cache()
         for earlier_layer in range(position, layer):
             tensors = self.model.layer_tensors(earlier_layer)  # line 12
             version = int(state.meta.get("pruned", {}).get(str(earlier_layer), 0))
@@ -392,11 +392,11 @@ class FedSpaLLMClient(Node):
         removed_counts: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed_counts.values()) / self.model.num_parameters()[0]
 
-    def introduction(self) -> ValueDict:
+    def registration(self) -> ValueDict:
         """Tell also which documents the client's text is from, and which dense model the client has."""
         documents = self.read_text()  # better now than after all pruning
         return {
-            **super().introduction(),
+            **super().registration(),
             **({} if self.config.dp.enabled else {"documents": [] if self.own_text else documents[:32]}),
             "shell-digest": self.model.shell_digest(),
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],

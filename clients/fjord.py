@@ -9,9 +9,9 @@ import numpy as np
 from torch import nn
 
 from clients.base import ImageClient, Update
+from clients.context import NodeContext
 from clients.fedp3 import FJORD_SHARES, OrderedDropout
 from clients.node import parts_not_private
-from clients.place import Place
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import Config
@@ -42,8 +42,8 @@ class FjORDClient(ImageClient):
         """Widths come from the server, and of each step's part the gradients are as private as of the whole."""
         return parts_not_private(config, "system 'fjord'")
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         if any(isinstance(layer, nn.GroupNorm) for layer in self.model.modules()):
             name = chosen_name(config.model, config.dataset)
             raise ValueError(

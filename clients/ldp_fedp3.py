@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
-from clients.place import Place
+from clients.context import NodeContext
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
@@ -41,8 +41,8 @@ class LDPFedP3Client(ImageClient):
 
     not_private = ""  # all that leaves is a part of the privately trained model, chosen without data
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         if untrained_names := [name for name in self.shared if name not in self.sizes]:
             raise ValueError(
                 f"model is {chosen_name(config.model, config.dataset)!r}, allowed with system 'ldp-fedp3': one whose "
@@ -77,7 +77,7 @@ class LDPFedP3Client(ImageClient):
         there are. The number of coordinates bounds them.
         """
         num_clients, position = task.fields["clients"], task.fields["place"]
-        max_clients = self.dimension if self.place.has_own_data else self.place.num_clients
+        max_clients = self.dimension if self.context.has_own_data else self.context.num_clients
         are_whole = type(num_clients) is int and type(position) is int
         if not (are_whole and 1 <= num_clients <= max_clients and 0 <= position < num_clients):
             allowed = f"1 to {max_clients} clients, and a place below their number"

@@ -10,7 +10,7 @@ model, upper layers included, is FedAvg's after local training under another nam
 from collections.abc import Iterable
 
 from clients.base import ImageClient, Scores, Update
-from clients.place import Place
+from clients.context import NodeContext
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers
@@ -31,8 +31,8 @@ class LGFedAvgClient(ImageClient):
             return list(names)
         return last_layers(list(names), frozenset(prunable), config.lgfedavg.global_layers)
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.all_names = self.shared
         number = self.config.lgfedavg.global_layers
         try:

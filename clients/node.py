@@ -11,19 +11,19 @@ from typing import Any, ClassVar, Literal
 from flwr.app import ArrayRecord, Message, MessageType
 from flwr.client import NumPyClient
 
-from clients.place import Place
-from clients.privacy import ClientPrivacy, Spending, data_of, ledger_path
+from clients.context import NodeContext
+from clients.privacy import ClientPrivacy, PlannedReleases, data_of, ledger_path
 from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import Config
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.simulated_grid import is_beside_server
+from fedprune_app.engine.simulated_grid import shares_disk_with_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.learning.device import device_of
-from fedprune_app.results import own_measures
+from fedprune_app.results import system_metrics
 
-Kind = Literal["introduction", "training", "evaluation"]
+ReplyType = Literal["registration", "training", "evaluation"]
 _NONE: frozenset[str] = frozenset()
 
 
@@ -31,12 +31,12 @@ _NONE: frozenset[str] = frozenset()
 class ReplyFields:
     """Reply fields are the names of the fields that a class of clients adds to what its base classes may send.
 
-    ``introduction``, ``training`` and ``evaluation`` are the kinds of replies. A name that ends in "/" stands for all
+    ``registration``, ``training`` and ``evaluation`` are the kinds of replies. A name that ends in "/" stands for all
     names that begin with it. Of all these names, those in ``withheld_when_private`` are not sent with ``dp.enabled``,
     and those in ``only_when_private`` are not sent without.
     """
 
-    introduction: frozenset[str] = _NONE
+    registration: frozenset[str] = _NONE
     training: frozenset[str] = _NONE
     evaluation: frozenset[str] = _NONE
     withheld_when_private: frozenset[str] = _NONE
@@ -44,16 +44,16 @@ class ReplyFields:
 
     def __or__(self, other: ReplyFields) -> ReplyFields:
         return ReplyFields(
-            self.introduction | other.introduction,
+            self.registration | other.registration,
             self.training | other.training,
             self.evaluation | other.evaluation,
             self.withheld_when_private | other.withheld_when_private,
             self.only_when_private | other.only_when_private,
         )
 
-    def allowed(self, kind: Kind, is_private: bool) -> frozenset[str]:
+    def allowed(self, kind: ReplyType, is_private: bool) -> frozenset[str]:
         """Return the names, and the prefixes of names, that a reply of this kind may have."""
-        fields_by_kind = {"introduction": self.introduction, "training": self.training, "evaluation": self.evaluation}
+        fields_by_kind = {"registration": self.registration, "training": self.training, "evaluation": self.evaluation}
         return fields_by_kind[kind] - (self.withheld_when_private if is_private else self.only_when_private)
 
 
@@ -67,15 +67,15 @@ def declared(kind: type) -> ReplyFields:
 
 def fields_of(kind: type, system: str) -> ReplyFields:
     """Return which fields the replies of this class of clients may have in a run of the system."""
-    measures = own_measures.of_system(system)
+    metrics = system_metrics.of_system(system)
     return declared(kind) | ReplyFields(
-        training=frozenset(measure.name for measure in measures if measure.told == "training"),
-        evaluation=frozenset(measure.name for measure in measures if measure.told == "evaluation"),
-        withheld_when_private=frozenset(measure.name for measure in measures if not measure.public),
+        training=frozenset(metric.name for metric in metrics if metric.source == "training"),
+        evaluation=frozenset(metric.name for metric in metrics if metric.source == "evaluation"),
+        withheld_when_private=frozenset(metric.name for metric in metrics if not metric.public),
     )
 
 
-def check_reply(kind: type, config: Config, reply: Kind, fields: Iterable[str]) -> None:
+def check_reply(kind: type, config: Config, reply: ReplyType, fields: Iterable[str]) -> None:
     """Raise ``ValueError`` for a field that this class of clients does not declare in a ``reply`` of this kind."""
     allowed = fields_of(kind, config.system).allowed(reply, config.dp.enabled)
     if unknown_names := undeclared(fields, allowed):
@@ -100,7 +100,7 @@ class Node(NumPyClient):
     """A node is one client of a run, with its state below ``place.state_dir``.
 
     Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
-    :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report`; and :meth:`evaluation`.
+    :class:`Task`: :meth:`registration`; :meth:`local_update`, then :meth:`report`; and :meth:`evaluation`.
 
     ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :meth:`open_privacy` opens.
     """
@@ -110,7 +110,7 @@ class Node(NumPyClient):
     privacy_kind: type[ClientPrivacy] = ClientPrivacy
     state_waits_for_checkpoint = False  # whether nothing relies on a state before the round's checkpoint
     declares: ClassVar = ReplyFields(
-        introduction=frozenset(
+        registration=frozenset(
             {"partition", "num-partitions", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}
         ),
         training=frozenset({"num-examples", "seconds", "note", "lost", "declined"}) | _SPENT,
@@ -119,13 +119,15 @@ class Node(NumPyClient):
         only_when_private=_SPENT | {"declined"},
     )
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, context: NodeContext) -> None:
         self.config = config
-        self.place = place
-        self.client_id = place.client_id
-        self.store: VersionedStore = client_store(place.state_dir, place.client_id, place.run_key, self.versions_kept)
+        self.context = context
+        self.client_id = context.client_id
+        self.store: VersionedStore = client_store(
+            context.state_dir, context.client_id, context.run_key, self.versions_kept
+        )
         self.device = device_of(config)
-        self.kept_facts: ValueDict = {}  # what every state of the client says, beside what an update says
+        self.kept_properties: ValueDict = {}  # what every state of the client says, beside what an update says
         self.privacy: ClientPrivacy | None = None
 
     # --- what a client says -------------------------------------------------------------------------------------
@@ -135,13 +137,13 @@ class Node(NumPyClient):
     def num_examples(self) -> int:
         """How much the client learns from, in whatever it counts."""
 
-    def introduction(self) -> ValueDict:
+    def registration(self) -> ValueDict:
         """Return what a client says of itself when it is asked who it is."""
         return {
             "partition": self.client_id,
             "num-examples": self.num_examples,
-            **({} if self.place.capacity is None else {"capacity": self.place.capacity}),
-            **({"own-data": True} if self.place.has_own_data else {"num-partitions": self.place.num_clients}),
+            **({} if self.context.capacity is None else {"capacity": self.context.capacity}),
+            **({"own-data": True} if self.context.has_own_data else {"num-partitions": self.context.num_clients}),
         }
 
     @abstractmethod
@@ -171,9 +173,9 @@ class Node(NumPyClient):
     def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
         """Return on how many examples the client's own model was evaluated, and what was found."""
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Return what the client plans to release, in a round and beside the rounds, with ``dp.enabled``."""
-        return Spending(self.config.local_epochs)
+        return PlannedReleases(self.config.local_epochs)
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -192,17 +194,19 @@ class Node(NumPyClient):
         of the ledger how data are dealt to clients. Raises ``ValueError`` where the ledger is damaged, and where the
         noise is less than the node asks for.
         """
-        config, place = self.config, self.place
+        config, context = self.config, self.context
         if not config.dp.enabled:
             return None
-        data = data_of(config, place, records(), dealing)
-        path, spending = ledger_path(config, place, data, self.store.folder), self.spending()
-        return self.privacy_kind(config, self.client_id, self.num_examples, spending, path, data, place.policy)
+        data = data_of(config, context, records(), dealing)
+        path, planned_releases = ledger_path(config, context, data, self.store.folder), self.planned_releases()
+        return self.privacy_kind(
+            config, self.client_id, self.num_examples, planned_releases, path, data, context.policy
+        )
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
     def get_properties(self, config: ValueDict) -> ValueDict:
-        return self.introduction()
+        return self.registration()
 
     def fit(self, parameters: NDArrays, config: ValueDict) -> tuple[NDArrays, int, ValueDict]:
         payload, fields = self.answer_training(Task.from_numpy(parameters, config))
@@ -224,7 +228,7 @@ class Node(NumPyClient):
         encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
         return self.pack(message, "training", {**fields, "num-examples": num_examples}, encoded)
 
-    def pack(self, message: Message, kind: Kind, fields: Values, arrays: ArrayRecord | None = None) -> Message:
+    def pack(self, message: Message, kind: ReplyType, fields: Values, arrays: ArrayRecord | None = None) -> Message:
         """Pack a reply. Raises ``ValueError`` for a field that the class does not declare."""
         check_reply(type(self), self.config, kind, fields)
         return Message(wire.pack(arrays, fields), reply_to=message)
@@ -253,10 +257,10 @@ class Node(NumPyClient):
         state, loss = self.load_state(task)
         update = self.local_update(task, state)
         report = self.report(task, update)
-        meta = {**update.state.meta, **self.kept_facts}
+        meta = {**update.state.meta, **self.kept_properties}
         if self.privacy is not None:  # apart from the ledger, which must not shrink
             meta["charges"] = len(self.privacy.ledger)
-        durable = not (self.state_waits_for_checkpoint and is_beside_server())
+        durable = not (self.state_waits_for_checkpoint and shares_disk_with_server())
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
@@ -270,7 +274,7 @@ class Node(NumPyClient):
 
     def _checked_fields(self, fields: ValueDict) -> ValueDict:
         subject = f"{type(self).__name__} tells that"
-        return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
+        return system_metrics.for_reply(self.config.system, fields, self.config.dp.enabled, subject)
 
     def load_state(self, task: Task) -> tuple[State, str]:
         """Return the state after the round that the server last took in from this client (``task.state_round``).
@@ -301,7 +305,7 @@ class Node(NumPyClient):
                 self.check_state(round)
             except ValueError as error:
                 reasons[round] = str(error)
-                if self.place.has_own_data:  # where its operator keeps its files is nobody's business
+                if self.context.has_own_data:  # where its operator keeps its files is nobody's business
                     reasons[round] = reasons[round].replace(str(self.store.folder), self.store.folder.name)
         return {"partition": self.client_id, "lost-rounds": list(reasons), "lost-reasons": list(reasons.values())}
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from clients.place import Place
+from clients.context import NodeContext
 from fedprune_app.config import NO_POLICY, OPTIONS, Config, Policy, Scalar, has_effect
 from fedprune_app.files import kept_secret
 from fedprune_app.learning.planned_noise import noise_multiplier, num_evaluations, planned_rounds
@@ -27,7 +27,7 @@ _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost cha
 
 
 @dataclass(frozen=True)
-class Spending:
+class PlannedReleases:
     """What a client plans to release, for ``dp.target-epsilon`` and for its budget.
 
     * ``round_epochs``: epochs of training in the local part of a round.
@@ -98,7 +98,7 @@ class ClientPrivacy:
         config: Config,
         client_id: int,
         num_units: int,
-        spending: Spending,
+        planned_releases: PlannedReleases,
         ledger: Path,
         data: Data,
         policy: Policy = NO_POLICY,
@@ -111,20 +111,20 @@ class ClientPrivacy:
         self.client_id, self.num_units = client_id, num_units
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_units)
         # at most, in the whole run
-        epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
-        counts = planned_rounds(config) * spending.round_counts + spending.more_counts
+        epochs = planned_rounds(config) * planned_releases.round_epochs + planned_releases.more_epochs
+        counts = planned_rounds(config) * planned_releases.round_counts + planned_releases.more_counts
         if options.accuracies == "noised":
-            counts += num_evaluations(config) * spending.evaluation_counts
+            counts += num_evaluations(config) * planned_releases.evaluation_counts
         extra_releases = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
         self.noise_multiplier = noise_multiplier(
             config, self.sample_rate, epochs * self.steps_per_epoch, extra_releases
         )
         if options.target_epsilon:
             policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
-        self.round_scale = options.count_scale if spending.round_counts else 0.0
-        self.round_cost = dict(self.steps(spending.round_epochs))
-        if spending.round_counts:
-            self.round_cost[Laplace(options.count_scale, 1.0)] = spending.round_counts
+        self.round_scale = options.count_scale if planned_releases.round_counts else 0.0
+        self.round_cost = dict(self.steps(planned_releases.round_epochs))
+        if planned_releases.round_counts:
+            self.round_cost[Laplace(options.count_scale, 1.0)] = planned_releases.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budgets = [] if limit is None else [Budget(limit, options.delta)]
         if policy.epsilon_budget:
@@ -288,18 +288,18 @@ class ClientPrivacy:
 # --- where the ledger is, and whose -----------------------------------------------------------------------------------
 
 
-def split_secret(config: Config, place: Place) -> str:
+def split_secret(config: Config, context: NodeContext) -> str:
     """Return the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
 
     The secret is for private runs whose noise nobody else knows. It is made once, and is beside the ledger.
     """
     dp = config.dp
-    if not (place.has_own_data and dp.enabled and dp.secure_rng):
+    if not (context.has_own_data and dp.enabled and dp.secure_rng):
         return ""
-    return kept_secret(Path(dp.ledger_dir or place.state_dir) / "split.secret")
+    return kept_secret(Path(dp.ledger_dir or context.state_dir) / "split.secret")
 
 
-def data_of(config: Config, place: Place, records: list[bytes], dealing: str) -> Data:
+def data_of(config: Config, context: NodeContext, records: list[bytes], dealing: str) -> Data:
     """Say whose ledger the client's is: its data's, known by their content.
 
     Where the node's operator says where the ledger is, there is one for all data. Elsewhere a client's own data may
@@ -308,20 +308,20 @@ def data_of(config: Config, place: Place, records: list[bytes], dealing: str) ->
     """
     from fedprune_app.privacy.ledger import Data
 
-    if place.has_own_data:
+    if context.has_own_data:
         about = "a folder of the client's own"
-        return Data.of(records, about, may_change=True, joins=_is_one_for_all(place), unit=config.protected_unit)
-    number, clients = place.share
+        return Data.of(records, about, may_change=True, joins=_is_one_for_all(context), unit=config.protected_unit)
+    number, clients = context.share
     about = f"client {number} of {clients}, {config.dataset} dealt by {dealing} with seed {config.seed}"
-    return Data.of(records, about, joins=_is_one_for_all(place), unit=config.protected_unit)
+    return Data.of(records, about, joins=_is_one_for_all(context), unit=config.protected_unit)
 
 
-def _is_one_for_all(place: Place) -> bool:
+def _is_one_for_all(context: NodeContext) -> bool:
     """Say whether the node's operator asks for one ledger, whatever the runs make of the node's data."""
-    return bool(place.policy.ledger_dir or place.policy.epsilon_budget)
+    return bool(context.policy.ledger_dir or context.policy.epsilon_budget)
 
 
-def ledger_path(config: Config, place: Place, data: Data, folder: Path) -> Path:
+def ledger_path(config: Config, context: NodeContext, data: Data, folder: Path) -> Path:
     """Return the path of the client's ledger: in its ``folder``, or in ``dp.ledger-dir`` for all runs on the data.
 
     The name of a ledger of own data follows from the data. The client's number, which the server gives, plays no part
@@ -330,9 +330,9 @@ def ledger_path(config: Config, place: Place, data: Data, folder: Path) -> Path:
     from fedprune_app.privacy.ledger import ledger_of
 
     shared_folder = config.dp.ledger_dir
-    if place.has_own_data:
-        return ledger_of(data, Path(shared_folder) if shared_folder else place.state_dir)
+    if context.has_own_data:
+        return ledger_of(data, Path(shared_folder) if shared_folder else context.state_dir)
     if not shared_folder:
         return folder / "ledger.jsonl"
-    dealing = "" if _is_one_for_all(place) else f"-{data.identity[:16]}"
-    return Path(shared_folder) / f"{place.client_id:05d}{dealing}.jsonl"
+    dealing = "" if _is_one_for_all(context) else f"-{data.identity[:16]}"
+    return Path(shared_folder) / f"{context.client_id:05d}{dealing}.jsonl"

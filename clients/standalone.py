@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from clients.base import ImageClient, Update
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
@@ -15,8 +15,8 @@ class StandaloneClient(ImageClient):
 
     not_private = ""  # nothing leaves but evaluations; so training is private all the same
 
-    def spending(self) -> Spending:
-        return replace(super().spending(), evaluation_counts=2)  # nothing is received
+    def planned_releases(self) -> PlannedReleases:
+        return replace(super().planned_releases(), evaluation_counts=2)  # nothing is received
 
     def begin(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from clients.base import ImageClient, Update
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
@@ -48,9 +48,9 @@ class SubFedAvgClient(ImageClient):
             "(the gate then asks for a noised count of correct predictions, which is charged)"
         )
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Plan for the gate, which asks for at most one count."""
-        return replace(super().spending(), round_counts=int(self.config.subfedavg.gate_split != "none"))
+        return replace(super().planned_releases(), round_counts=int(self.config.subfedavg.gate_split != "none"))
 
     def masks(self, task: Task, state: State) -> TensorDict:
         parameters = dict(self.model.named_parameters())
@@ -93,7 +93,7 @@ class SubFedAvgClient(ImageClient):
 
         Where the node says what it can bear, it is what the node cannot bear.
         """
-        return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
+        return self.config.subfedavg.target_rate if self.context.capacity is None else 100 * (1 - self.context.capacity)
 
     def _percent_pruned(self, mask: TensorDict) -> float:
         """Return the pruned percentage of all parameters, biases included, as the released code counts."""

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from clients.base import Update
+from clients.context import NodeContext
 from clients.node import ReplyFields, never_private
-from clients.place import Place
 from clients.subfedavg import SubFedAvgClient, pruned
 from clients.task import Task
 from fedprune_app.config import Config
@@ -48,8 +48,8 @@ class SubFedAvgHyClient(SubFedAvgClient):
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it ranks channels by BatchNorm, which mixes the examples of a batch")
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.groups = channels_of(*self.origin)
         self.full = self.model  # self.model is the network that is at work
         self.shapes = {name: t.shape for name, t in vision.state_tensors(self.full, include_buffers=True).items()}

@@ -38,7 +38,7 @@ from fedprune_app.exports.file import load_model
 from fedprune_app.files import LATEST, folder_for
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
-from fedprune_app.preflight.given import Given, Placement, trusted_code, with_plugins
+from fedprune_app.preflight.inputs import Placement, RunInputs, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.paper import drawn
@@ -145,8 +145,8 @@ def run(
     link = LATEST if out is None and not resume else None
     with folder_for(None if out is None else _path("out", out), not resume) as place:
         folder = place.resolve()
-        given = _given(config, settings).for_run_in(folder, resume=resume)
-        prepared = prepare(given, Placement(engine, clients, workers, ray_address=ray_address))
+        inputs = _given(config, settings).for_run_in(folder, resume=resume)
+        prepared = prepare(inputs, Placement(engine, clients, workers, ray_address=ray_address))
         run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress), link, on_round)
         return load_run(folder)
 
@@ -201,8 +201,8 @@ def sweep(
     )
     console = Terminal(stderr=True, quiet=not progress)
 
-    given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
-    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    inputs = _given(None, settings).for_run_in(_path("out", out), resume=resume)
+    outcome = make(parsed_matrix, inputs, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
         outcome.check()
     except LaunchError as error:
@@ -210,8 +210,8 @@ def sweep(
     return list(outcome.runs)
 
 
-def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
-    splits.forget()  # files may have changed since an earlier run of this process
+def _given(config: AnyPath | Settings | None, settings: Settings) -> RunInputs:
+    splits.clear_cache()  # files may have changed since an earlier run of this process
     files: list[dict[str, Scalar]] = []
     if isinstance(config, Mapping):
         files = [_flat(config)]

@@ -53,7 +53,7 @@ def locked(path: Path | str, activity: str, patience_seconds: float = -1) -> Ite
     try:
         lock.acquire(timeout=_QUIETLY_SECONDS)
     except Timeout:
-        say_waiting(activity)
+        log_waiting(activity)
         lock.acquire(timeout=patience_seconds)
     try:
         yield
@@ -61,7 +61,7 @@ def locked(path: Path | str, activity: str, patience_seconds: float = -1) -> Ite
         lock.release()
 
 
-def say_waiting(activity: str) -> None:
+def log_waiting(activity: str) -> None:
     """Say that this process waits for another one, which does ``activity``."""
     _user_log.warning("waiting for another process, which %s", activity)
 

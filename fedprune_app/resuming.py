@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from fedprune_app.config import Config, ConfigError, check_resumable
 from fedprune_app.core.named import Values
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, message_to, send_and_receive
+from fedprune_app.engine.exchange import ReceivedReply, message_to, send_and_receive
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
 from fedprune_app.federation.clients import Roster
 from fedprune_app.registry import SYSTEMS
@@ -99,7 +99,7 @@ def _spoilt_results(folder: Path, info: Values) -> list[str]:
     return problems + check_models(folder, info)
 
 
-def ask_for_states(
+def request_states(
     grid: Grid, roster: Roster, run_key: str, points: list[ResumePoint], deadline_seconds: float
 ) -> LostStates:
     """Have every client check the versions of its state that any of the points needs; return those that are lost."""
@@ -118,7 +118,7 @@ def ask_for_states(
     }
 
 
-def _lost_versions(answer: Answer, asked_versions: list[int]) -> dict[int, str]:
+def _lost_versions(answer: ReceivedReply, asked_versions: list[int]) -> dict[int, str]:
     try:
         if answer.content is None:
             raise ValueError(answer.error)

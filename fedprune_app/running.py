@@ -26,12 +26,12 @@ from rich.text import Text
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.store import exclusive
-from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.errors import LaunchError, RunDetached
 from fedprune_app.files import point_to, scratch_folder
 from fedprune_app.launching import processes, simulation
-from fedprune_app.launching.processes import Link, read_json, take_refusal
+from fedprune_app.launching.processes import Link, read_json, read_setting_error
 from fedprune_app.preflight import can_start
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import mark
@@ -76,7 +76,7 @@ class RunProgress:
         self.update()
         self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:
@@ -90,7 +90,7 @@ class RunProgress:
             said = f"{state['text']}  {self._accuracy}"
             self._bar.update(self._task, completed=state["done"], total=state["total"], said=said)
         elif state:
-            self.say(str(state.get("text")))
+            self.set_status(str(state.get("text")))
         try:
             with self._file.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
@@ -210,7 +210,7 @@ class Session(ExitStack):
         if link is not None:
             point_to(link, folder)
         earlier_info = read_json(folder / "run.json")
-        take_refusal(folder)  # remove what was left for a launcher that died before it read it
+        read_setting_error(folder)  # remove what was left for a launcher that died before it read it
         with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console, on_round) as progress:
             try:
                 if not place.is_simulation:
@@ -223,7 +223,7 @@ class Session(ExitStack):
                 self.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
                 # where run.json is unchanged, the run never began
-                if not isinstance(error, LeftGoing) and read_json(folder / "run.json") != earlier_info:
+                if not isinstance(error, RunDetached) and read_json(folder / "run.json") != earlier_info:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
@@ -248,7 +248,7 @@ class Session(ExitStack):
                 raise LaunchError(_one_line(error)) from error
 
     def _simulate(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
-        progress.say("starting clients")
+        progress.set_status("starting clients")
         config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
         earlier_outcome = processes.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
@@ -260,13 +260,13 @@ class Session(ExitStack):
                 raise _failure(folder, earlier_outcome, lambda: processes.last_line(simulated_run.log_file))
 
     def _run_on_nodes(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
-        progress.say("starting Flower")
+        progress.set_status("starting Flower")
         place, run_file = prepared.placement, folder / "run.json"
         link = self._connect(place)
         earlier_outcome = processes.outcome_of(run_file)
         submission = _remote_submission if place.superlink else _own_submission
         with submission(link, lambda: processes.submit(link, self.app, with_carrier(prepared.config))) as run_id:
-            progress.say("starting clients")
+            progress.set_status("starting clients")
             status = processes.follow(link, run_id, folder, progress.update)
         if status != "finished:completed":
             raise _failure(folder, earlier_outcome, lambda: processes.failure(link, run_id))
@@ -278,7 +278,7 @@ def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: 
     The error is a refused setting if there is one. Else it is what run.json says, if run.json has changed since
     ``earlier_outcome``, and else what Flower says.
     """
-    if refusal := take_refusal(folder):
+    if refusal := read_setting_error(folder):
         return ConfigError(refusal)
     message = ask_flower()
     if setting := refused(message):
@@ -342,8 +342,8 @@ def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
     """Submit a run to machines that are not ours; Ctrl-C stops the run, and whatever else ends this process does not.
 
-    Raises :class:`LeftGoing` where the run is left going. Signals wait while the run is being submitted: without its id
-    the run could not be stopped.
+    Raises :class:`RunDetached` where the run goes on without this process. Signals wait while the run is being
+    submitted: without its id the run could not be stopped.
     """
     numbers: list[int] = []
     with on_signals(ENDING, leave):
@@ -358,10 +358,10 @@ def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
             try:
                 processes.stop_run(link, run_id)
             except (LaunchError, KeyboardInterrupt, Left) as error:
-                raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {advice}") from None
+                raise RunDetached(f"{_one_line(error)}; run {run_id} may still go on: {advice}") from None
             raise
         except (Left, Exception) as error:
-            raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {advice}") from error
+            raise RunDetached(f"{_one_line(error)}; run {run_id} was left going: {advice}") from error
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)

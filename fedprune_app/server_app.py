@@ -10,7 +10,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedprune_app import plugins, resuming
-from fedprune_app.config import REFUSED, Config, ConfigError
+from fedprune_app.config import SETTING_ERROR, Config, ConfigError
 from fedprune_app.core import masked_tensors
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import add_exit_handler
@@ -29,12 +29,12 @@ from fedprune_app.federation.clients import ImageClientInfo, Roster, TextClientI
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import sha256_of
-from fedprune_app.launching.processes import CLIENTS_VARIABLE, tell_launcher, watch_launcher
+from fedprune_app.launching.processes import CLIENTS_VARIABLE, notify_launcher, watch_launcher
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results import own_measures
+from fedprune_app.results import system_metrics
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
@@ -54,7 +54,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = None
     try:
         # A wrong setting raises here, before anything is written.
-        prepared = prepare(Given(context.run_config))
+        prepared = prepare(RunInputs(context.run_config))
         config = prepared.config
         prepare_torch(config)
         masked_tensors.use_threads(os.cpu_count() or 1)
@@ -64,10 +64,10 @@ def main(grid: Grid, context: Context) -> None:
             _run(grid, prepared, folder)
     except ConfigError as error:
         if folder is not None:
-            tell_launcher(folder, str(error))
+            notify_launcher(folder, str(error))
         # `flwr run` shows Flower's traceback after this line; our own commands show the error alone, and no warnings
         log.warning("this setting is refused: %s", error)
-        error.mark = REFUSED
+        error.mark = SETTING_ERROR
         raise
 
 
@@ -84,8 +84,8 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     else:
         values = config.to_dict()
         code: ValueDict = {"plugins": plugins.described(values)}
-        if measures := own_measures.described(config.system):
-            code["measures"] = measures
+        if metrics := system_metrics.described(config.system):
+            code["measures"] = metrics
         facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
         recorder.start(values, config.seed, facts | code)
     _at_work.add(recorder)
@@ -95,7 +95,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         roster = _gather(grid, config, recorder, earlier_info)
         choice, point, state = None, START, None
         if saved_run is not None:
-            lost_states = resuming.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
+            lost_states = resuming.request_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
             choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
@@ -170,7 +170,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
             min_clients=len(ids) or config.min_clients,
             numbers=numbers or None,
             ids=ids or None,
-            say=recorder.waiting,
+            notify=recorder.waiting,
         )
     finally:
         recorder.done_waiting()
@@ -195,8 +195,8 @@ def _go_on(recorder: Recorder, config: Config, earlier_info: Values, choice: Cho
     """Open the run folder again: from this call on the run differs from the run that stopped."""
     values = config.to_dict()
     changes: ValueDict = {"config": {**values, "resume-from": "", "accept-loss": False}}
-    if measures := own_measures.described(config.system):
-        changes["measures"] = measures
+    if metrics := system_metrics.described(config.system):
+        changes["measures"] = metrics
     changed_plugins = plugins.changed(values, earlier_info.get("plugins", {}))
     notes = [*choice.notes, *changed_plugins.values()]
     if changed_plugins:

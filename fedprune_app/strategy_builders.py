@@ -82,7 +82,7 @@ def other_data(difference: str) -> ConfigError:
     )
 
 
-def _as_most_tell(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -> Any:
+def _majority(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -> Any:
     """Return a fact as most clients tell it, so that a single client that says something else changes nothing."""
     told = [fact(info) for info in context.clients.values() if isinstance(info, ImageClientInfo)]
     ((value, _),) = Counter(told).most_common(1)
@@ -95,8 +95,8 @@ def _facts_of_data(context: RunContext) -> ValueDict:
     These are how images are normalised, and a table's columns or a digest of them; what clients do not tell is left
     out. Raises :class:`ConfigError` where a run is resumed with other columns, or with the same ones in another order.
     """
-    means, stds = _as_most_tell(context, lambda info: (info.mean, info.std))
-    features, digest = _as_most_tell(context, lambda info: (info.features, info.features_digest))
+    means, stds = _majority(context, lambda info: (info.mean, info.std))
+    features, digest = _majority(context, lambda info: (info.features, info.features_digest))
     columns = {key: value for key, value in (("features", list(features)), ("features_digest", digest)) if value}
     recorded = context.recorder.info.get("model") or {}
     if any(recorded.get(key, value) != value for key, value in columns.items()):
@@ -109,7 +109,7 @@ def _digest_of_data(context: RunContext) -> str:
 
     Raises :class:`ConfigError` where a run is resumed with other data, which may have the same labels.
     """
-    digest: str = _as_most_tell(context, lambda info: info.data_sha256)
+    digest: str = _majority(context, lambda info: info.data_sha256)
     if digest and context.recorder.info.get("data_sha256", digest) != digest:
         raise other_data("its digest differs")
     return digest

@@ -70,7 +70,7 @@ Engine = Annotated[
 ]
 
 
-def say(text: str, label: str = "", style: str = "") -> None:
+def echo(text: str, label: str = "", style: str = "") -> None:
     """Print one line to the terminal: a coloured ``label``, then ``text`` as it is."""
     console.print(Text.assemble((label, style), text), soft_wrap=True)
 

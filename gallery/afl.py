@@ -58,12 +58,12 @@ class AFL(fp.FedAvg):
         """Return what travels down."""
         return fp.Payload({name: self.model[name] for name in self.head})
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
         payload = self.last_layer()
-        return (fp.Outgoing(k, payload, fields={"counted": k in self.counted}) for k in round.participants)
+        return (fp.OutgoingMessage(k, payload, fields={"counted": k in self.counted}) for k in round.participants)
 
-    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(self.clients, self.last_layer())
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(self.clients, self.last_layer())
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like({} if client in self.counted else self.sums)

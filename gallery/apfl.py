@@ -78,5 +78,5 @@ fp.register_system(
     client=APFLClient,
     summary="APFL: a mixture of the common model and a client's own",
     options=APFLOptions,
-    measures=[fp.OwnMeasure("alpha", "Own model's share α", least=0, most=1, decimals=3)],
+    metrics=[fp.SystemMetric("alpha", "Own model's share α", least=0, most=1, decimals=3)],
 )

@@ -62,7 +62,7 @@ class DADPFL(fp.DisPFL):
             self.release_updates()
             super().train(replace(round, participants=wave))
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
         for message in super().send(round):
             yield replace(message, fields={"prunes": round.number in self.pruning_rounds()})
 
@@ -118,5 +118,5 @@ fp.register_system(
     summary="DA-DPFL: Dis-PFL in waves, whose models become sparser",
     options=DADPFLOptions,
     uses=("density", "dispfl"),
-    measures=[fp.OwnMeasure("change", "Change of the distance", least=0, decimals=3)],
+    metrics=[fp.SystemMetric("change", "Change of the distance", least=0, decimals=3)],
 )

@@ -40,7 +40,7 @@ class FedBN(fp.FedAvg):
 class FedBNClient(fp.ImageClient):
     """The client keeps all tensors, its norms among them, and sends the others."""
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.shared = without_norms(self.shared, self.prunable)
 

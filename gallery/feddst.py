@@ -54,11 +54,11 @@ class FedDST(fp.FederatedStrategy):
         """Return masks of the largest weights of each layer."""
         return {n: fp.masks.magnitude_masks({n: model[n]}, share)[n] for n, share in self.densities.items()}
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(round.participants, fp.Payload(self.model, self.masks))
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(round.participants, fp.Payload(self.model, self.masks))
 
-    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(self.clients, fp.Payload(self.model, self.masks))
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(self.clients, fp.Payload(self.model, self.masks))
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like(self.model, masked=self.prunable)

@@ -45,7 +45,7 @@ class FedPer(fp.FedAvg):
 class FedPerClient(fp.ImageClient):
     """The client keeps all tensors and sends those of the base layers."""
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         count = self.config.table(FedPerOptions).personal_layers
         self.own = set(fp.layers.last_layers(self.shared, self.prunable, count))

@@ -65,7 +65,7 @@ class HeteroFLClient(fp.FjORDClient):
 
     why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.width = 1.0
         self.present = torch.bincount(self.data.train_labels, minlength=self.dataset.num_classes) > 0

@@ -60,7 +60,7 @@ class SparsyFedClient(fp.ImageClient):
 
     validates = "received"
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.saving: list[saved_tensors_hooks] = []
         self.inputs: dict[str, float] = {}  # by weight, the share of the layer's inputs that its gradient sees

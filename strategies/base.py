@@ -22,12 +22,12 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
 from fedprune_app.federation import loop
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.doubts import privacy_doubts
 from fedprune_app.federation.exchanges import exchange
 from fedprune_app.federation.metrics import ImageMetrics, Metrics
 from fedprune_app.federation.participation import Participation, check_min_replies
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
-from fedprune_app.results import own_measures
+from fedprune_app.federation.privacy_warnings import privacy_warnings
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
+from fedprune_app.results import system_metrics
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -92,19 +92,19 @@ class FederatedStrategy(StreamedStrategy):
         self.participation = Participation(self.config, self.clients, self.budgets)
         self.members = self.participation.members  # the clients that rounds may ask; the others join after the last one
         check_min_replies(self.config, self.participation.most, len(self.members))
-        self.measures = own_measures.all_of(self.config.system)
-        self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
+        self.declarations = system_metrics.all_of(self.config.system)
+        self.metrics: Metrics = ImageMetrics(context, prunable, self.declarations)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Return what makes the run less than its settings seem to say; each is a line for the user.
 
         They are said before the run begins, and are in its record.
         """
-        return privacy_doubts(self.config, self.clients, self.headline)
+        return privacy_warnings(self.config, self.clients, self.headline)
 
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
@@ -115,11 +115,11 @@ class FederatedStrategy(StreamedStrategy):
     def train(self, round: Round) -> None:
         """Have clients train: by default the participants, in one exchange."""
         for reply in exchange(round, self.send(round), self.expect):
-            with round.log.refusing(reply):
+            with round.log.rejecting(reply):
                 self.receive(round, reply)
 
     @abstractmethod
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield the message to each participant, made when it is sent."""
 
     @abstractmethod
@@ -138,20 +138,20 @@ class FederatedStrategy(StreamedStrategy):
 
     # --- what clients report, and what a round costs -----------------------------------------------------------------
 
-    def tell(self, round: Round, name: str, value: object) -> None:
-        """Record a number of the round that the system declares as an ``OwnMeasure`` with ``told="server"``.
+    def record(self, round: Round, name: str, value: object) -> None:
+        """Record a number of the round that the system declares as an ``SystemMetric`` with ``source="server"``.
 
         Raises ``ValueError`` for another name, and for a value out of the declared bounds.
         """
-        measures = {m.name: m for m in own_measures.of_system(self.config.system) if m.told == "server"}
-        if name not in measures:
-            allowed = ", ".join(measures) or "none here"
-            raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
-        round.log.columns[name] = measures[name].number(value, f"{type(self).__name__} tells that")
+        declarations = {m.name: m for m in system_metrics.of_system(self.config.system) if m.source == "server"}
+        if name not in declarations:
+            allowed = ", ".join(declarations) or "none here"
+            raise ValueError(f"record() has {name!r}, allowed: the system's metrics with source='server', {allowed}")
+        round.log.columns[name] = declarations[name].number(value, f"{type(self).__name__} tells that")
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield what each client evaluates as the received model: by default the server's, if it has one."""
-        return Outgoing.to_each(self.clients, Payload(self.model if self.has_global_model else {}))
+        return OutgoingMessage.to_each(self.clients, Payload(self.model if self.has_global_model else {}))
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""

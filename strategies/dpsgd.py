@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fedprune_app.config import DPSGDOptions
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import OutgoingMessage, Round
 from strategies.gossip import Gossip
 
 
@@ -30,7 +30,7 @@ class DPSGD(Gossip):
     def published(self) -> Schema:
         return Schema.like(self.model, masked=self.prunable if self.options.density < 1 else frozenset())
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         self.release_updates()
         self.model = {**self.model, **self.average(sorted(self.update_rounds), round.log).tensors}
-        return Outgoing.to_each(self.clients, Payload(self.model))
+        return OutgoingMessage.to_each(self.clients, Payload(self.model))

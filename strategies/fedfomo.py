@@ -12,7 +12,7 @@ from torch import Tensor
 from fedprune_app.core import rng
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.gossip import Relay
 
 _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
@@ -47,9 +47,9 @@ class FedFomo(Relay):
             candidates.sort(key=lambda k: -float(self.affinity[client, k]))  # stable: random among equals
         return sorted(candidates[: self.config.fedfomo.candidates])
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         for client in round.participants:
-            yield Outgoing(client, peer_updates=self.updates_of(self.candidates(round, client), round.log))
+            yield OutgoingMessage(client, peer_updates=self.updates_of(self.candidates(round, client), round.log))
 
     def receive(self, round: Round, reply: Reply) -> None:
         names, worth = reply.fields.get("candidates", []), reply.fields.get("worth", [])

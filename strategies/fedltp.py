@@ -41,7 +41,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import exchange
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.learning.device import device_of
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.sgd import SGD
@@ -50,7 +50,7 @@ from fedprune_app.learning.training import adam
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name
-from fedprune_app.results.measures import Reply as Kind
+from fedprune_app.results.metrics import ReplyKind
 from strategies.dpfed import DPFed
 
 _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
@@ -110,11 +110,11 @@ class FedLTP(DPFed):
             if client not in self.drawn:
                 self.drawn[client] = int(next(free_models)) if self.num_models > 1 else 1
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield clients of equal sub-models in a row, so that each is made and encoded once."""
         of_client = self.drawn.__getitem__
         for model, clients in groupby(sorted(round.participants, key=of_client), key=of_client):
-            yield from Outgoing.to_each(clients, Payload.pruned(self.model, self.masks(model)))
+            yield from OutgoingMessage.to_each(clients, Payload.pruned(self.model, self.masks(model)))
 
     # --- line 9 -----------------------------------------------------------------------------------------------------
 
@@ -143,8 +143,8 @@ class FedLTP(DPFed):
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
         name = f"validation after round {round.number}"
-        for reply in exchange(round, self._questions(round), name=name, kind=Kind.EVALUATION):
-            with round.log.refusing(reply):
+        for reply in exchange(round, self._questions(round), name=name, kind=ReplyKind.EVALUATION):
+            with round.log.rejecting(reply):
                 scores.append(self._score(reply))
         score = None
         if scores:
@@ -153,7 +153,7 @@ class FedLTP(DPFed):
                 self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:
             self.best_model = self.model
-            round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
+            round.log.add_note("no score of any round was accepted so far, so the newest model is evaluated and kept")
         round.log.columns |= {
             "validations": len(scores),
             "validation_score": score,
@@ -162,10 +162,10 @@ class FedLTP(DPFed):
             "best_round": self.best[0],
         }
 
-    def _questions(self, round: Round) -> Iterator[Outgoing]:
+    def _questions(self, round: Round) -> Iterator[OutgoingMessage]:
         eligible = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
         clients = round.participants if self.options.validators == "selected" else eligible
-        return Outgoing.to_each(clients, Payload(self.model, self.masks(1)), asks="score")
+        return OutgoingMessage.to_each(clients, Payload(self.model, self.masks(1)), asks="score")
 
     def _score(self, reply: Reply) -> tuple[int, int]:
         """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
@@ -180,8 +180,8 @@ class FedLTP(DPFed):
         score = int(wire.number(reply.fields, "score", 0 - noise, num_examples + noise))
         return score, num_examples
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
+        return OutgoingMessage.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
         self.model = self.best_model

@@ -28,7 +28,7 @@ from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
@@ -67,9 +67,9 @@ class FedP3(AveragingStrategy):
         is_fixed = self.options.assignment != "per-round"
         self.unowned = [layer for layer in self.hidden if is_fixed and layer not in owned]
 
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         doubt = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
-        return [*super().doubts(), *([doubt] if self.unowned else [])]
+        return [*super().warnings(), *([doubt] if self.unowned else [])]
 
     def _in_table(self, names: tuple[str, ...]) -> int:
         """Count a layer's parameters as the paper's Table 4 does: biases of convolutions, but none of linear layers."""
@@ -123,19 +123,19 @@ class FedP3(AveragingStrategy):
         masks = magnitude_masks(weights, density)
         return Payload(self.model | {n: weights[n].where(mask, 0) for n, mask in masks.items()}, masks)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield clients of equal sets in a row: their payload is made and encoded once."""
         for assignment, clients in groupby(sorted(round.participants, key=self.assigned), key=self.assigned):
-            yield from Outgoing.to_each(tuple(clients), self.pruned_for(assignment), **self.fields(assignment))
+            yield from OutgoingMessage.to_each(tuple(clients), self.pruned_for(assignment), **self.fields(assignment))
 
     def fields(self, assignment: Assigned) -> dict[str, Any]:
         return {"layers": list(assignment[0]), "density": assignment[1]}
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield the dense model for all clients, from which each makes the one that it would start from."""
         payload = Payload(self.model)
         for client in self.clients:
-            yield Outgoing(client, payload, fields=self.fields(self.assigned(client)))
+            yield OutgoingMessage(client, payload, fields=self.fields(self.assigned(client)))
 
     # --- line 14, Algorithm 3 ---------------------------------------------------------------------------------------
 

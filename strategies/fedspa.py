@@ -23,13 +23,13 @@ from torch import Tensor
 
 from fedprune_app.config import ConfigError, FedSPAOptions
 from fedprune_app.core import rng
-from fedprune_app.core.bounds import least_said
+from fedprune_app.core.bounds import rounded_down_text
 from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
@@ -50,7 +50,7 @@ class FedSPA(DPFed):
             raise ConfigError(
                 "fedspa.share",
                 self.options.share,
-                f"at least {least_said(1 / size)}, so that a client has one",
+                f"at least {rounded_down_text(1 / size)}, so that a client has one",
                 condition=f"with a model of {size:,} coordinates",
             )
 
@@ -77,10 +77,10 @@ class FedSPA(DPFed):
         shapes = {name: tensor.shape for name, tensor in self.model.items()}
         return random_coordinates(shapes, self.options.share, self.seed_of(round, client))
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         payload = Payload(self.model)
         for client in round.participants:
-            yield Outgoing(client, payload, fields={"coordinates": self.seed_of(round, client)})
+            yield OutgoingMessage(client, payload, fields={"coordinates": self.seed_of(round, client)})
 
     # --- what comes back --------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
 from fedprune_app.federation.exchanges import LAYER, exchange
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.results import statistics
 from fedprune_app.results.recorder import number_in
@@ -134,9 +134,11 @@ class FedSpaLLM(FederatedStrategy):
             self.merge.begin(layer, work.pruners[layer])
             if receivers := round.participants if has_all_receivers else work.pruners[layer]:
                 self._exchange(round, f"decoder layer {layer} in round {round.number}", receivers)
-            new_layer = self.merge.made(layer, row)  # lines 18 to 20
+            new_layer = self.merge.merged(layer, row)  # lines 18 to 20
             if not new_layer.tensors:
-                round.log.say(f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was")
+                round.log.add_note(
+                    f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was"
+                )
             else:
                 if self.merge.clients_prune:
                     row["mask_distance"] = work.distances.close_layer(row["weights"])
@@ -155,7 +157,7 @@ class FedSpaLLM(FederatedStrategy):
         step_round = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
         least, sent = min(self.config.min_replies, len(receivers)), self.send(step_round)
         for reply in exchange(step_round, sent, self.expect, name=name, kind=LAYER, least=least):
-            with round.log.refusing(reply):
+            with round.log.rejecting(reply):
                 reply.row |= self._added_up(reply, round.log.clients[reply.client])
                 self.receive(step_round, reply)
 
@@ -163,7 +165,7 @@ class FedSpaLLM(FederatedStrategy):
         """Return the number of a layer's exchange over all rounds, from 1."""
         return (round - 1) * self.dense.num_layers + layer + 1
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield the layer in work (line 8), or nothing where that is dense: clients have it in their cache."""
         work = self.work
         fields = {"layer": work.layer, "of-round": work.number}
@@ -175,16 +177,16 @@ class FedSpaLLM(FederatedStrategy):
             return
         pruned = self.global_model.layer(work.layer)
         for client in round.participants:
-            yield Outgoing(client, pruned, fields={**fields, "prunes": client in work.pruners[work.layer]})
+            yield OutgoingMessage(client, pruned, fields={**fields, "prunes": client in work.pruners[work.layer]})
 
-    def _send_pruned(self, round: Round, layer: int, fields: Mapping[str, Any]) -> Iterator[Outgoing]:
+    def _send_pruned(self, round: Round, layer: int, fields: Mapping[str, Any]) -> Iterator[OutgoingMessage]:
         """Yield to each participant the pruned layers before ``layer`` that it does not have yet."""
         payloads: dict[int, Payload] = {}  # by the first layer that a client does not have
         for client in round.participants:
             first = self.work.sent.get(client, 0)
             if first not in payloads:
                 payloads[first] = together({i: self.global_model.layer(i) for i in range(first, layer)})
-            yield Outgoing(client, payloads[first], fields=fields)
+            yield OutgoingMessage(client, payloads[first], fields=fields)
 
     def expect(self, round: Round, client: int) -> wire.Schema:
         work = self.work
@@ -285,13 +287,13 @@ class FedSpaLLM(FederatedStrategy):
             down += len(pruners) * entries * size if round.number > 1 else 0.0
         return down, up
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield nothing but the question: each client measures its own model, the server the global one.
 
         With ``fedspallm.merge = "hessians"`` a client's model is the global one, of which it gets what it lacks.
         """
         if self.merge.clients_prune:
-            return Outgoing.to_each(self.clients, Payload({}))
+            return OutgoingMessage.to_each(self.clients, Payload({}))
         return self._send_pruned(replace(round, participants=tuple(self.clients)), self.dense.num_layers, {})
 
     def finish(self) -> None:
@@ -335,7 +337,7 @@ class FedSpaLLM(FederatedStrategy):
             pruned = round.log.clients.get(client, {}).get("layers_pruned", 0)
             if pruned < self.dense.num_layers:
                 line = f"its state was lost, and it pruned {pruned} of {self.dense.num_layers} decoder layers anew"
-                self.context.lose(client, line)
+                self.context.mark_lost(client, line)
         self.lost_clients = set()
 
     def _save_progress(self, round: Round) -> None:

@@ -24,7 +24,7 @@ from fedprune_app.core.structured import (
     zero_padded,
 )
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 
@@ -52,17 +52,17 @@ class FjORD(AveragingStrategy):
         reach = self.extents_of(client)
         return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield clients of equal width in a row, so that their sub-network is made and encoded once."""
         for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
             first, *rest = clients
             payload = Payload(self.sub_network(first))
-            yield from Outgoing.to_each((first, *rest), payload, width=width)
+            yield from OutgoingMessage.to_each((first, *rest), payload, width=width)
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         payload = Payload(self.model)
         for client in self.clients:
-            yield Outgoing(client, payload, fields={"width": self.width(client)})
+            yield OutgoingMessage(client, payload, fields={"width": self.width(client)})
 
     def expect(self, round: Round, client: int) -> Schema:
         reach = self.extents_of(client)

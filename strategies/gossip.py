@@ -20,7 +20,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.topology import links, neighbours
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
-from fedprune_app.federation.round import Outgoing, Reply, Round, RoundLog, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RoundLog, RunContext
 from fedprune_app.federation.update_store import UpdateStore
 from strategies.base import FederatedStrategy, state_rounds_of
 
@@ -52,7 +52,7 @@ class Relay(FederatedStrategy):
         try:
             return self.updates.get(client, self.update_rounds[client])
         except ValueError as error:
-            self.context.lose(client, f"its update is lost: {error}")
+            self.context.mark_lost(client, f"its update is lost: {error}")
             raise
 
     def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, ArrayRecord]:
@@ -131,9 +131,9 @@ class Gossip(Relay):
         serves_stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
         senders = list(round.sampled) if serves_stale else active
-        senders_by_client = neighbours(
-            self.options.topology, list(self.clients), senders, self.options.neighbours, draw
-        )
+        # a client that is held out has no place in a ring before it joins
+        clients = sorted({*self.members, *round.sampled})
+        senders_by_client = neighbours(self.options.topology, clients, senders, self.options.neighbours, draw)
         return {client: () if client in round.dropped else senders_by_client[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Gossip(Relay):
         self.peer_up = dict.fromkeys(round.participants, 0)
         self.peer_down = dict.fromkeys(round.participants, 0)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         average, average_group = Payload({}), frozenset[int]()  # neighbours of one group get one average
         for client in round.participants:
             senders = [sender for sender in self.links[client] if sender in self.update_rounds]
@@ -152,14 +152,14 @@ class Gossip(Relay):
                 self.peer_down[client] += self.update_bytes[sender]
                 self.peer_up[sender] = self.peer_up.get(sender, 0) + self.update_bytes[sender]
             if not senders:
-                yield Outgoing(client)
+                yield OutgoingMessage(client)
             elif self.options.gossip == "client":
-                yield Outgoing(client, peer_updates=self.updates_of(senders, round.log))
+                yield OutgoingMessage(client, peer_updates=self.updates_of(senders, round.log))
             else:
                 group = frozenset(senders) | ({client} & self.update_rounds.keys())
                 if average_group != group:
                     average, average_group = self.average(sorted(group), round.log), group
-                yield Outgoing(client, average)
+                yield OutgoingMessage(client, average)
 
     def average(self, clients: list[int], log: RoundLog) -> Payload:
         """Return ``Σ_j w_j / Σ_j m_j`` of what these clients published, masked to what at least one of them keeps.

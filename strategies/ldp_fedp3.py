@@ -22,7 +22,7 @@ from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.base import FederatedStrategy
 
 
@@ -46,10 +46,10 @@ class LDPFedP3(FederatedStrategy):
         self.owners = perm_k_owners(self.dimension, len(self.places), draw)
         self.next = torch.cat([self.model[name].flatten() for name in self.order])  # (d,)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         payload = Payload(self.model)
         for client, position in self.places.items():
-            yield Outgoing(client, payload, fields={"clients": len(self.places), "place": position})
+            yield OutgoingMessage(client, payload, fields={"clients": len(self.places), "place": position})
 
     # --- line 11: w ← (1/n) Σ S_i ũ_i -----------------------------------------------------------------------------
 

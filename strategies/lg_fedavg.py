@@ -14,7 +14,7 @@ from torch import Tensor
 from fedprune_app.core.layers import last_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Round, RunContext
 from strategies.fedavg import FedAvg
 
 
@@ -38,19 +38,21 @@ class LGFedAvg(FedAvg):
         self.averaged = list(self.model) if round.number <= self.config.lgfedavg.pretrain_rounds else self.upper
         super().begin(round)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         return self.upper_layers_to(round.participants)
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield the upper layers as they are averaged now; each client is tested with them on its own lower ones."""
         return self.upper_layers_to(self.clients)
 
-    def upper_layers_to(self, clients: Iterable[int]) -> Iterator[Outgoing]:
+    def upper_layers_to(self, clients: Iterable[int]) -> Iterator[OutgoingMessage]:
         """Yield the upper layers; and the lower ones, until a client has trained lower layers of its own."""
         full_payload, upper = Payload(self.model), Payload({name: self.model[name] for name in self.upper})
         pretrain_rounds = self.config.lgfedavg.pretrain_rounds
         for client in clients:
-            yield Outgoing(client, full_payload if self.state_rounds.get(client, 0) <= pretrain_rounds else upper)
+            yield OutgoingMessage(
+                client, full_payload if self.state_rounds.get(client, 0) <= pretrain_rounds else upper
+            )
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({name: self.model[name] for name in self.averaged})

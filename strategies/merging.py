@@ -28,11 +28,11 @@ from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.alps import alps
-from fedprune_app.core.gptq import gptq_together
+from fedprune_app.core.gptq import gptq_batched
 from fedprune_app.core.grids import Quantized, grid_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import wanda_mask
-from fedprune_app.core.sparsegpt import sparsegpt_together
+from fedprune_app.core.sparsegpt import sparsegpt_batched
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster
@@ -67,7 +67,7 @@ class MeanMerge:
         """Add a client's layer. ``ValueError`` for one that cannot be added, of which nothing counts."""
         self._mean.add(update)
 
-    def made(self, layer: int, row: dict[str, Any]) -> Payload:
+    def merged(self, layer: int, row: dict[str, Any]) -> Payload:
         """Return the layer (lines 18 to 20), empty if nobody sent it; ``row`` is what the record says of it."""
         mean = self._mean.mean()
         new = self._mean.expanded(self.config.density, n_of_m=self.config.fedspallm.n_of_m(), mean=mean)
@@ -96,8 +96,8 @@ class MaskMerge(MeanMerge):
     def add(self, client: int, update: Payload) -> None:
         super().add(client, self._weights(update.masks))
 
-    def made(self, layer: int, row: dict[str, Any]) -> Payload:
-        return self._weights(super().made(layer, row).masks)
+    def merged(self, layer: int, row: dict[str, Any]) -> Payload:
+        return self._weights(super().merged(layer, row).masks)
 
     def _weights(self, masks: Mapping[str, Tensor]) -> Payload:
         return Payload.pruned({name: self._dense[name] for name in masks}, masks)
@@ -148,7 +148,7 @@ class Compression:
                 pairs = alps(weights, hessian_of[names[0]], density, pattern)
             else:
                 block_size = self.options.block_size
-                pairs = sparsegpt_together(weights, hessian_of[names[0]], density, pattern, block_size)
+                pairs = sparsegpt_batched(weights, hessian_of[names[0]], density, pattern, block_size)
             results |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, pairs, strict=True)}
         names = self.dense.prunable(layer)
         return Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})
@@ -166,7 +166,7 @@ class Compression:
             has_zeros = not all(bool(mask.all()) for mask in masks)
             grid = grid_of(self.options.bits, keeps_zeros=has_zeros)
             on_device = [[each.to(hessian.device) for each in part] for part in ([left[n] for n in names], masks)]
-            found = gptq_together(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
+            found = gptq_batched(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
             for name, mask, quantized in zip(names, masks, found, strict=True):
                 weights = quantized.weights()[:, : mask.shape[1]].cpu().to(tensors[name].dtype)
                 tensors[name] = tensors[name].masked_scatter(payload.masks[name], weights[mask])
@@ -200,7 +200,7 @@ class HessianMerge:
         for name, total in self._sums.items():
             total.add(name, update.tensors, num_sequences)
 
-    def made(self, layer: int, row: dict[str, Any]) -> Payload:
+    def merged(self, layer: int, row: dict[str, Any]) -> Payload:
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         if self.options.keep_sums:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import OutgoingMessage, Round
 from strategies.gossip import Relay
 
 
@@ -33,21 +33,21 @@ class MTL(Relay):
     def expect(self, round: Round, client: int) -> wire.Schema:
         return wire.Schema.like(self.model)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         schema, models = wire.Schema.like(self.model), {}
         for client, update in self.updates_of(sorted(self.update_rounds), round.log).items():
             tensors = schema.read(update).tensors
             models[client] = torch.cat([tensors[name].reshape(-1) for name in self.model])  # in the server's order
         members = list(models)
         if len(members) < 2:
-            yield from map(Outgoing, round.participants)
+            yield from map(OutgoingMessage, round.participants)
             return
         # (members, parameters), float64
         columns = torch.stack(list(models.values())).double()
         precision = self._precision(columns)
         for client in round.participants:
             if client not in models:
-                yield Outgoing(client)
+                yield OutgoingMessage(client)
                 continue
             position = members.index(client)
             strength = float(precision[position, position])
@@ -55,7 +55,7 @@ class MTL(Relay):
             shares[position] = 0
             parts = torch.split(shares @ columns, [tensor.numel() for tensor in self.model.values()])
             anchor = {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(self.model.items(), parts, strict=True)}
-            yield Outgoing(client, Payload(anchor), fields={"precision": strength})
+            yield OutgoingMessage(client, Payload(anchor), fields={"precision": strength})
 
     def _precision(self, columns: Tensor) -> Tensor:
         """``(Ω + εI)⁻¹`` of these models, float64 (members, members)."""

@@ -11,7 +11,7 @@ from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Reply, Round, RunContext
 from fedprune_app.learning.language_models import perplexities
 from fedprune_app.results import statistics
-from fedprune_app.results.measures import Reply as Kind
+from fedprune_app.results.metrics import ReplyKind
 from fedprune_app.results.recorder import number_in, round_columns, row_of
 from fedprune_app.results.texts import OWN_TEXT
 from strategies.pruned_model import PrunedModel
@@ -51,7 +51,7 @@ class TextMetrics:
         values = {name: number_in("perplexity", fields, about=name) for name in names}
         windows = ("windows", "windows_in_text") if has_own_text else ()
         return {
-            **row_of(Kind.PERPLEXITY, fields),
+            **row_of(ReplyKind.PERPLEXITY, fields),
             "pruned_layers": number_in("pruned_layers", fields, most=self.model.dense.num_layers),
             "perplexity_personal": values.get(main_text),
             "perplexity": values,
@@ -93,7 +93,7 @@ class TextMetrics:
                 "tokens": windows * first["window"],
             }
         return {
-            **round_columns(rows.values(), Kind.PERPLEXITY),
+            **round_columns(rows.values(), ReplyKind.PERPLEXITY),
             "perplexity_global": first["global"],
             "perplexity_personal_mean": first["personal_mean"],
             "personal_models": len(complete_rows),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round
 from strategies.base import FederatedStrategy
 
 
@@ -18,8 +18,8 @@ class Standalone(FederatedStrategy):
     has_global_model = False
     paper_formula = "nothing is sent"
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(round.participants, Payload({}))
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        return OutgoingMessage.to_each(round.participants, Payload({}))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({})

@@ -10,26 +10,26 @@ import click
 import typer
 
 from fedprune_app import __version__
-from fedprune_app.cli import deploying, first_look, looking, running
+from fedprune_app.cli import demo, deploying, results, running
 from fedprune_app.config import OPTIONS, ConfigError
 from fedprune_app.config.errors import OTHER_WORDS
 from fedprune_app.core.texts import one_line
 from fedprune_app.engine.printable import keep_logs_printable
-from fedprune_app.errors import LaunchError, LeftGoing
-from fedprune_app.terminal import say
+from fedprune_app.errors import LaunchError, RunDetached
+from fedprune_app.terminal import echo
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train, prune and compare personalised federated models.",
 )
-for _commands in (running, looking, first_look):
+for _commands in (running, results, demo):
     app.add_typer(_commands.app)
 app.add_typer(deploying.app, name="deploy", help="Deploy on real nodes, with TLS and keys; see docs/deploy.md.")
 _INTERRUPTED = 130
 
 
-def _say_version(is_given: bool) -> None:
+def _print_version(is_given: bool) -> None:
     if is_given:
         typer.echo(f"fedprune {__version__}")
         raise typer.Exit
@@ -38,7 +38,7 @@ def _say_version(is_given: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train, prune and compare personalised federated models."""
@@ -66,20 +66,20 @@ def main(commands: typer.Typer = app) -> None:
         key = error.option_name.lstrip("-")
         key = OTHER_WORDS.get(key, key)
         advice = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""
-        say(f" there is no option {error.option_name}{advice}", "error:", "red")
+        echo(f" there is no option {error.option_name}{advice}", "error:", "red")
         sys.exit(2)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except LeftGoing as error:
-        say(f" {one_line(error)}", "not followed any more:", "yellow")
+    except RunDetached as error:
+        echo(f" {one_line(error)}", "not followed any more:", "yellow")
         sys.exit(1)
     except LaunchError as error:
-        say(f" {one_line(error)}", "failed:", "red")
+        echo(f" {one_line(error)}", "failed:", "red")
         sys.exit(1)
     except (ValueError, OSError) as error:
-        say(f" {one_line(error)}", "error:", "red")
+        echo(f" {one_line(error)}", "error:", "red")
         sys.exit(2)
     if code == _INTERRUPTED:
-        say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
+        echo("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)

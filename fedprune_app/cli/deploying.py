@@ -11,9 +11,9 @@ from fedprune_app.cli.running import run_once
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.config.options import share_in_turn
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Placement, given_in
+from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, say
+from fedprune_app.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, echo
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -69,10 +69,10 @@ def local(
             raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {len(values)} entries")
         for place, value in zip(places, values, strict=False):
             place[key] = value
-    given = given_in(config, overrides, plugin)
-    given = given.for_run_in(out, resume=resume, accept_loss=accept_loss)
-    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=given.folder / "deployment")
-    run_once(prepare(given, placement), out)
+    inputs = inputs_in(config, overrides, plugin)
+    inputs = inputs.for_run_in(out, resume=resume, accept_loss=accept_loss)
+    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=inputs.folder / "deployment")
+    run_once(prepare(inputs, placement), out)
 
 
 def _paths(text: str) -> list[Path]:
@@ -97,8 +97,8 @@ def certificates(
 
     files = make_certificates(out.expanduser(), hosts, days)
     for path in (files.ca, files.certificate, files.key):
-        say(f": {path}", "made", "green")
-    say(f"valid until {valid_until(files.certificate):%Y-%m-%d}")
+        echo(f": {path}", "made", "green")
+    echo(f"valid until {valid_until(files.certificate):%Y-%m-%d}")
 
 
 @app.command(name="node-key")
@@ -114,8 +114,8 @@ def node_key(
     from fedprune_app.launching.credentials import make_node_key
 
     public = make_node_key(path.expanduser())
-    say(f": {path} and {public}", "made", "green")
-    say(f"register it: flwr supernode register {public} NAME")
+    echo(f": {path} and {public}", "made", "green")
+    echo(f"register it: flwr supernode register {public} NAME")
 
 
 @app.command()
@@ -130,7 +130,7 @@ def database(
     """
     from fedprune_app.launching.credentials import make_database
 
-    say(f": {make_database(path.expanduser())}", "made", "green")
+    echo(f": {make_database(path.expanduser())}", "made", "green")
 
 
 @app.command(name="control-secret")
@@ -145,7 +145,7 @@ def control_secret(
     """
     from fedprune_app.launching.credentials import make_control_secret
 
-    say(f": {make_control_secret(path.expanduser())}", "made", "green")
+    echo(f": {make_control_secret(path.expanduser())}", "made", "green")
 
 
 @app.command()
@@ -162,7 +162,7 @@ def login(
     from fedprune_app.launching.credentials import log_in
 
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-    say(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
+    echo(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

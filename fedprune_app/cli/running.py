@@ -9,7 +9,7 @@ from rich.text import Text
 
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.files import LATEST, folder_for
-from fedprune_app.preflight.given import Placement, given_in
+from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.terminal import (
     AcceptLoss,
@@ -21,8 +21,8 @@ from fedprune_app.terminal import (
     RayAddress,
     Workers,
     console,
+    echo,
     print_rows,
-    say,
 )
 
 app = typer.Typer()
@@ -61,9 +61,9 @@ def run(
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
     is_new = not (superlink or resume)
     with folder_for(out, is_new) as folder:
-        given = given_in(config, overrides, plugin)
-        given = given.for_run_in(folder, resume=resume, accept_loss=accept_loss)
-        run_once(prepare(given, placement), folder, LATEST if out is None and is_new else None)
+        inputs = inputs_in(config, overrides, plugin)
+        inputs = inputs.for_run_in(folder, resume=resume, accept_loss=accept_loss)
+        run_once(prepare(inputs, placement), folder, LATEST if out is None and is_new else None)
 
 
 @app.command(name="check")
@@ -80,10 +80,10 @@ def check_run(
     """
     from fedprune_app.preflight.describe import described
 
-    prepared = prepare(given_in(config, overrides, plugin), Placement("inprocess", clients))
-    say_notes(prepared.notes)
+    prepared = prepare(inputs_in(config, overrides, plugin), Placement("inprocess", clients))
+    print_notes(prepared.notes)
     print_rows(described(prepared))
-    say(": a run can start with these settings", "checked", "green")
+    echo(": a run can start with these settings", "checked", "green")
 
 
 @app.command(name="check-data")
@@ -96,11 +96,11 @@ def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plug
     """
     from fedprune_app.preflight.describe import data_found
 
-    settings = prepare(given_in(config, overrides, plugin)).config
+    settings = prepare(inputs_in(config, overrides, plugin)).config
     with console.status(Text(f"reading {settings.dataset}")):
-        rows, doubts = data_found(settings)
+        rows, warnings = data_found(settings)
     print_rows(rows)
-    say_notes(doubts)
+    print_notes(warnings)
 
 
 @app.command()
@@ -131,14 +131,14 @@ def sweep(
     from fedprune_app.sweeps.matrix import read_matrix
 
     parsed_matrix = read_matrix(matrix)
-    given = given_in(None, overrides, plugin).for_run_in(out, resume=resume)
+    inputs = inputs_in(None, overrides, plugin).for_run_in(out, resume=resume)
     from fedprune_app.sweeps.sweep import sweep as make
 
-    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    outcome = make(parsed_matrix, inputs, Placement(engine, clients, workers, ray_address=ray_address), console)
     for path in outcome.tables:
-        say(f"table: {path}")
+        echo(f"table: {path}")
     if outcome.best:
-        say(f"best settings, as a matrix with new seeds: {outcome.best}")
+        echo(f"best settings, as a matrix with new seeds: {outcome.best}")
     outcome.check()
 
 
@@ -155,10 +155,10 @@ def compress(
     """
     from fedprune_app.exports.compressed import compress as made
 
-    info = made(folder, given_in(None, overrides).on_command_line, output)
+    info = made(folder, inputs_in(None, overrides).on_command_line, output)
     for name, value in info["perplexity"].items():
-        say(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
-    say_sizes(info, output)
+        echo(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
+    print_sizes(info, output)
 
 
 def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
@@ -172,19 +172,19 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
     for kind, key in (("note", "notes"), ("lost", "losses"), ("left out", "clients_left_out")):
         lines = [line for line in info.get(key) or [] if line not in prepared.notes]
         for line in lines[:_MOST_LINES]:
-            say(f" {line}", f"{kind}:", "yellow")
+            echo(f" {line}", f"{kind}:", "yellow")
         if (num_more := len(lines) - _MOST_LINES) > 0:
-            say(f" and {num_more} more, see run.json", f"{kind}:", "yellow")
-    say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
+            echo(f" and {num_more} more, see run.json", f"{kind}:", "yellow")
+    echo(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:
-        say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
-        say_sizes(info, out)
-        _say_what_is_next(out)
+        echo(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
+        print_sizes(info, out)
+        _print_next_steps(out)
     else:
-        say("results: in the ServerApp's run folder, on its machine")
+        echo("results: in the ServerApp's run folder, on its machine")
 
 
-def _say_what_is_next(out: Path) -> None:
+def _print_next_steps(out: Path) -> None:
     from fedprune_app.results.columns import traffic_of
     from fedprune_app.results.reader import load_run
     from fedprune_app.results.texts import progress_line
@@ -193,19 +193,19 @@ def _say_what_is_next(out: Path) -> None:
     last: ValueDict = {}
     for row in run.rounds:
         last |= {name: value for name, value in row.items() if value is not None}
-    say(f"{progress_line(last)}{(traffic_of(run) or 0) / 1e6:,.1f} MB of training traffic")
+    echo(f"{progress_line(last)}{(traffic_of(run) or 0) / 1e6:,.1f} MB of training traffic")
     whose = "-o model" if run.headline.startswith("perplexity") else "--client 0 -o client-0.onnx"
-    say(f"next: fedprune report {out} -o report.html")
-    say(f"      fedprune export {out} {whose}")
+    echo(f"next: fedprune report {out} -o report.html")
+    echo(f"      fedprune export {out} {whose}")
 
 
-def say_notes(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str]) -> None:
     for line in notes:
-        say(f" {line}", "note:", "yellow")
+        echo(f" {line}", "note:", "yellow")
 
 
-def say_sizes(info: Values, out: Path) -> None:
+def print_sizes(info: Values, out: Path) -> None:
     """Say where a language model was written, and how large its weights are."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):
-            say(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")
+            echo(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, execution_option, option
+from fedprune_app.config.options import Needs, NoneOf, PathKind, execution_option, option
 
 # What only systems need that learn from images.
 IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
@@ -42,12 +42,12 @@ class CommonOptions:
         "digits",
         "The dataset; `fedprune list` names all datasets. A function of your own that loads one is 'module:function' "
         "or 'file.py:function'.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     data_dir: str = execution_option(
         "",
         "The folder that holds the data. Dataset 'digits' needs none.",
-        kind=Kind.FOLDER,
+        kind=PathKind.FOLDER,
         needs={"dataset": NoneOf(("digits", "stdlib"))},
     )
     classes: str = option(
@@ -94,7 +94,7 @@ class CommonOptions:
         "shards",
         "The rule that deals the training data to the clients; `fedprune list` names all rules. A function of your own "
         "is named as for dataset.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
         needs=IMAGES,
     )
     shard_size: int = option(
@@ -204,7 +204,7 @@ class CommonOptions:
         "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A function of your own that "
         "makes one is 'module:function' or 'file.py:function'. A language model is a folder, a .gguf file or a "
         "name on the hub.",
-        kind=Kind.MODEL,
+        kind=PathKind.MODEL,
     )
     init: str = option(
         "default",
@@ -334,17 +334,17 @@ class CommonOptions:
     out_dir: str = execution_option(
         "",
         "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",
-        kind=Kind.RUN_FOLDER,
+        kind=PathKind.RUN_FOLDER,
     )
     state_dir: str = execution_option(
         "",
         "The folder for the clients' state of any run, as an absolute path. Empty means <run folder>/clients.",
-        kind=Kind.STATE_FOLDER,
+        kind=PathKind.STATE_FOLDER,
     )
     resume_from: str = execution_option(
         "",
         "The run folder of the run to continue.",
-        kind=Kind.RUN_FOLDER,
+        kind=PathKind.RUN_FOLDER,
     )
     accept_loss: bool = execution_option(
         False,
@@ -406,7 +406,7 @@ class CommonOptions:
         "",
         "The plug-ins that the run needs: modules, and files that end in .py, separated by commas. The system, "
         "network, dataset or partition of an installed plug-in needs no mention here.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     plugin_options: str = option(
         "",

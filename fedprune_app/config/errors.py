@@ -10,7 +10,7 @@ from pathlib import PurePath
 _SHORT = reprlib.Repr()  # a few lines of YAML aliases can stand for billions of entries
 _SHORT.maxstring = _SHORT.maxother = 1000
 # An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found.
-REFUSED = "refused setting: "
+SETTING_ERROR = "refused setting: "
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ def _value_text(value: object) -> str:
 
 
 @contextmanager
-def told_of(where: str) -> Iterator[None]:
+def naming_source(where: str) -> Iterator[None]:
     """Say in each :class:`ConfigError` ``where`` the wrong setting stands, such as a file and an entry of the file."""
     try:
         yield
@@ -65,7 +65,7 @@ def told_of(where: str) -> Iterator[None]:
 
 def refused(text: str) -> str:
     """Return the message of an error with the mark :data:`REFUSED` within ``text``; empty if ``text`` has none."""
-    return text.partition(REFUSED)[2]
+    return text.partition(SETTING_ERROR)[2]
 
 
 # These words for a key are common elsewhere.

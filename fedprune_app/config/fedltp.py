@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, execution_option, option
+from fedprune_app.config.options import Needs, NoneOf, PathKind, execution_option, option
 
 _PUBLIC_SHARE = 0.2
 # What the keys need that make tickets or choose one.
@@ -34,7 +34,7 @@ class FedLTPOptions(Table):
     public_data_dir: str = execution_option(
         "",
         "The folder of the public data, on the server.",
-        kind=Kind.FOLDER,
+        kind=PathKind.FOLDER,
         needs=_TICKETS,
     )
     public_samples: int = option(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, option, share_in_turn
+from fedprune_app.config.options import Needs, NoneOf, PathKind, option, share_in_turn
 
 # This pattern removes heads and feed-forward units.
 CUT = "cut"
@@ -72,7 +72,7 @@ class FedSpaLLMOptions(Table):
         "",
         "The further texts that perplexity is measured on, with absolute paths: 'wikitext-2=/path/a.txt, "
         "ptb=/path/b.txt'.",
-        kind=Kind.NAMED_FILES,
+        kind=PathKind.NAMED_FILES,
     )
     dtype: str = option(
         "auto",

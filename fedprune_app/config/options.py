@@ -17,7 +17,7 @@ Settings = Mapping[str, Scalar]  # by key
 S = TypeVar("S", bool, int, float, str)
 
 
-class Kind(Enum):
+class PathKind(Enum):
     """A kind says whether a value is a path, and who reads or writes there."""
 
     PLAIN = auto()  # no path
@@ -31,7 +31,7 @@ class Kind(Enum):
     @property
     def is_folder(self) -> bool:
         """The value is always a folder, absolute once it is parsed."""
-        return self in (Kind.FOLDER, Kind.STATE_FOLDER, Kind.RUN_FOLDER)
+        return self in (PathKind.FOLDER, PathKind.STATE_FOLDER, PathKind.RUN_FOLDER)
 
 
 # One end of a range: how an error names it, the limit, and what holds of a value and the limit.
@@ -57,7 +57,7 @@ class Option:
     help: str
     choices: Mapping[str, str] = field(default_factory=dict)  # choice -> what it means
     bounds: tuple[Bound, ...] = ()
-    kind: Kind = Kind.PLAIN
+    kind: PathKind = PathKind.PLAIN
     changes_results: bool = True
     resumable: bool = False
     needs: Needs = field(default_factory=dict)
@@ -86,15 +86,15 @@ class Option:
 
         A run folder stays as it is, because a command line says it in another way.
         """
-        if not isinstance(value, str) or not value or self.kind is Kind.RUN_FOLDER:
+        if not isinstance(value, str) or not value or self.kind is PathKind.RUN_FOLDER:
             return value
         if self.kind.is_folder:
             return _real_path(value)
-        if self.kind is Kind.MODEL and (value.endswith(".gguf") or Path(os.path.expanduser(value)).is_dir()):
+        if self.kind is PathKind.MODEL and (value.endswith(".gguf") or Path(os.path.expanduser(value)).is_dir()):
             return _real_path(value)
-        if self.kind in (Kind.CODE, Kind.MODEL):
+        if self.kind in (PathKind.CODE, PathKind.MODEL):
             return ",".join(_code_from_here(part.strip()) for part in value.split(","))
-        if self.kind is Kind.NAMED_FILES:
+        if self.kind is PathKind.NAMED_FILES:
             parts = (part.partition("=") for part in value.split(","))
             return ",".join(f"{name.strip()}={_real_path(path.strip())}" if path else name for name, _, path in parts)
         return value
@@ -109,7 +109,7 @@ def option(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
-    kind: Kind = Kind.PLAIN,
+    kind: PathKind = PathKind.PLAIN,
     changes_results: bool = True,
     resumable: bool = False,
     needs: Needs | None = None,

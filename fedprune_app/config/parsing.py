@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, unknown_key
-from fedprune_app.config.options import Kind, Needs, NoneOf, Scalar, Settings
+from fedprune_app.config.options import Needs, NoneOf, PathKind, Scalar, Settings
 from fedprune_app.config.plugged import is_used, without_carrier
 from fedprune_app.config.systems import declared
 
@@ -57,7 +57,7 @@ def paths_from_here(values: Settings) -> dict[str, Scalar]:
 
 def written_below(folder: Path, config: Config) -> Config:
     """Return ``config`` as a new run that writes in ``folder`` alone: records, clients' state and ledgers."""
-    kinds = (Kind.RUN_FOLDER, Kind.STATE_FOLDER)
+    kinds = (PathKind.RUN_FOLDER, PathKind.STATE_FOLDER)
     places = {key: "" for key, option in OPTIONS.items() if option.kind in kinds}
     return parse_config({**config.to_dict(), **places, "out-dir": str(folder)})
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS, Config
-from fedprune_app.config.errors import ConfigError, told_of
-from fedprune_app.config.options import Kind, Option, listed, option, option_of
+from fedprune_app.config.errors import ConfigError, naming_source
+from fedprune_app.config.options import Option, PathKind, listed, option, option_of
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -45,7 +45,7 @@ class Policy:
     )
     max_clip_norm: float = option(0.0, "The largest dp.clip-norm. 0 means no limit.", least=0)
     ledger_dir: str = option(
-        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
+        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=PathKind.STATE_FOLDER
     )
     secure_rng: bool = option(
         True,
@@ -62,7 +62,7 @@ class Policy:
         "",
         "The modules and files of code that the node imports where a run names them, separated by commas. Plug-ins "
         "that are installed on the node, and declare the name of a system, are imported whatever this key says.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     allowed_models: str = option(
         "",
@@ -82,7 +82,7 @@ class Policy:
         for key, value in values.items():
             if key not in POLICY_KEYS:
                 raise ConfigError(key, value, ", ".join(POLICY_KEYS), which="is no key", where=where)
-        with told_of(where):
+        with naming_source(where):
             parsed: dict[str, Any] = {
                 k.replace("-", "_"): POLICY_KEYS[k].parse(k, value) for k, value in values.items()
             }

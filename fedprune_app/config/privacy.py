@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, option
+from fedprune_app.config.options import Needs, NoneOf, PathKind, option
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class DPOptions(Table):
         "",
         "The folder for one ledger over all runs on the same data of a client, as an absolute path. Empty means"
         " that the ledger is with the run's state.",
-        kind=Kind.STATE_FOLDER,
+        kind=PathKind.STATE_FOLDER,
         changes_results=False,
     )
 

@@ -12,7 +12,7 @@ class Declared:
 
     options: type[Table] = Table
     uses: tuple[str, ...] = ()  # keys and tables of other systems that it reads as well
-    measures: tuple[Any, ...] = ()  # see results/own_measures.py
+    metrics: tuple[Any, ...] = ()  # see results/system_metrics.py
 
 
 SYSTEMS: dict[str, Any] = {}  # by name; the registry has the same dict, of its own type

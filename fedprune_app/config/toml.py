@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS
-from fedprune_app.config.errors import ConfigError, not_allowed, told_of
+from fedprune_app.config.errors import ConfigError, naming_source, not_allowed
 from fedprune_app.config.options import Scalar, Settings
 
 
@@ -29,7 +29,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the flat keys of the run-config file ``path``. Raises :class:`ConfigError` naming the file."""
     try:
-        with told_of(f"config file {str(path)!r}"):
+        with naming_source(f"config file {str(path)!r}"):
             return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError("config file", path, which="does not exist") from None

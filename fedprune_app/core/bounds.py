@@ -4,10 +4,10 @@ import reprlib
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
 # A client may report no number of itself above this one: sums over clients, and their squares, then stay finite.
-LARGEST_SAID = 1e100
+LARGEST_NUMBER = 1e100
 
 
-def bounded(value: object, what: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
+def bounded(value: object, what: str, least: float = -LARGEST_NUMBER, most: float = LARGEST_NUMBER) -> float:
     """Return ``value`` if it is a number from ``least`` to ``most``; raise ``ValueError`` for anything else.
 
     The error begins with ``what``, which names the place of the value. NaN and truth values are refused, too.
@@ -25,21 +25,21 @@ def bounded(value: object, what: str, least: float = -LARGEST_SAID, most: float 
     return value
 
 
-def least_said(value: float, digits: int = 4) -> str:
+def rounded_down_text(value: float, digits: int = 4) -> str:
     """Return a least allowed value with so many digits: rounded up, so that the number that is read is allowed.
 
-    >>> least_said(1 / 6090)
+    >>> rounded_down_text(1 / 6090)
     '0.0001643'
-    >>> least_said(1.35217)
+    >>> rounded_down_text(1.35217)
     '1.353'
     """
     return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal_from_float(value)):g}"
 
 
-def most_said(value: float, digits: int = 4) -> str:
+def rounded_up_text(value: float, digits: int = 4) -> str:
     """Return a largest allowed value with so many digits: rounded down, so that the number that is read is allowed.
 
-    >>> most_said(1 / 240)
+    >>> rounded_up_text(1 / 240)
     '0.004166'
     """
     return f"{float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal_from_float(value)):g}"

@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 LARGEST_COHORT, LARGEST_ON_GPU = 8, 32
 
 
-def together(
-    request: Request, train_together: Callable[[Sequence[Request]], list[Result | Exception]], waits: bool = True
+def train_in_cohort(
+    request: Request, train_cohort: Callable[[Sequence[Request]], list[Result | Exception]], waits: bool = True
 ) -> Result:
     """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
 
@@ -32,13 +32,13 @@ def together(
     exception that is this one's result.
     """
     member = _member.get() if waits else None
-    result = train_together([request])[0] if member is None else member.train(request, train_together)
+    result = train_cohort([request])[0] if member is None else member.train(request, train_cohort)
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def work_in_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Result]]:
+def run_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Result]]:
     """Do several clients' works as a cohort; yield the number of each and what it returned, once it is done.
 
     The works handle their errors themselves: one that raises ends the cohort.
@@ -49,17 +49,17 @@ def work_in_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int,
     members = {number: _Member(work) for number, work in enumerate(works)}
     while members:
         for member in members.values():
-            member.go_on()
+            member.resume()
         for number in [number for number, member in members.items() if member.is_done]:
             yield number, members.pop(number).outcome()
         participants = list(members.values())
         if participants:
-            results = participants[0].train_together([member.request for member in participants])
+            results = participants[0].train_cohort([member.request for member in participants])
             for member, result in zip(participants, results, strict=True):
                 member.result = result
 
 
-def share_of(num_messages: int, num_workers: int, max_size: int) -> int:
+def messages_per_worker(num_messages: int, num_workers: int, max_size: int) -> int:
     """Return how many of ``num_messages`` each worker without work gets now, from 1 to ``max_size``.
 
     Where the workers have to go several times, each time is as long as the others, so that all end together.
@@ -79,7 +79,7 @@ class _Member(Generic[Result]):
 
     request: Any
     result: Any = None
-    train_together: Callable[[Sequence[Any]], list[Any]]
+    train_cohort: Callable[[Sequence[Any]], list[Any]]
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.is_done = False
@@ -88,7 +88,7 @@ class _Member(Generic[Result]):
         self._may_go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -99,9 +99,9 @@ class _Member(Generic[Result]):
         self._thread.join()
         return self._outcome.result()
 
-    def train(self, request: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    def train(self, request: Any, train_cohort: Callable[[Sequence[Any]], list[Any]]) -> Any:
         """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
-        self.request, self.train_together = request, train_together
+        self.request, self.train_cohort = request, train_cohort
         self._stopped.release()
         self._may_go.acquire()
         result, self.request, self.result = self.result, None, None

@@ -33,11 +33,11 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, mask: Tensor | None = None
     Raises ``ValueError`` for a mask on a grid with minimums, for values that are not
     finite or too large for float16, and when the damped ``hessian`` is not positive definite.
     """
-    (quantized,) = gptq_together([weight], hessian, grid, None if mask is None else [mask], damping)
+    (quantized,) = gptq_batched([weight], hessian, grid, None if mask is None else [mask], damping)
     return quantized
 
 
-def gptq_together(
+def gptq_batched(
     matrices: Sequence[Tensor],
     hessian: Tensor,
     grid: Grid,

@@ -111,11 +111,11 @@ def sparsegpt(
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for values that are not finite, and
     when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
-    (result,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
+    (result,) = sparsegpt_batched([weight], hessian, density, n_of_m, block_size, damping, recorder)
     return result
 
 
-def sparsegpt_together(
+def sparsegpt_batched(
     matrices: Sequence[Tensor],
     hessian: Tensor,
     density: float | None = None,

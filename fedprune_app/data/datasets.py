@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedprune_app.core.named import ImageShape
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
-from fedprune_app.data import brought, folders, partitions, tables
+from fedprune_app.data import folders, partitions, plugin_datasets, tables
 from fedprune_app.data.dataset import (
     Dataset,
     Form,
@@ -192,7 +192,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     if name == "digits":
         return _digits()
     if name in LOADERS:
-        return brought.dataset(name, LOADERS[name], data_dir, form, public_scale=public_scale)
+        return plugin_datasets.dataset(name, LOADERS[name], data_dir, form, public_scale=public_scale)
     if not data_dir:
         raise ValueError(f"data-dir is empty: dataset '{name}' is read from files, give the folder that has them")
     folder = Path(data_dir).expanduser().absolute()
@@ -201,7 +201,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     if name == "tiny-imagenet":
         return folders.tiny_imagenet(folder, download)
     if name == "huggingface":
-        return brought.on_disk(folder, form, public_scale=public_scale)
+        return plugin_datasets.on_disk(folder, form, public_scale=public_scale)
     if name == "table":
         return tables.table(folder, form, public_scale=public_scale)
     if name == "image-folder":
@@ -211,7 +211,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     return cifar_binary(name, folder, download)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     _load.cache_clear()
 
 

@@ -33,7 +33,7 @@ PARTITIONS: dict[str, str] = {
 }
 
 OWNERS = "owners"
-# By dataset of a plug-in: the function that loads it, given the key data-dir. See ``data/brought.py``.
+# By dataset of a plug-in: the function that loads it, given the key data-dir. See ``data/plugin_datasets.py``.
 LOADERS: dict[str, Callable[[str], Any]] = {}
 # By partition of a plug-in: the function that deals (labels, number of clients, generator), as for LOADERS.
 DEALERS: dict[str, Callable[..., Any]] = {}

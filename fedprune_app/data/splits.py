@@ -21,7 +21,7 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import listed
 from fedprune_app.core.named import TensorDict
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.data import brought, datasets, partitions
+from fedprune_app.data import datasets, partitions, plugin_datasets
 from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale, text_of
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, LOADERS, OWNERS
@@ -241,7 +241,7 @@ def check_repeatable(config: DataConfig, num_clients: int) -> None:
     """Raise ``ValueError`` where a plug-in loads or deals other data each time: processes do both for themselves."""
     if config.dataset in LOADERS:
         content = _pool(config).dataset.content_sha256
-        datasets.forget()
+        datasets.clear_cache()
         _pool.cache_clear()
         if _pool(config).dataset.content_sha256 != content:
             raise ValueError(
@@ -341,9 +341,9 @@ def group_numbers(config: DataConfig, partition_id: int, num_clients: int) -> Te
     return {part: torch.from_numpy(pool.group_numbers(indices)) for part, indices in parts.items()}
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Drop all data that are kept, since a plug-in loads or deals others under their names."""
-    datasets.forget()
+    datasets.clear_cache()
     for cached_function in (client_data, _pool, partition_indices, _split_indices, _scale):
         cached_function.cache_clear()
 
@@ -418,7 +418,7 @@ def partition_indices(config: DataConfig, num_clients: int) -> tuple[Indices, ..
         case "dirichlet-class":
             parts = partitions.dirichlet_class(labels, num_clients, config.dirichlet_alpha, rng)
         case name if name in DEALERS:
-            parts = brought.dealt(name, DEALERS[name], labels, num_clients, rng)
+            parts = plugin_datasets.dealt(name, DEALERS[name], labels, num_clients, rng)
         case _:
             alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
             parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)

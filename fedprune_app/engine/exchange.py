@@ -31,7 +31,7 @@ class TooFewReplies(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReceivedReply:
     """An answer is one client's part in an exchange: the content of its reply, or the reason why there is none."""
 
     client: int
@@ -55,7 +55,7 @@ def send_and_receive(
     deadline_seconds: float,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
     reply_bytes: int = 0,
-) -> Iterator[Answer]:
+) -> Iterator[ReceivedReply]:
     """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
 
     A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. In a simulation
@@ -82,7 +82,7 @@ def send_and_receive(
                     in_flight += num_bytes
                     largest = max(largest, num_bytes)
                 else:
-                    yield Answer(client, 0, error="its node did not accept the message")
+                    yield ReceivedReply(client, 0, error="its node did not accept the message")
                 del message  # it was sent and need not stay in memory
             batch.clear()
 
@@ -96,16 +96,16 @@ def send_and_receive(
                 continue  # a second reply to the same message
             has_reply = True
             in_flight -= entry.num_bytes
-            yield Answer(entry.client, entry.num_bytes, reply.num_bytes, reply.content, reply.error)
+            yield ReceivedReply(entry.client, entry.num_bytes, reply.num_bytes, reply.content, reply.error)
             del reply  # its memory is free before the next reply is fetched
         now = time.monotonic()
         late_ids = [message_id for message_id, entry in pending.items() if entry.deadline <= poll_start]
-        if late_ids and hasattr(grid, "forget"):
-            grid.forget(late_ids)
+        if late_ids and hasattr(grid, "discard"):
+            grid.discard(late_ids)
         for message_id in late_ids:
             entry = pending.pop(message_id)
             in_flight -= entry.num_bytes
-            yield Answer(entry.client, entry.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
+            yield ReceivedReply(entry.client, entry.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
         if has_reply:
             last_arrival = now
         elif pending:

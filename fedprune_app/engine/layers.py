@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import verified_body, with_digest
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import seal, unseal
 from fedprune_app.files import replace_file
 
 _NAME = re.compile(r"layer-(\d{5,})-version-(\d{5,})\.fp")
@@ -23,7 +23,7 @@ class LayerFiles:
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
         body = codec.encode_once(payload)[codec.KEY].data
-        replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)), private=True)
+        replace_file(self._path(layer, version), with_digest(body, self._metadata(layer, version)), private=True)
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
         """Read a layer of at most ``max_bytes`` decoded bytes.
@@ -40,7 +40,7 @@ class LayerFiles:
         """Return a layer as it was packed. Raises ``ValueError`` naming the file where it is missing or damaged."""
         path = self._path(layer, version)
         try:
-            return unseal(path.read_bytes(), self._metadata(layer, version))
+            return verified_body(path.read_bytes(), self._metadata(layer, version))
         except OSError as error:
             raise ValueError(f"layer file {str(path)!r} cannot be read: {error.strerror or error}") from None
         except ValueError as error:

@@ -17,7 +17,7 @@ import ray
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedprune_app.core.cohort import share_of
+from fedprune_app.core.cohort import messages_per_worker
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_reply
@@ -27,14 +27,14 @@ from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_rep
 class SimulatedClients:
     """These are the clients that a process answers for, whichever they are."""
 
-    def __init__(self, client_app: str, beside_server: bool) -> None:
+    def __init__(self, client_app: str, shares_disk: bool) -> None:
         self._app: ClientApp = resolve_name(client_app)
-        self._beside_server = beside_server
+        self._shares_disk = shares_disk
 
     def answer(self, requests: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
         """Yield None, which shows that this process has started, and then the number of each message and its reply."""
         yield None
-        yield from answers(self._app, requests, self._beside_server)
+        yield from answers(self._app, requests, self._shares_disk)
 
 
 @dataclass
@@ -86,7 +86,7 @@ class RayGrid(SimulatedGrid):
         cohorts = [cohort for cohort in self._at_work.values() if cohort.start_time]
         return {message_id: cohort.start_time for cohort in cohorts for message_id in cohort.pending}
 
-    def forget(self, message_ids: Iterable[str]) -> None:
+    def discard(self, message_ids: Iterable[str]) -> None:
         """Nobody waits for these replies any more: messages in the queue leave it, and replies to come are dropped."""
         for message_id in message_ids:
             messages = [queue.pop(message_id, None) for queue in (self._suspects, self._pending, self._replies)]
@@ -111,7 +111,7 @@ class RayGrid(SimulatedGrid):
         while self._idle and self._suspects:
             self._give(self._suspects, 1)
         if self._idle and self._pending:
-            size = share_of(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
+            size = messages_per_worker(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
             while self._idle and self._pending:
                 self._give(self._pending, size)
 

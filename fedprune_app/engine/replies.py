@@ -69,7 +69,7 @@ Stream = Iterable[bytes]
 
 
 @dataclass(frozen=True)
-class Reply:
+class FetchedReply:
     """A reply to one message is its content and its size as Flower serialises it, or one line on why there is none."""
 
     message_id: str  # the message that the reply answers
@@ -78,7 +78,7 @@ class Reply:
     error: str = ""
 
 
-def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[Reply]:
+def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[FetchedReply]:
     """Yield the replies to these messages that have come, each read when the caller is done with the one before.
 
     A reply of more than ``max_bytes`` is refused. A reply whose upload has begun is waited for until its deadline, by
@@ -98,11 +98,11 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
             yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
 
 
-def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
+def _reply(message_id: str, message: Message, max_bytes: int) -> FetchedReply:
     """Return the reply in a message; whatever goes wrong with a client's message is an error of that client."""
     try:
         if message.has_error():
-            return Reply(message_id, error=error_line(message.error))
+            return FetchedReply(message_id, error=error_line(message.error))
         content = message.content
         num_bytes = sum(_array_bytes(record) for record in content.values())
         if len(content) <= _MOST_RECORDS and num_bytes <= max_bytes:
@@ -112,13 +112,13 @@ def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
                 f"it has {len(content)} records and {num_bytes} bytes, allowed: {_MOST_RECORDS} and {max_bytes}"
             )
     except Exception as error:  # Flower may raise any kind of error
-        return _refusal(message_id, error)
-    return Reply(message_id, content, num_bytes)
+        return _rejection(message_id, error)
+    return FetchedReply(message_id, content, num_bytes)
 
 
-def _refusal(message_id: str, error: Exception) -> Reply:
+def _rejection(message_id: str, error: Exception) -> FetchedReply:
     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return Reply(message_id, error=wire.one_line(f"its reply is refused: {kind}{str(error)[:500]}"))
+    return FetchedReply(message_id, error=wire.one_line(f"its reply is refused: {kind}{str(error)[:500]}"))
 
 
 def _array_bytes(record: object) -> int:
@@ -139,7 +139,7 @@ def error_line(error: Error) -> str:
 # --- from a SuperLink -------------------------------------------------------------------------------------------------
 
 
-def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
+def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[FetchedReply]:
     """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
     try:
         reply_list = _list_replies(grid, list(deadlines))
@@ -151,7 +151,7 @@ def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -
                 yield from _fetch_all(grid, {message_id: deadline}, max_bytes)
         else:
             _list_replies(grid, [])  # a SuperLink that can answer nothing is no client's failure
-            yield from (_refusal(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
+            yield from (_rejection(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
         return
     for head, tree in zip(reply_list.messages_list, reply_list.message_object_trees, strict=True):
         message_id = head.metadata.reply_to_message_id
@@ -162,11 +162,11 @@ def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -
 def _list_replies(grid: HttpGrid, message_ids: list[str]) -> Any:
     """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
     _watch(grid._runtime_client._client)
-    with _filter_responses(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
+    with _filter_responses(lambda stream: bounded_messages(stream, len(message_ids), _HEAD_BYTES)):
         return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
 
-def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int) -> Reply:
+def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int) -> FetchedReply:
     message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
     client, run_id = grid._runtime_client, grid.run.run_id
     budget = Budget(max_bytes)
@@ -190,9 +190,9 @@ def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int
         )
         reply = read(message_id, root, contents, max_bytes)
     except ObjectPullError:
-        reply = Reply(message_id, error="its reply was not sent in full")
+        reply = FetchedReply(message_id, error="its reply was not sent in full")
     except (ValueError, httpx.HTTPStatusError) as error:
-        reply = _refusal(message_id, error)
+        reply = _rejection(message_id, error)
     try:
         confirmation = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
         client.ConfirmMessageReceived(confirmation)
@@ -201,7 +201,7 @@ def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int
     return reply
 
 
-def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> Reply:
+def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> FetchedReply:
     """Return a reply from ``contents``, its objects by id, whatever their bytes are; ``root`` should be a message."""
     try:
         _check_sizes(contents, max_bytes)
@@ -209,7 +209,7 @@ def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int)
         if not isinstance(message, Message):
             raise ValueError(f"it is of type {type(message).__name__}, allowed: Message")
     except Exception as error:  # Flower's parsers may raise any kind of error
-        return _refusal(message_id, error)
+        return _rejection(message_id, error)
     return _reply(message_id, message, max_bytes)
 
 
@@ -305,7 +305,7 @@ class Budget:
                 raise ValueError(f"it has over {self._limit} bytes")
 
 
-def sieve(stream: Stream, max_count: int, max_bytes: int) -> Iterator[bytes]:
+def bounded_messages(stream: Stream, max_count: int, max_bytes: int) -> Iterator[bytes]:
     """Yield a protobuf message of messages with only the first ``max_count`` of each field.
 
     Of these, messages of more than ``max_bytes`` bytes are emptied.

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedprune_app.core.cohort import largest_cohort, share_of, work_in_cohort
+from fedprune_app.core.cohort import largest_cohort, messages_per_worker, run_cohort
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.rng import derive_seed
 from fedprune_app.engine.flower_private import (
@@ -28,25 +28,25 @@ from fedprune_app.engine.flower_private import (
 # Flower's apps, or functions that do the same
 ClientApp = Callable[[Message, Context], Message]
 ServerApp = Callable[[Grid, Context], None]
-_beside_server: ContextVar[bool | None] = ContextVar("_beside_server", default=None)  # None: in no simulation of ours
+_shares_disk: ContextVar[bool | None] = ContextVar("_shares_disk", default=None)  # None: in no simulation of ours
 
 
 @contextmanager
-def answering_in_simulation(beside_server: bool) -> Iterator[None]:
+def simulated_client(shares_disk: bool) -> Iterator[None]:
     """Let :func:`is_simulated` return True until the block ends; only simulations enter it.
 
-    ``beside_server`` says whether the server is on the same machine.
+    ``shares_disk`` says whether the server is on the same machine.
     """
-    token = _beside_server.set(beside_server)
+    token = _shares_disk.set(shares_disk)
     try:
         yield
     finally:
-        _beside_server.reset(token)
+        _shares_disk.reset(token)
 
 
-def is_beside_server() -> bool:
+def shares_disk_with_server() -> bool:
     """Return whether the client at work shares the server's machine for certain, so that the server syncs its files."""
-    return _beside_server.get() is True
+    return _shares_disk.get() is True
 
 
 def is_simulated() -> bool:
@@ -55,7 +55,7 @@ def is_simulated() -> bool:
     Everything else counts as a node of a deployment, whatever the run's configuration says: a node is a process of its
     own, which no message makes an actor.
     """
-    return _beside_server.get() is not None or _is_ray_actor()
+    return _shares_disk.get() is not None or _is_ray_actor()
 
 
 def _is_ray_actor() -> bool:
@@ -129,23 +129,23 @@ def error_reply(error: Exception, message: Message) -> Message:
 
 
 def answers(
-    app: ClientApp, requests: Sequence[tuple[Message, Context]], beside_server: bool = True
+    app: ClientApp, requests: Sequence[tuple[Message, Context]], shares_disk: bool = True
 ) -> Iterator[tuple[int, Message]]:
     """Yield the number of each message and the reply to it; the clients work as a cohort.
 
-    As on the other engines, a client's failure is a reply. ``beside_server`` says whether the server is on the same
+    As on the other engines, a client's failure is a reply. ``shares_disk`` says whether the server is on the same
     machine.
     """
 
     def answer(message: Message, context: Context) -> Message:
         try:
-            with answering_in_simulation(beside_server):
+            with simulated_client(shares_disk):
                 return app(message, context)
         except Exception as error:
             return error_reply(error, message)
 
     works = [lambda request=request: answer(*request) for request in requests]
-    yield from work_in_cohort(works)
+    yield from run_cohort(works)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ class InProcessGrid(SimulatedGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the clients whose replies are asked for, cohort by cohort as the result is iterated."""
         pending_ids = [message_id for message_id in message_ids if message_id in self._pending]
-        size = share_of(len(pending_ids), 1, self._largest_cohort)
+        size = messages_per_worker(len(pending_ids), 1, self._largest_cohort)
         for start in range(0, len(pending_ids), size):
             ids = pending_ids[start : start + size]
             messages = [self._pending.pop(message_id) for message_id in ids]

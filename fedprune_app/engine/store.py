@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fedprune_app.config import Config
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.named import TensorDict, Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import locked, make_durable, replace_file
 from fedprune_app.results.reader import LOCK
 
@@ -84,7 +84,7 @@ def write_tensors(
         addresses.add(copy.data_ptr())
     header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
     try:
-        text = json.dumps(sealed_json(header))
+        text = json.dumps(json_with_digest(header))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"a state's meta cannot be written as JSON: {error}; "

@@ -13,7 +13,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedprune_app.core import codec
-from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.bounds import LARGEST_NUMBER, bounded
 from fedprune_app.core.named import Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.flower_private import recorddict_to_proto
@@ -172,7 +172,7 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
     return dict(sorted(updates.items())), refusals
 
 
-def number(fields: Fields, name: str, minimum: float = -LARGEST_SAID, maximum: float = LARGEST_SAID) -> float:
+def number(fields: Fields, name: str, minimum: float = -LARGEST_NUMBER, maximum: float = LARGEST_NUMBER) -> float:
     """Return a number from a message's fields.
 
     Raises ``ValueError`` for a value that is no number from ``minimum`` to ``maximum``.

@@ -12,7 +12,7 @@ from fedprune_app.engine.store import checkpoint_store, new_run_key
 from fedprune_app.learning.device import device_of, prepare_torch
 from fedprune_app.learning.language_models import language_model, perplexities
 from fedprune_app.models.saving import write_codes
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import Recorder

@@ -32,9 +32,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
@@ -123,7 +123,7 @@ def encode_export(info: ExportInfo, payload: Payload) -> bytes:
     The payload has all parameters and running statistics of the network, and is small where channels are gone.
     """
     body = torch.from_numpy(codec.encode(payload)[codec.KEY])
-    metadata = sealed_json({**json.loads(info.to_json()), _BODY: _sha256(body)})
+    metadata = json_with_digest({**json.loads(info.to_json()), _BODY: _sha256(body)})
     return save({codec.KEY: body}, metadata={"fedprune": json.dumps(metadata)})
 
 

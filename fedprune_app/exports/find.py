@@ -26,7 +26,7 @@ from fedprune_app.models.initial import channels_of, initial_model, seed_of_buil
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_models, read_info

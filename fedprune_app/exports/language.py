@@ -15,7 +15,7 @@ from fedprune_app.files import make_durable, scratch_folder
 from fedprune_app.learning.language_models import language_model
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.ownership import check_new_file
 from fedprune_app.results.reader import load_run, read_info

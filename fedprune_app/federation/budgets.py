@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedprune_app.engine import wire
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Reply
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import ReplyKind
 from fedprune_app.results.recorder import number_in, round_columns, row_of
 
 # epsilons by the ledger, by each accountant, by the paper's formula and at dp.second-delta: columns, names on disk
@@ -45,11 +45,11 @@ class Budgets:
 
         Raises ``ValueError`` for a number that cannot be, and for epsilons without a word on the noise.
         """
-        row = row_of(Reply.PRIVACY, fields)
+        row = row_of(ReplyKind.PRIVACY, fields)
         epsilons = {column: value for column, value in row.items() if value is not None}
         return epsilons | {_SIMULATED: number_in(_SIMULATED, fields)} if epsilons else {}
 
-    def take(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
+    def record(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
         """Enter what a reply of this round says; return the client's columns.
 
         A client that says that its budget is spent is not asked again. ``note`` is told where a client says less than
@@ -64,7 +64,7 @@ class Budgets:
         for column, epsilon in report.items():
             epsilons = self.epsilons[column]
             if column != "epsilon_paper" and epsilon < epsilons.get(client, 0.0) * (1 - _LOST):  # it is of no ledger
-                name = MEASURES.of_clients[column].wire_name
+                name = DECLARATIONS.of_clients[column].wire_name
                 note(client, f"its {name} was {epsilons[client]:.4g} and is {epsilon:.4g}: a ledger is lost")
             epsilons[client] = epsilon
         if fields.get("budget-spent") is True:
@@ -78,7 +78,7 @@ class Budgets:
             return {}
         rows = [{column: value} for column, epsilons in self.epsilons.items() for value in epsilons.values()]
         rows += [{_SIMULATED: float(is_simulated)} for is_simulated in self.simulated.values()]
-        return {**round_columns(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
+        return {**round_columns(rows, ReplyKind.PRIVACY), "budgets_spent": len(self.spent)}
 
     def noise(self) -> dict[str, list[int]]:
         """Return for run.json whose noise came from where, by client; nothing before anybody said so."""

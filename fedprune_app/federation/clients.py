@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from fedprune_app.core.bounds import LARGEST_SAID
+from fedprune_app.core.bounds import LARGEST_NUMBER
 from fedprune_app.engine import wire
 
 _SHOWN = 100  # characters of a fact
@@ -197,7 +197,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST_SAID  # NaN is not
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST_NUMBER  # NaN is not
 
 
 def _in_words(value: Hashable, other: Hashable) -> str:

@@ -10,13 +10,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.federation.exchanges import channel_of, exchange
 from fedprune_app.federation.round import Round, RoundLog
-from fedprune_app.results import measures
+from fedprune_app.results import metrics
 from fedprune_app.results.statistics import mean
 
 if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
     from strategies.base import FederatedStrategy
 
-EVALUATION = measures.Reply.EVALUATION
+EVALUATION = metrics.ReplyKind.EVALUATION
 
 
 def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     name, least = f"the evaluation of round {round.number}", strategy.config.min_replies
     rows_by_client: dict[int, dict[str, Any]] = {}
     for reply in exchange(replace(round, log=log), outgoing, name=name, kind=EVALUATION, least=least):
-        with log.refusing(reply):
+        with log.rejecting(reply):
             reply.row = {"num_examples": reply.num_examples, "digest": digest_in(reply.fields)}
             reply.row |= strategy.metrics.evaluation_row(reply)
             rows_by_client[reply.client] = reply.row
@@ -101,7 +101,7 @@ def _local_phase(
         if message.client in trained
     )
     for reply in exchange(phase, requests, name=name, kind=EVALUATION):
-        with phase.log.refusing(reply):
+        with phase.log.rejecting(reply):
             if tested is None:
                 strategy.digests[reply.client] = digest_in(reply.fields)
             reply.row = {column: strategy.metrics.evaluation_row(reply).get("accuracy_personal")}

@@ -32,9 +32,9 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
     context, participation = strategy.context, strategy.participation
     config = context.config
     if not rounds_completed:
-        context.recorder.note(strategy.doubts())
+        context.recorder.note(strategy.warnings())
         strategy.prepare()
-    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.measures)
+    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.declarations)
     last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not participation.eligible(number):
@@ -80,14 +80,14 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
         context.checkpoints.save(number, State(state.tensors, {**state.meta, "records": marks}))
         if failure is not None:
             raise failure
-        log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.measures))
+        log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.declarations))
 
     _require_somebody(strategy, last_round)
     if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
         evaluates = participation.evaluates(rounds_completed)
         _evaluate(strategy, Round(rounds_completed, sampled=(), evaluates=evaluates, channel=channel))
     for client in sorted(strategy.clients.keys() - strategy.digests.keys()):
-        context.lose(client, "final_sha256 is without its final model, of which it did not tell")
+        context.mark_lost(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
 
 

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import Reply, Round, RunContext
-from fedprune_app.results import measures
+from fedprune_app.results import metrics
 from fedprune_app.results.recorder import from_training, round_columns, row_of
 
-EVALUATION, TRAINING = measures.Reply.EVALUATION, measures.Reply.TRAINING
+EVALUATION, TRAINING = metrics.ReplyKind.EVALUATION, metrics.ReplyKind.TRAINING
 # columns by client, ascending
 Rows = Mapping[int, dict[str, Any]]
 
@@ -35,7 +35,7 @@ class ImageMetrics:
 
     context: RunContext
     layers: frozenset[str]
-    declared: measures.Measures
+    declared: metrics.Declarations
 
     def training_columns(self, round: Round) -> dict[str, Any]:
         rows = [row for _, row in sorted(round.log.clients.items())]

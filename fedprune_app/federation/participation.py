@@ -9,14 +9,17 @@ from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round, RoundLog
 
 
-def check_min_replies(config: Config, max_asked: int, num_clients: int) -> None:
-    """Raise :class:`ConfigError` if a round, which asks ``max_asked`` of the clients, cannot have ``min-replies``."""
+def check_min_replies(config: Config, max_participants: int, num_clients: int) -> None:
+    """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``."""
     if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
-    if config.min_replies > max_asked:
-        share = f" and fraction-train {config.fraction_train:g}" if max_asked < num_clients else ""
+    if config.min_replies > max_participants:
+        share = f" and fraction-train {config.fraction_train:g}" if max_participants < num_clients else ""
         raise ConfigError(
-            "min-replies", config.min_replies, f"at most {max_asked}", condition=f"with {num_clients} clients{share}"
+            "min-replies",
+            config.min_replies,
+            f"at most {max_participants}",
+            condition=f"with {num_clients} clients{share}",
         )
 
 

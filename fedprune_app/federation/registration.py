@@ -14,7 +14,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import POLL_SECONDS, Answer, TooFewReplies, message_to, send_and_receive
+from fedprune_app.engine.exchange import POLL_SECONDS, ReceivedReply, TooFewReplies, message_to, send_and_receive
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
@@ -30,7 +30,7 @@ def register_clients(
     min_clients: int = 1,
     numbers: Mapping[int, int] | None = None,
     ids: Collection[int] | None = None,
-    say: Callable[[str], None] = log.debug,
+    notify: Callable[[str], None] = log.debug,
 ) -> tuple[Roster, list[str]]:
     """Ask every node who it is; return the clients by number, and why others are left out.
 
@@ -45,7 +45,7 @@ def register_clients(
     none of the first ``min_clients`` can start, the run itself is most likely wrong, so that is raised at once. Raises
     ``ValueError`` where as many clients differ from the others as not (:meth:`ClientInfo.difference`).
     """
-    registration = _Registration(grid, startup_seconds, run_key, kind, min_clients, numbers, ids, say)
+    registration = _Registration(grid, startup_seconds, run_key, kind, min_clients, numbers, ids, notify)
     num_nodes = getattr(grid, "num_nodes", math.inf)  # in a simulation nobody comes later
     deadline = time.monotonic() + startup_seconds
     while True:
@@ -73,7 +73,7 @@ class _Registration:
     min_clients: int
     numbers: Mapping[int, int] | None
     ids: Collection[int] | None
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     number_by_node: dict[int, int] = field(default_factory=dict)  # of each node that was asked
     # what each of them said of itself, or why that is not usable
     answers: dict[int, ClientInfo | str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class _Registration:
         status = f"waiting for clients: {text}"
         if status != self.status:
             log.info(status)
-            self.say(status)
+            self.notify(status)
         self.status = status
 
     def too_few(self, num_connected: int) -> TooFewReplies:
@@ -132,7 +132,7 @@ class _Registration:
             fields = {"round": 0, "run-key": self.run_key, "partition": self.number_by_node[node]}
             yield node, message_to(node, wire.pack(None, fields), MessageType.QUERY, 0, self.seconds)
 
-    def _read(self, answer: Answer) -> ClientInfo | str:
+    def _read(self, answer: ReceivedReply) -> ClientInfo | str:
         node = answer.client
         try:
             if answer.content is None:

@@ -14,11 +14,11 @@ from flwr.serverapp import Grid
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer
+from fedprune_app.engine.exchange import ReceivedReply
 from fedprune_app.engine.store import START, ResumePoint, VersionedStore
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
-from fedprune_app.results.measures import Measures
+from fedprune_app.results.metrics import Declarations
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
@@ -37,7 +37,7 @@ class RunContext:
     run_key: str  # names the run on the clients
     point: ResumePoint = START  # from which the run goes on
 
-    def lose(self, client: int, text: str) -> None:
+    def mark_lost(self, client: int, text: str) -> None:
         """Mark the run in run.json: from now on the run is not what it would have been without this loss."""
         line = f"client {client}: {wire.one_line(text)[:_LOSS]}"
         if line not in (losses := list(self.recorder.info.get("losses", []))):
@@ -52,7 +52,7 @@ class Channel:
     context: RunContext
     budgets: Budgets
     state_rounds: dict[int, int]  # by client, the round of the last update that was received from it
-    measures: Measures  # all numbers that replies of the system may report
+    declarations: Declarations  # all numbers that replies of the system may report
 
 
 @dataclass
@@ -88,7 +88,7 @@ class RoundLog:
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
     columns: dict[str, Any] = field(default_factory=dict)  # what the system itself records of the round
 
-    def count(self, answer: Answer) -> dict[str, Any]:
+    def count(self, answer: ReceivedReply) -> dict[str, Any]:
         """Count the bytes of an answer; return the row of its client, in which they are counted too."""
         self.bytes_up += answer.bytes_up
         self.bytes_down += answer.bytes_down
@@ -98,7 +98,7 @@ class RoundLog:
         return row
 
     @contextmanager
-    def refusing(self, reply: Reply) -> Iterator[None]:
+    def rejecting(self, reply: Reply) -> Iterator[None]:
         """Leave out a reply for which the block raises ``ValueError``, with the error as the reason."""
         try:
             yield
@@ -111,9 +111,9 @@ class RoundLog:
 
     def note(self, client: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
-        self.say(f"client {client}: {wire.one_line(text)[:_NOTE]}")
+        self.add_note(f"client {client}: {wire.one_line(text)[:_NOTE]}")
 
-    def say(self, line: str) -> None:
+    def add_note(self, line: str) -> None:
         """Record, once, a line on the round that its numbers do not tell, and log the line."""
         if line not in self.notes:
             self.notes.append(line)
@@ -134,7 +134,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class OutgoingMessage:
     """One message to a client: a payload, other clients' updates by client (encoded as they came), named values.
 
     A strategy that yields one payload object to several clients in a row has it encoded once.
@@ -146,6 +146,6 @@ class Outgoing:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def to_each(cls, clients: Iterable[int], payload: Payload, **fields: Any) -> Iterator[Outgoing]:
+    def to_each(cls, clients: Iterable[int], payload: Payload, **fields: Any) -> Iterator[OutgoingMessage]:
         """Yield one payload, and the same named values, for all of these clients."""
         return (cls(client, payload, fields=fields) for client in clients)

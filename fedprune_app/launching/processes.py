@@ -240,7 +240,7 @@ def watch_launcher() -> None:
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def tell_launcher(folder: Path, refusal: str) -> None:
+def notify_launcher(folder: Path, refusal: str) -> None:
     """Tell a launcher that waits why the settings or the run folder are refused.
 
     run.json is not the place for that: a run that is not resumed stays as it was. Flower keeps only 300 characters of
@@ -251,8 +251,8 @@ def tell_launcher(folder: Path, refusal: str) -> None:
             replace_file(folder / _REFUSAL, refusal.encode())
 
 
-def take_refusal(folder: Path) -> str:
-    """Return what :func:`tell_launcher` left in a run folder and remove it there, or return an empty text."""
+def read_setting_error(folder: Path) -> str:
+    """Return what :func:`notify_launcher` left in a run folder and remove it there, or return an empty text."""
     with suppress(OSError):
         text = (folder / _REFUSAL).read_text()
         (folder / _REFUSAL).unlink()

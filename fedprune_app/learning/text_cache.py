@@ -61,7 +61,7 @@ def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Docum
     return _own_documents(data_dir, test_fraction, seed, _files(data_dir))
 
 
-def forget_documents() -> None:
+def clear_cache() -> None:
     """Free the memory of all but segments, once every client has introduced itself: pruning needs the room."""
     _shared_documents.cache_clear()
     _own_documents.cache_clear()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.core.cohort import together
+from fedprune_app.core.cohort import train_in_cohort
 from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
 from fedprune_app.core.modules import module_mode
 from fedprune_app.core.named import Tensors
@@ -27,13 +27,13 @@ from fedprune_app.learning.training import (
     Training,
     TrainingResult,
 )
-from fedprune_app.learning.work import Alone, Grouped
+from fedprune_app.learning.work import Grouped, SingleClient
 
 if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
     from fedprune_app.privacy.dpsgd import DPSGD
 
 
-class HowToTrain(TypedDict, total=False):
+class TrainingSettings(TypedDict, total=False):
     """With these fields of :class:`Training` a system says how its training differs from plain SGD."""
 
     masks: Tensors | None
@@ -46,7 +46,7 @@ class HowToTrain(TypedDict, total=False):
     part: Callable[[int], Part] | None
 
 
-class TrainingFields(HowToTrain, total=False):
+class TrainingFields(TrainingSettings, total=False):
     """A run says the rest."""
 
     augment: Augmenter | None
@@ -109,10 +109,10 @@ def train(
     counts, or a mask or frozen name that does not fit the model.
     """
     training = Training(model, images, labels, sgd, rng, device=move_to_device(model, device), **how)
-    return together(training, train_together, waits=training.form is not None)
+    return train_in_cohort(training, train_cohort, waits=training.form is not None)
 
 
-def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
+def train_cohort(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
     """Do several clients' trainings, those that go together as one; the results are in the given order.
 
     The exception of a client's hook is the client's result. It ends nobody else's training.
@@ -122,7 +122,7 @@ def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Excep
     pending = dict(enumerate(trainings))
     while pending:
         first = next(iter(pending.values()))
-        group = [i for i, training in pending.items() if training is first or training.goes_with(first)]
+        group = [i for i, training in pending.items() if training is first or training.trains_alike(first)]
         group.sort(key=lambda i: -trainings[i].num_steps)  # clients that end first leave the others a leading block
         try:
             results |= zip(group, _train([trainings[i] for i in group]), strict=True)
@@ -141,7 +141,9 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
         flat = Flat(layout, sgd.momentum > 0, any(training.kept for training in trainings))
         for number, learner in enumerate(learners):
             learner.take_place(flat, number, stack)
-        steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
+        steps: SingleClient | Grouped = (
+            SingleClient(first, flat, stack) if first.form is None else Grouped(trainings, flat)
+        )
         # a network that draws is a plug-in's, and trained alone
         # one example less gives the others in its batch other draws: so nobody may know these where data are private
         seed = first.rng.initial_seed() if first.private is None else first.private.noise.seed()
@@ -173,7 +175,7 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
 _WORTH_RECORDING = 16  # steps; to record one takes as long as some of ResNet-18's, whose time a graph cuts by an eighth
 
 
-def _plain_step(steps: Alone | Grouped, size: int, sgd: SGD) -> None:
+def _plain_step(steps: SingleClient | Grouped, size: int, sgd: SGD) -> None:
     sgd_step(steps.find_gradients(size), sgd)
 
 

@@ -245,7 +245,7 @@ class Training:
             return None
         return form if form.flops * self.batch_size <= MOST_FLOPS else None
 
-    def goes_with(self, other: Training) -> bool:
+    def trains_alike(self, other: Training) -> bool:
         return (
             self.form is not None
             and self.form is other.form

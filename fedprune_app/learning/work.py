@@ -15,7 +15,7 @@ from fedprune_app.learning.parts import Changes, Work, leading_network, weights_
 from fedprune_app.learning.training import Training
 
 
-class Alone:
+class SingleClient:
     """One client's network computes as it is, or a part of it does. Private gradients are made here too.
 
     ``loss_sums`` (1,) is the sum of the examples' losses so far. What it needs until its end is entered on ``stack``.

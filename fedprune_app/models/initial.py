@@ -196,7 +196,7 @@ def units_of(
     return groups
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Drop all networks that are kept, since a plug-in makes others under their names."""
     for cached_function in (_initial_model, layer_flops, channels_of, units_of, trains_on_one):
         cached_function.cache_clear()

@@ -22,12 +22,12 @@ from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
-from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
+from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_batched
 from fedprune_app.models.llm import LanguageModel
 
 # A function of this type makes statistics of so many inputs of a matrix, to which batches of inputs are added.
-Kind = Callable[[int, torch.device], Any]
-_KINDS: Mapping[str, Kind] = {"sparsegpt": Hessian, "wanda": InputNorms}
+MakeStatistic = Callable[[int, torch.device], Any]
+_KINDS: Mapping[str, MakeStatistic] = {"sparsegpt": Hessian, "wanda": InputNorms}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Pruner:
         is_seen = inputs is not None and bool(inputs.input_norms().any())
         if self.method == "sparsegpt" and is_seen:
             options = density, self.n_of_m, self.block_size
-            return sparsegpt_together(weights, inputs.matrix, *options, recorder=self.recorder)
+            return sparsegpt_batched(weights, inputs.matrix, *options, recorder=self.recorder)
         if self.method == "wanda" and is_seen:
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
         else:
@@ -117,7 +117,7 @@ def input_matrices(
     With ``clip_norm`` they are :class:`ClippedMoments`. Matrices that are given one tensor share a Hessian, under the
     name of the first of them. The module and the hidden states (sequences, length, width) stay as they are.
     """
-    kind: Kind = Hessian if clip_norm is None else partial(ClippedMoments, clip_norm=clip_norm)
+    kind: MakeStatistic = Hessian if clip_norm is None else partial(ClippedMoments, clip_norm=clip_norm)
     statistics = _observe(model, module, names, hidden, kind, batch_size)[1]
     first_names = [group[0] for group in _group_by_inputs(names, statistics) if group[0] in statistics]
     return {name: statistics[name].matrix for name in first_names}
@@ -200,7 +200,7 @@ def _observe(
     module: nn.Module,
     names: Sequence[str],
     hidden: Tensor,
-    kind: Kind | None,
+    kind: MakeStatistic | None,
     batch_size: int,
 ) -> tuple[Tensor, ValueDict]:
     """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.

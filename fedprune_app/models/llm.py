@@ -27,7 +27,7 @@ from fedprune_app.models.transformers import import_transformers as import_trans
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixLocation:
     """A matrix is in a parameter of the layer, whole, or as one expert's part; ``is_turned`` says that it is (in, out).
 
     ``expert`` is that part's number, -1 for a whole parameter.
@@ -35,7 +35,7 @@ class Place:
 
     parameter: str
     expert: int
-    is_turned: bool
+    is_transposed: bool
 
 
 class Matrices:
@@ -46,18 +46,18 @@ class Matrices:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, MatrixLocation] = {}
         self._names_of: dict[str, list[str]] = {}  # by parameter, its matrices
         for owner, module in layer.named_modules():
             if isinstance(module, _ConvNd | nn.Embedding):
                 continue
-            is_turned = type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
+            is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
             for attribute, parameter in module.named_parameters(recurse=False):
                 name = f"{owner}.{attribute}".removeprefix(".")
                 if parameter.dim() == 3:
-                    places = {f"{name}.{i}": Place(name, i, is_turned) for i in range(len(parameter))}
+                    places = {f"{name}.{i}": MatrixLocation(name, i, is_transposed) for i in range(len(parameter))}
                 elif attribute == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
-                    places = {name: Place(name, -1, is_turned)}
+                    places = {name: MatrixLocation(name, -1, is_transposed)}
                 else:
                     continue
                 self._names_of[name] = list(places)
@@ -72,20 +72,20 @@ class Matrices:
         views: TensorDict = {}
         for name, tensor in tensors.items():
             for matrix_name in self._names_of.get(name, [name]):
-                place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
+                place = self.places.get(matrix_name, MatrixLocation(matrix_name, -1, is_transposed=False))
                 part = tensor if place.expert < 0 else tensor[place.expert]
-                views[matrix_name] = part.mT if place.is_turned else part
+                views[matrix_name] = part.mT if place.is_transposed else part
         return views
 
     def joined(self, tensors: Tensors) -> TensorDict:
         """Return what :meth:`apart` was given; ``tensors`` has all matrices of a parameter, or none."""
         parameters: TensorDict = {}
         for matrix_name, tensor in tensors.items():
-            place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
+            place = self.places.get(matrix_name, MatrixLocation(matrix_name, -1, is_transposed=False))
             if place.expert > 0:
                 continue
             parts = [tensors[name] for name in self._names_of[place.parameter]] if place.expert == 0 else [tensor]
-            oriented = [part.mT.contiguous() if place.is_turned else part for part in parts]
+            oriented = [part.mT.contiguous() if place.is_transposed else part for part in parts]
             parameters[place.parameter] = torch.stack(oriented) if place.expert == 0 else oriented[0]
         return parameters
 

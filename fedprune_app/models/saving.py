@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.grids import Quantized
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import as_path, replacing_folder
 from fedprune_app.models.checkpoints import INDEX, fill, inside, skeleton
 from fedprune_app.models.cutting import Cut, narrowed
@@ -72,7 +72,7 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: 
             digests[name] = hashlib.sha256(data).hexdigest()
             sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
             total += len(data)
-        (new_folder / _PARTS).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
+        (new_folder / _PARTS).write_text(json.dumps(json_with_digest({"parts": sizes, "sha256": digests}), indent=1))
     return total
 
 

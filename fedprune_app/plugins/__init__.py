@@ -7,12 +7,12 @@ from fedprune_app.plugins.loading import (
     check_reachable,
     code_in,
     described,
+    error_line,
     function,
     installed,
     load,
     located,
     names_in,
-    told,
 )
 
 __all__ = [
@@ -22,10 +22,10 @@ __all__ = [
     "check_reachable",
     "code_in",
     "described",
+    "error_line",
     "function",
     "installed",
     "load",
     "located",
     "names_in",
-    "told",
 ]

@@ -33,7 +33,7 @@ from fedprune_app.core.texts import error_text
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import BUILDERS, MODELS
-from fedprune_app.plugins.registering import NAMES, forget, origins
+from fedprune_app.plugins.registering import NAMES, clear_caches, origins
 
 log = logging.getLogger("flwr.fedprune")
 # by key of the configuration: the group of entry points for its names
@@ -180,10 +180,10 @@ def located() -> Iterator[None]:
         if not _place_in_plugin(error):
             raise
         log.debug("a plug-in failed", exc_info=True)
-        raise RuntimeError(told(error)) from error
+        raise RuntimeError(error_line(error)) from error
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error in one line, with the place in a plug-in's code where it was raised, if there is one."""
     place = _place_in_plugin(error)
     return error_text(error) + (f" ({place})" if place else "")
@@ -232,7 +232,7 @@ def _register_function(code: Code) -> None:
     is_other = functions.get(name) not in (None, function)
     functions[name], summaries[name] = function, f"{code.function} of {code.target}"
     if is_other:
-        forget()
+        clear_caches()
 
 
 def function(key: str, name: str) -> Callable[..., Any]:

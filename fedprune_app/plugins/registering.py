@@ -10,8 +10,8 @@ from fedprune_app.core.named import ImageShape
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
-from fedprune_app.results import own_measures
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results import system_metrics
+from fedprune_app.results.system_metrics import SystemMetric
 
 NAMES: Mapping[str, Mapping[str, object]] = {
     "system": SYSTEMS,
@@ -31,7 +31,7 @@ def register_system(
     summary: str,
     options: type[Table] | None = None,
     uses: Collection[str] = (),
-    measures: Iterable[OwnMeasure] = (),
+    metrics: Iterable[SystemMetric] = (),
 ) -> None:
     """Add a system: its server half ``strategy`` and its client half ``client``.
 
@@ -49,13 +49,13 @@ def register_system(
     for role, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
             raise ConfigError(role, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
-    checked_measures = own_measures.checked(name, measures)
+    checked_measures = system_metrics.checked(name, metrics)
     declared_fields = declared(client)
-    for measure in checked_measures:
-        if measure.name in declared_fields.introduction | declared_fields.training | declared_fields.evaluation:
+    for metric in checked_measures:
+        if metric.name in declared_fields.registration | declared_fields.training | declared_fields.evaluation:
             raise ConfigError(
                 "measure",
-                measure.name,
+                metric.name,
                 "another name, or the measure alone",
                 which=f"is a field that {client.__name__} declares",
                 where=f"system {name!r}",
@@ -64,7 +64,7 @@ def register_system(
     if options is not None:
         register_table(name, options)
     checked_uses, table = check_uses(name, uses), options or Table
-    SYSTEMS[name] = System(strategy, client, summary, options=table, uses=checked_uses, measures=checked_measures)
+    SYSTEMS[name] = System(strategy, client, summary, options=table, uses=checked_uses, metrics=checked_measures)
 
 
 def register_model(name: str, build: Callable[[ImageShape, int], Any], summary: str) -> None:
@@ -78,7 +78,7 @@ def register_model(name: str, build: Callable[[ImageShape, int], Any], summary: 
 
 
 def register_dataset(name: str, load: Callable[[str], Any], summary: str, *, model: str = "lenet5") -> None:
-    """Add a dataset: ``load(data_dir)`` returns its training and test part, see :mod:`fedprune_app.data.brought`.
+    """Add a dataset: ``load(data_dir)`` returns its training and test part (:mod:`fedprune_app.data.plugin_datasets`).
 
     ``model`` is the network that ``model=auto`` means with it.
     """
@@ -107,12 +107,12 @@ def _claim(key: str, name: str) -> None:
         raise ConfigError(key, name, "a name of letters, digits, '-', '_' and '.'", where=where)
     origins[key, name] = origin
     if earlier_origin is not None:
-        forget()
+        clear_caches()
 
 
-def forget() -> None:
+def clear_caches() -> None:
     from fedprune_app.data import splits
     from fedprune_app.models import initial
 
-    splits.forget()
-    initial.forget()
+    splits.clear_cache()
+    initial.clear_cache()

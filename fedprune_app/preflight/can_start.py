@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from clients.base import ImageClient
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
-from fedprune_app.core.bounds import least_said
+from fedprune_app.core.bounds import rounded_down_text
 from fedprune_app.data.splits import ClientData, check_repeatable, part_sizes, unread
 from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.engine.simulated_grid import InProcessGrid, quiet
@@ -38,7 +38,7 @@ from fedprune_app.models.layer_pruning import check_layers, same_inputs
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
@@ -90,7 +90,7 @@ def check_texts(config: Config, num_clients: int) -> None:
     with scratch_folder() as folder, with_a_model(config) as local_config:
         client_config = written_below(folder, local_config)  # no client's ledger is touched
         for number in range(num_clients):
-            client = FedSpaLLMClient(client_config, Place(number, num_clients, folder / "clients"))
+            client = FedSpaLLMClient(client_config, NodeContext(number, num_clients, folder / "clients"))
             client.read_text()
         evaluation_windows(local_config, client.model)
         check_layers(client.model)
@@ -117,7 +117,7 @@ def with_a_model(config: Config) -> Iterator[Config]:
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
-def doubts(config: Config, placement: Placement) -> list[str]:
+def warnings(config: Config, placement: Placement) -> list[str]:
     """Return what makes a run at this place less than its settings seem to say.
 
     This is what of the data is not read, and what the strategy doubts. Raises :class:`ConfigError` for a run that could
@@ -149,10 +149,10 @@ def doubts(config: Config, placement: Placement) -> list[str]:
     except Exception as error:
         if not plugins.described(config.to_dict()):
             raise
-        raise ConfigError(plugins.told(error)) from error
+        raise ConfigError(plugins.error_line(error)) from error
     finally:
         if placement.engine != "inprocess":  # other processes do the work, and need the memory
-            text_cache.forget_documents()
+            text_cache.clear_cache()
             open_model.cache_clear()
 
 
@@ -162,14 +162,14 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     ``sizes`` has each client's number of training examples. The one with the most spends the least.
     """
     k = sizes.index(max(sizes))
-    client = SYSTEMS[config.system].client(config, Place(k, len(sizes), folder / "clients"))
+    client = SYSTEMS[config.system].client(config, NodeContext(k, len(sizes), folder / "clients"))
     assert isinstance(client, ImageClient)
     assert client.privacy is not None
     if client.privacy.affords_a_round:
         return
     key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
     limit = config.dp.epsilon_budget or config.dp.target_epsilon
-    allowed = f"at least {least_said(client.privacy.round_epsilon())}, which one round of client {k} spends"
+    allowed = f"at least {rounded_down_text(client.privacy.round_epsilon())}, which one round of client {k} spends"
     raise ConfigError(key, limit, allowed, condition="with these settings")
 
 
@@ -213,12 +213,12 @@ def _try_round(client: ImageClient, context: RunContext) -> None:
     failures: list[str] = []
 
     def answer(message: Message, node: Context) -> Message:
-        place = replace(client.place, client_id=int(node.node_config["partition-id"]), run_key=context.run_key)
+        place = replace(client.context, client_id=int(node.node_config["partition-id"]), run_key=context.run_key)
         try:
             return tried_kind(config, place).reply_to(message)
         except Exception as error:
             step = message.metadata.message_type
-            failures.append(f"fails when a client of {config.system} is asked to {step}: {plugins.told(error)}")
+            failures.append(f"fails when a client of {config.system} is asked to {step}: {plugins.error_line(error)}")
             raise
 
     grid = InProcessGrid(answer, num_clients, config.to_dict())
@@ -237,7 +237,7 @@ def _try_round(client: ImageClient, context: RunContext) -> None:
 def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     """Make client 0, and a server that takes all others to be like this client; return what the server doubts."""
     system = SYSTEMS[config.system]
-    client = system.client(config, Place(0, num_clients, folder / "clients"))
+    client = system.client(config, NodeContext(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
     check_repeatable(client.images.data_config, num_clients)
     sizes = [client.num_examples] * num_clients
@@ -254,8 +254,8 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     context = RunContext(config, roster, recorder, checkpoints, key)
-    doubts = image_strategy(context).doubts()
+    warnings = image_strategy(context).warnings()
     if config.dp.enabled or plugins.described(config.to_dict()):
         _try_round(client, context)
     recorder.finish("interrupted")
-    return [*unread(client.images.data_config), *doubts]
+    return [*unread(client.images.data_config), *warnings]

@@ -49,23 +49,23 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     rows = [_dataset_row(config, dataset), ("classes", shortened(dataset.classes))]
     if dataset.features:
         rows.append(("features", shortened(dataset.features)))
-    doubts = unread(data)
+    warnings = unread(data)
     if dataset.num_classes < 2:
-        doubts.append("there is one class, and a run needs at least two")
+        warnings.append("there is one class, and a run needs at least two")
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
         counts = np.bincount(labels, minlength=dataset.num_classes)
         rows.append((f"{part} examples of a class", _spread(counts.tolist())))
         if absent := [name for name, count in zip(dataset.classes, counts, strict=True) if not count and len(labels)]:
-            doubts.append(f"no {part} example has the class {shortened(tuple(absent))}")
+            warnings.append(f"no {part} example has the class {shortened(tuple(absent))}")
     if dataset.owners is not None:
         rows.append(("owners", f"{dataset.owners.max() + 1:,}"))
     train, test = digests(data)
     known = set(train)
     if num_shared := len([digest for digest in test if digest in known]):
-        doubts.append(f"{num_shared:,} test examples are training examples too")
+        warnings.append(f"{num_shared:,} test examples are training examples too")
     if num_duplicates := len(train) - len(known):
-        doubts.append(f"{num_duplicates:,} training examples are there more than once")
-    return rows, doubts
+        warnings.append(f"{num_duplicates:,} training examples are there more than once")
+    return rows, warnings
 
 
 def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:

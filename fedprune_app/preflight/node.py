@@ -6,14 +6,23 @@ from functools import partial
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_FILE, POLICY_KEYS, Config, ConfigError, Policy, declined, read_toml, told_of
+from fedprune_app.config import (
+    POLICY_FILE,
+    POLICY_KEYS,
+    Config,
+    ConfigError,
+    Policy,
+    declined,
+    naming_source,
+    read_toml,
+)
 from fedprune_app.config.options import listed
 from fedprune_app.core.named import Values
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import is_simulated
 from fedprune_app.plugins import Code
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 
@@ -45,7 +54,7 @@ def check_allowed(policy: Policy, code: Code) -> None:
 def _policy_in_file(name: object, node_values: Mapping[str, object]) -> Policy:
     if not (isinstance(name, str) and Path(name).is_absolute()):
         raise ConfigError(POLICY_FILE, name, "an absolute path", where="node-config")
-    with told_of(POLICY_FILE):
+    with naming_source(POLICY_FILE):
         file_values = read_toml(Path(name))
     for key in node_values:
         if key in file_values:
@@ -107,7 +116,7 @@ def node_settings(run_config: Values, node_config: Values) -> tuple[Config, Poli
         own_settings["dp.secure-rng"] = True
     if not is_simulated():
         plugins.load(run_config, allows=partial(check_allowed, policy))
-    config = policy.over(prepare(Given({**run_config, **own_settings})).config)
+    config = policy.over(prepare(RunInputs({**run_config, **own_settings})).config)
     policy.check(config)
     if "partition-id" not in node_config:
         policy.check_own_labels(config)

@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from fedprune_app.results import measures
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results import metrics
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.groups import Groups
-from fedprune_app.results.measures import MEGABYTE
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Row, Run
+from fedprune_app.results.system_metrics import SystemMetric
 
 _place = attrgetter("place")
 
 
 def table_key(name: str) -> str:
     """Return the key in tables of a column of rounds.jsonl; empty for one that stands in none."""
-    column = MEASURES.columns.get(name)
+    column = DECLARATIONS.columns.get(name)
     return column.table.key if column and column.table else ""
 
 
 ACCURACIES = {
     "accuracy",
     "best_accuracy",
-    *(table_key(name) for name in MEASURES.columns if name.startswith("accuracy")),
+    *(table_key(name) for name in DECLARATIONS.columns if name.startswith("accuracy")),
 }
 
 
@@ -44,7 +44,7 @@ class Column:
     scale: float = 1.0
     decimals: int = 1
     place: int = 0
-    remark: Callable[[Sequence[Run]], str] = lambda runs: ""
+    footnote: Callable[[Sequence[Run]], str] = lambda runs: ""
     of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
 
 
@@ -54,7 +54,7 @@ def outcome(groups: Groups) -> tuple[Column, ...]:
     The systems of the ``groups`` may have declared numbers of their own.
     """
     compound_columns = (
-        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_footnote, of_headline=True),
         Column(
             "best_accuracy",
             "Accuracy, best on validation (%)",
@@ -62,7 +62,7 @@ def outcome(groups: Groups) -> tuple[Column, ...]:
             100,
             2,
             20,
-            _best_remark,
+            _best_footnote,
             of_headline=True,
         ),
     )
@@ -74,8 +74,8 @@ def cost() -> tuple[Column, ...]:
     compound_columns = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
-        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
-        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
+        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, metrics.LAST),
+        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, metrics.LAST),
     )
     return tuple(sorted((*_declared_columns(is_cost=True), *compound_columns), key=_place))
 
@@ -85,40 +85,42 @@ def columns(groups: Groups) -> tuple[Column, ...]:
 
 
 def _declared_columns(is_cost: bool) -> Iterator[Column]:
-    for name, column in MEASURES.columns.items():
+    for name, column in DECLARATIONS.columns.items():
         if (in_table := column.table) and in_table.is_cost == is_cost:
             value = partial(_OF_ROUNDS[in_table.of_rounds], field=name)
-            remark = partial(last_remark, name=name)
-            yield Column(in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, remark)
+            footnote = partial(last_footnote, name=name)
+            yield Column(
+                in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, footnote
+            )
 
 
-def own_measures_of(groups: Groups) -> dict[str, OwnMeasure]:
+def system_metrics_of(groups: Groups) -> dict[str, SystemMetric]:
     """Return the numbers that the systems of these groups declared, each under a key of its own.
 
     Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
     """
-    own_measures = dict.fromkeys(measure for group in groups for run in group.runs for measure in run.own_measures)
-    keys: dict[str, OwnMeasure] = {}
-    for measure in own_measures:
-        numbered_names = (f"{measure.name}_{number}" for number in itertools.count(2))
-        keys[next(key for key in itertools.chain([measure.name], numbered_names) if key not in keys)] = measure
+    system_metrics = dict.fromkeys(metric for group in groups for run in group.runs for metric in run.system_metrics)
+    keys: dict[str, SystemMetric] = {}
+    for metric in system_metrics:
+        numbered_names = (f"{metric.name}_{number}" for number in itertools.count(2))
+        keys[next(key for key in itertools.chain([metric.name], numbered_names) if key not in keys)] = metric
     return keys
 
 
 def _own_columns(groups: Groups) -> Iterator[Column]:
-    for key, measure in own_measures_of(groups).items():
-        if in_table := measure.shown.table:
-            value = partial(_own_value, measure=measure)
+    for key, metric in system_metrics_of(groups).items():
+        if in_table := metric.shown.table:
+            value = partial(_own_value, metric=metric)
             yield Column(key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place)
 
 
-def _own_value(run: Run, measure: OwnMeasure) -> float | None:
-    return _OF_ROUNDS[measure.over_rounds](run, measure.column) if measure in run.own_measures else None
+def _own_value(run: Run, metric: SystemMetric) -> float | None:
+    return _OF_ROUNDS[metric.over_rounds](run, metric.column) if metric in run.system_metrics else None
 
 
-def last_remark(runs: Sequence[Run], name: str) -> str:
-    """Return the remark on the last numbers of these runs in a column of rounds.jsonl, to stand behind their mean."""
-    column = MEASURES.columns.get(name)
+def last_footnote(runs: Sequence[Run], name: str) -> str:
+    """Return the footnote on the last numbers of these runs in a column of rounds.jsonl, to stand behind their mean."""
+    column = DECLARATIONS.columns.get(name)
     last_rows = []
     for run in runs:
         unit = run.info.get("protected_unit", "example")
@@ -126,13 +128,13 @@ def last_remark(runs: Sequence[Run], name: str) -> str:
     return column.remarked(*last_rows) if column else ""
 
 
-def _headline_remark(runs: Sequence[Run]) -> str:
-    return last_remark(runs, runs[0].headline)
+def _headline_footnote(runs: Sequence[Run]) -> str:
+    return last_footnote(runs, runs[0].headline)
 
 
-def epsilon_remark(groups: Groups) -> str:
+def epsilon_footnote(groups: Groups) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    return last_remark([run for group in groups for run in group.runs], "epsilon_max")
+    return last_footnote([run for group in groups for run in group.runs], "epsilon_max")
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
@@ -169,8 +171,8 @@ def _client_counts(row: Row, names: Sequence[str]) -> tuple[int, int]:
     return evaluated, min(int(clients_by_column.get(name, evaluated)) for name in names)
 
 
-def _best_remark(runs: Sequence[Run]) -> str:
-    column = MEASURES.columns.get(runs[0].headline)
+def _best_footnote(runs: Sequence[Run]) -> str:
+    column = DECLARATIONS.columns.get(runs[0].headline)
     return column.remarked(*filter(None, map(_best_round, runs))) if column else ""
 
 

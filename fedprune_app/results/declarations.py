@@ -1,33 +1,37 @@
-"""All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
+"""All numbers of a run are declared here, in the order in which they are recorded: :data:`DECLARATIONS`."""
 
 from functools import partial
 from typing import Literal
 
-from fedprune_app.results.measures import (
+from fedprune_app.results.footnotes import accuracy_footnote, both, fewer_footnote, noise_footnote, noised_footnote
+from fedprune_app.results.metrics import (
     MEGABYTE,
+    ClientMetric,
     Column,
     Curve,
+    Declarations,
+    FieldKind,
     InLine,
     InTable,
-    Kind,
-    Measure,
-    Measures,
     Recorded,
-    Reply,
+    ReplyKind,
     Title,
 )
-from fedprune_app.results.remarks import accuracy_remark, both, fewer_remark, noise_remark, noised_remark
 from fedprune_app.results.statistics import largest, mean, noise_of_mean, number, running_mean, spread, worst_decile
 
-_TRAINING, _EVALUATION = frozenset({Reply.TRAINING}), frozenset({Reply.EVALUATION})
+_TRAINING, _EVALUATION = frozenset({ReplyKind.TRAINING}), frozenset({ReplyKind.EVALUATION})
 
 
-_LAYER, _PERPLEXITY, _PRIVACY = frozenset({Reply.LAYER}), frozenset({Reply.PERPLEXITY}), frozenset({Reply.PRIVACY})
+_LAYER, _PERPLEXITY, _PRIVACY = (
+    frozenset({ReplyKind.LAYER}),
+    frozenset({ReplyKind.PERPLEXITY}),
+    frozenset({ReplyKind.PRIVACY}),
+)
 
 
 _sometimes = partial(Column, recorded=Recorded.WHERE_MEASURED)
-_told_sometimes = partial(Measure, recorded=Recorded.WHERE_MEASURED)
-_accuracy = partial(Measure, least=0, most=1, may_be_noised=True)
+_told_sometimes = partial(ClientMetric, recorded=Recorded.WHERE_MEASURED)
+_accuracy = partial(ClientMetric, least=0, most=1, may_be_noised=True)
 
 
 def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place: int) -> InTable:
@@ -35,13 +39,13 @@ def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place:
     return InTable(key, title, decimals, 1 / MEGABYTE, of_rounds, is_cost=True, place=place)
 
 
-def _epsilon(name: str, table: InTable, line: InLine | None = None) -> Measure:
+def _epsilon(name: str, table: InTable, line: InLine | None = None) -> ClientMetric:
     """Declare an ε: the round has the largest of all clients, with a remark where noise derives from the seed."""
-    column = Column(f"{name}_max", largest, table=table, line=line, remark=noise_remark)
-    return Measure(name, optional=_PRIVACY, least=0, columns=(column,))
+    column = Column(f"{name}_max", largest, table=table, line=line, footnote=noise_footnote)
+    return ClientMetric(name, optional=_PRIVACY, least=0, columns=(column,))
 
 
-MEASURES = Measures(
+DECLARATIONS = Declarations(
     (
         Column("round"),
         Column("seconds"),
@@ -69,7 +73,7 @@ MEASURES = Measures(
             "paper_busiest_bytes",
             table=_megabytes("paper_busiest_megabytes", "Busiest node, MB/round, paper's formula", "mean", 60),
         ),
-        Measure("num_examples", least=1, is_count=True),
+        ClientMetric("num_examples", least=1, is_count=True),
         _accuracy(
             "accuracy_personal",
             optional=_EVALUATION,
@@ -82,7 +86,7 @@ MEASURES = Measures(
                     table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=5),
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
-                    remark=both(accuracy_remark, fewer_remark),
+                    footnote=both(accuracy_footnote, fewer_footnote),
                     is_noised_mean=True,
                 ),
                 Column("accuracy_personal_std", spread, needs_open=True),
@@ -91,7 +95,7 @@ MEASURES = Measures(
                     worst_decile,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
-                    remark=fewer_remark,
+                    footnote=fewer_footnote,
                     needs_open=True,
                 ),
             ),
@@ -106,7 +110,7 @@ MEASURES = Measures(
                 _sometimes(
                     "accuracy_newcomer_mean",
                     table=InTable("newcomer_accuracy", "New clients (%)", 2, 100, place=29),
-                    remark=noised_remark,
+                    footnote=noised_footnote,
                 ),
             ),
         ),
@@ -119,7 +123,7 @@ MEASURES = Measures(
                 _sometimes(
                     "accuracy_last_phase_mean",
                     table=InTable("last_phase_accuracy", "After a last phase (%)", 2, 100, place=28),
-                    remark=accuracy_remark,
+                    footnote=accuracy_footnote,
                 ),
                 *(_sometimes(f"last_phase_{cost}") for cost in ("bytes_up", "bytes_down", "flops")),
             ),
@@ -135,7 +139,7 @@ MEASURES = Measures(
                     mean,
                     table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
                     view=Title("Received", 30),
-                    remark=both(accuracy_remark, partial(fewer_remark, count_column="accuracy_received_clients")),
+                    footnote=both(accuracy_footnote, partial(fewer_footnote, count_column="accuracy_received_clients")),
                     is_noised_mean=True,
                 ),
                 # where models go from peer to peer, clients receive one in the rounds alone in which they train
@@ -150,7 +154,7 @@ MEASURES = Measures(
                     "accuracy_validation_mean",
                     mean,
                     view=Title("Validation", 50),
-                    remark=fewer_remark,
+                    footnote=fewer_footnote,
                 ),
             ),
         ),
@@ -169,7 +173,7 @@ MEASURES = Measures(
                     table=InTable("global_accuracy", "Global model (%)", 2, 100, place=40),
                     view=Title("Global model", 20),
                     line=InLine("global accuracy", "global", ".1f", 100, " %"),
-                    remark=both(accuracy_remark, fewer_remark),
+                    footnote=both(accuracy_footnote, fewer_footnote),
                     is_noised_mean=True,
                 ),
             ),
@@ -182,8 +186,8 @@ MEASURES = Measures(
             columns=(_sometimes("accuracy_noise", noise_of_mean),),
         ),
         # by column, where a number is of fewer clients than were evaluated: their count, and the noise in their mean
-        _sometimes("clients_by_column", kind=Kind.BY_NAME),
-        _sometimes("noise_by_column", kind=Kind.BY_NAME),
+        _sometimes("clients_by_column", kind=FieldKind.BY_NAME),
+        _sometimes("noise_by_column", kind=FieldKind.BY_NAME),
         # accuracy of the personal model on the client's test examples of each class, by the class's number
         _told_sometimes(
             "accuracy_by_class",
@@ -193,18 +197,18 @@ MEASURES = Measures(
             most=1,
             withheld=True,
             by="class",
-            kind=Kind.BY_NAME,
-            columns=(_sometimes("accuracy_by_class", running_mean, kind=Kind.BY_NAME),),
+            kind=FieldKind.BY_NAME,
+            columns=(_sometimes("accuracy_by_class", running_mean, kind=FieldKind.BY_NAME),),
         ),
         # language models: on the run's first test text, others are in perplexity_by_text
-        Measure(
+        ClientMetric(
             "perplexity_personal",
             columns=(
                 Column(
                     "perplexity_personal_mean",
                     table=InTable("own_perplexity", "Perplexity, clients' own models", place=60),
                     line=InLine("personal perplexity", "clients' own", on_a_text=True),
-                    remark=partial(fewer_remark, count_column="personal_models"),
+                    footnote=partial(fewer_footnote, count_column="personal_models"),
                 ),
                 Column("perplexity_personal_std"),
             ),
@@ -218,7 +222,7 @@ MEASURES = Measures(
             line=InLine("global perplexity", "global", on_a_text=True),
         ),
         # layers of the client's own language model that it has pruned
-        Measure("pruned_layers", least=0, is_count=True),
+        ClientMetric("pruned_layers", least=0, is_count=True),
         # FedSpaLLM's loss is the mean relative error of the layers that were pruned
         _told_sometimes(
             "loss",
@@ -235,7 +239,7 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        Measure(
+        ClientMetric(
             "density",
             required=_TRAINING | _EVALUATION | _LAYER | _PERPLEXITY,
             least=0,
@@ -258,7 +262,7 @@ MEASURES = Measures(
             ),
         ),
         # share of convolution channels left; null where none are removed
-        Measure(
+        ClientMetric(
             "channel_density",
             optional=_EVALUATION,
             least=0,
@@ -268,7 +272,7 @@ MEASURES = Measures(
             ),
         ),
         # one example's forward pass through the personal model, each layer times its density
-        Measure(
+        ClientMetric(
             "inference_flops",
             required=_EVALUATION,
             least=0,
@@ -293,12 +297,12 @@ MEASURES = Measures(
             least=0,
             most=1,
             by="layer",
-            kind=Kind.BY_NAME,
-            columns=(Column("density_by_layer", running_mean, kind=Kind.BY_NAME),),
+            kind=FieldKind.BY_NAME,
+            columns=(Column("density_by_layer", running_mean, kind=FieldKind.BY_NAME),),
         ),
         _told_sometimes("flops", required=_TRAINING, least=0, columns=(Column("flops", sum),)),
-        Measure("bytes_up"),
-        Measure("bytes_down"),
+        ClientMetric("bytes_up"),
+        ClientMetric("bytes_down"),
         # ε that each client has spent so far; null without dp.enabled
         _epsilon("epsilon", InTable("epsilon", "ε", place=120), InLine("epsilon", "ε", format=".3g")),
         # the same by each accountant: privacy loss distributions and Rényi divergences
@@ -318,7 +322,7 @@ MEASURES = Measures(
             columns=(_sometimes("epsilon_simulated", mean),),
         ),
         # seconds of a client's work; how long the work takes may depend on the data
-        Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
+        ClientMetric("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
         # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
         Column("validation_score"),
         Column("validations"),
@@ -329,17 +333,17 @@ MEASURES = Measures(
         Column("best_round"),
         # clients that take part no more, because their privacy budget would not bear it
         Column("budgets_spent"),
-        _sometimes("failure_reasons", kind=Kind.TEXTS),
+        _sometimes("failure_reasons", kind=FieldKind.TEXTS),
         # FedSpaLLM: what was measured of each decoder layer, by its number
-        _sometimes("layers", kind=Kind.TABLE),
+        _sometimes("layers", kind=FieldKind.TABLE),
         _sometimes("evaluated"),  # clients, see evaluate-clients
         _sometimes("clients"),  # of the run
         _sometimes("evaluation_failures", lost=Title("Evaluation failures", 30)),
-        _sometimes("perplexity_by_text", kind=Kind.TABLE),
+        _sometimes("perplexity_by_text", kind=FieldKind.TABLE),
         _sometimes("evaluation_seconds"),
-        _sometimes("notes", kind=Kind.TEXTS),
+        _sometimes("notes", kind=FieldKind.TEXTS),
         # how far a layer's output is from the dense layer's; told by those that prune it
-        Measure("relative_error", least=0, recorded=Recorded.NEVER),
+        ClientMetric("relative_error", least=0, recorded=Recorded.NEVER),
         _told_sometimes("layers_pruned"),
         # mean cross entropy of the next token, in nats, over the steps of a round of recovery
         _told_sometimes(
@@ -347,7 +351,7 @@ MEASURES = Measures(
             least=0,
             columns=(_sometimes("recovery_loss", mean),),
         ),
-        _told_sometimes("perplexity", least=0, kind=Kind.BY_NAME),
+        _told_sometimes("perplexity", least=0, kind=FieldKind.BY_NAME),
         # windows of a client's own text
         _told_sometimes("windows", least=1, most=2**31, is_count=True),
         _told_sometimes("windows_in_text", least=1, most=2**31, is_count=True),

@@ -13,9 +13,9 @@ from scipy.special import stdtrit
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
+from fedprune_app.results.footnotes import noise_in
 from fedprune_app.results.groups import Group, Groups, place_of_data
 from fedprune_app.results.reader import Run, last_of_clients
-from fedprune_app.results.remarks import noise_in
 
 OWN = "accuracy_personal_mean"
 DRAWS = 10_000

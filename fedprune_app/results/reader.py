@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.core import seals
+from fedprune_app.core import digests
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.files import as_path, sha256_of
-from fedprune_app.results import own_measures
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results import system_metrics
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import FieldKind
+from fedprune_app.results.system_metrics import SystemMetric
 
 Row = Values
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -117,9 +117,9 @@ class Run:
         return config
 
     @cached_property
-    def own_measures(self) -> tuple[OwnMeasure, ...]:
+    def system_metrics(self) -> tuple[SystemMetric, ...]:
         """The numbers of its own that the system declared, where the system is a plug-in's."""
-        return own_measures.from_info(self.info, str(self.folder / "run.json"))
+        return system_metrics.from_info(self.info, str(self.folder / "run.json"))
 
     def frame(self, which: str = "rounds") -> Any:
         """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN where a number does not apply.
@@ -132,19 +132,21 @@ class Run:
             raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
         import pandas
 
-        empty = {"rounds": MEASURES.round_fields, "clients": MEASURES.client_fields}[which]
+        empty = {"rounds": DECLARATIONS.round_fields, "clients": DECLARATIONS.client_fields}[which]
         rows = [dict(row) for row in tables[which]]
         frame = pandas.DataFrame.from_records(rows, columns=None if rows else list(empty))
-        own_names = {name for measure in self.own_measures for name in (measure.name, measure.column)}
+        own_names = {name for metric in self.system_metrics for name in (metric.name, metric.column)}
         numbers = [
-            name for name in frame if name in MEASURES.kinds[Kind.NUMBER] | own_names and frame[name].dtype == object
+            name
+            for name in frame
+            if name in DECLARATIONS.kinds[FieldKind.NUMBER] | own_names and frame[name].dtype == object
         ]
         return frame.astype(dict.fromkeys(numbers, "float64"))  # else what no row measured would be None
 
     @property
     def headline(self) -> str:
         """The headline is the field of rounds.jsonl that is the system's main number."""
-        return str(self.info.get("headline") or MEASURES.headlines[0])
+        return str(self.info.get("headline") or DECLARATIONS.headlines[0])
 
     def series(self, field: str) -> list[tuple[int, float]]:
         """Return (round, value) of every round in which ``field`` was measured."""
@@ -233,7 +235,7 @@ def read_info(folder: Path) -> ValueDict:
         raise ValueError(f"'{folder}' is not a run folder: it has no run.json")
     info = _parse(path.read_bytes(), str(path))
     try:
-        seals.check_json(info)
+        digests.check_json(info)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if info["status"] == "running" and not is_held(folder):
@@ -289,7 +291,7 @@ def _row(line: bytes, where: str) -> ValueDict:
     round = row.get("round")
     if type(round) is not int or not 0 <= round < 1 << 53:
         raise ValueError(f"{where}: 'round' is {round!r:.60}, allowed: an integer")
-    for name in MEASURES.kinds[Kind.NUMBER] & row.keys():
+    for name in DECLARATIONS.kinds[FieldKind.NUMBER] & row.keys():
         if not isinstance(row[name], int | float | None):
             raise ValueError(f"{where}: {name!r} is {row[name]!r:.60}, allowed: a number")
     return row

@@ -23,12 +23,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from fedprune_app.core import seals
+from fedprune_app.core import digests
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.texts import error_text
 from fedprune_app.files import append_lines, replace_file, sha256_of
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import ClientMetric, Declarations, FieldKind, Recorded, ReplyKind, Row, Take
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 from fedprune_app.results.statistics import noise_of_mean
@@ -39,18 +39,18 @@ MOST_CLASSES = 1000
 
 
 def number_in(name: str, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
-    """Return the number ``name`` from the fields of a reply, checked as :meth:`Measure.of` says."""
-    return MEASURES.of_clients[name].of(fields, about=about, most=most)
+    """Return the number ``name`` from the fields of a reply, checked as :meth:`ClientMetric.of` says."""
+    return DECLARATIONS.of_clients[name].of(fields, about=about, most=most)
 
 
 def row_of(
-    reply: Reply,
+    reply: ReplyKind,
     fields: Row,
     *,
     private: bool = False,
     layers: Iterable[str] = (),
     num_classes: int = 0,
-    declared: Measures | None = None,
+    declared: Declarations | None = None,
 ) -> ValueDict:
     """Return the numbers of this kind of reply by name, each checked.
 
@@ -61,32 +61,32 @@ def row_of(
     """
     names = {"layer": sorted(layers), "class": [str(number) for number in range(min(num_classes, MOST_CLASSES))]}
     return {
-        measure.name: None if private and measure.withheld else measure.value_in(fields, reply, names, private)
-        for measure in (declared or MEASURES).told_in(reply)
+        metric.name: None if private and metric.withheld else metric.value_in(fields, reply, names, private)
+        for metric in (declared or DECLARATIONS).in_reply(reply)
     }
 
 
 def from_training(row: Row, trained: Row) -> ValueDict:
     """Return the numbers that the ``row`` of an evaluation lacks and the training of the round told."""
-    names = (name for name, measure in MEASURES.of_clients.items() if _is_of_either(measure))
+    names = (name for name, metric in DECLARATIONS.of_clients.items() if _is_of_either(metric))
     return {name: trained.get(name) for name in names if row[name] is None}
 
 
-def _is_of_either(measure: Measure) -> bool:
-    return {Reply.TRAINING, Reply.EVALUATION} <= measure.replies
+def _is_of_either(metric: ClientMetric) -> bool:
+    return {ReplyKind.TRAINING, ReplyKind.EVALUATION} <= metric.replies
 
 
 def recorded_of_client(row: Row) -> ValueDict:
     """Clients.jsonl records these fields of a row: no number of the round alone, and no object that was not told."""
-    left_out = {name for name, measure in MEASURES.of_clients.items() if measure.recorded is Recorded.NEVER}
-    objects = MEASURES.kinds[Kind.BY_NAME]
+    left_out = {name for name, metric in DECLARATIONS.of_clients.items() if metric.recorded is Recorded.NEVER}
+    objects = DECLARATIONS.kinds[FieldKind.BY_NAME]
     return {
         name: value for name, value in row.items() if name not in left_out and not (value is None and name in objects)
     }
 
 
 def round_columns(
-    rows: Iterable[Row], reply: Reply, others: Sequence[Row] = (), declared: Measures | None = None
+    rows: Iterable[Row], reply: ReplyKind, others: Sequence[Row] = (), declared: Declarations | None = None
 ) -> ValueDict:
     """Return the columns of a round, by name, that the clients' rows of one kind of reply make.
 
@@ -97,21 +97,21 @@ def round_columns(
     """
     rows = list(rows)
     columns: ValueDict = {}
-    for measure in (declared or MEASURES).told_in(reply):
-        if measure.is_evaluated and not reply.is_evaluation:
+    for metric in (declared or DECLARATIONS).in_reply(reply):
+        if metric.is_evaluated and not reply.is_evaluation:
             continue
-        telling_rows = _rows_telling(measure, rows, others)
-        values = [row[measure.name] for row in telling_rows]
+        telling_rows = _rows_telling(metric, rows, others)
+        values = [row[metric.name] for row in telling_rows]
         is_open = all(row.get("accuracy_noise") is None for row in telling_rows)
-        for column in measure.columns:
+        for column in metric.columns:
             if column.take is not None and (is_open or not column.needs_open):
-                columns[column.name] = _by_name(values, column.take) if measure.by else column.take(values)
-    return columns | (_columns_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
+                columns[column.name] = _by_name(values, column.take) if metric.by else column.take(values)
+    return columns | (_columns_of_fewer(rows, others) if reply is ReplyKind.EVALUATION else {})
 
 
-def _rows_telling(measure: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
-    candidates = (*rows, *others) if _is_of_either(measure) else rows
-    return [row for row in candidates if row.get(measure.name) is not None]
+def _rows_telling(metric: ClientMetric, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    candidates = (*rows, *others) if _is_of_either(metric) else rows
+    return [row for row in candidates if row.get(metric.name) is not None]
 
 
 def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> ValueDict:
@@ -122,14 +122,12 @@ def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> ValueDict:
     """
     clients: dict[str, float] = {}
     noises: dict[str, float | None] = {}
-    for measure in (measure for measure in MEASURES.told_in(Reply.EVALUATION) if measure.may_be_noised):
-        telling_rows = _rows_telling(measure, rows, others)
+    for metric in (metric for metric in DECLARATIONS.in_reply(ReplyKind.EVALUATION) if metric.may_be_noised):
+        telling_rows = _rows_telling(metric, rows, others)
         if len(telling_rows) not in (0, len(rows)):
-            clients |= {column.name: len(telling_rows) for column in measure.columns if column.remark}
+            clients |= {column.name: len(telling_rows) for column in metric.columns if column.footnote}
             if deviations := [row["accuracy_noise"] for row in telling_rows if row.get("accuracy_noise") is not None]:
-                noises |= {
-                    column.name: noise_of_mean(deviations) for column in measure.columns if column.is_noised_mean
-                }
+                noises |= {column.name: noise_of_mean(deviations) for column in metric.columns if column.is_noised_mean}
     columns = {"clients_by_column": clients, "noise_by_column": noises}
     return {name: entries for name, entries in columns.items() if entries}
 
@@ -216,7 +214,7 @@ class Recorder:
             "final_sha256": None,
             "seconds": 0.0,
             "error": None,
-            "headline": MEASURES.headlines[0],
+            "headline": DECLARATIONS.headlines[0],
             "partition": None,
             "model": None,
         }
@@ -285,7 +283,7 @@ class Recorder:
         return self._info
 
     def round(self, row: Values) -> None:
-        full_row = _complete(row, MEASURES.round_fields)
+        full_row = _complete(row, DECLARATIONS.round_fields)
         with self._writing:
             info = self.info
             self._append("rounds.jsonl", [full_row])
@@ -295,7 +293,7 @@ class Recorder:
         self._track(lambda tracker: tracker.log(self._last, full_row["round"]))
 
     def clients(self, rows: Iterable[Values]) -> None:
-        fields = MEASURES.client_fields
+        fields = DECLARATIONS.client_fields
         full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
             assert self.info  # of a run that is not open nothing is recorded
@@ -402,7 +400,7 @@ class Recorder:
 
 
 def write_info(folder: Path, info: Values) -> None:
-    replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
+    replace_file(folder / "run.json", _info_text(digests.json_with_digest(info)).encode())
 
 
 def holds_run(folder: Path) -> bool:

@@ -19,8 +19,8 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
-from fedprune_app.results.columns import ACCURACIES, Column, cost, last_remark, outcome, table_key, traffic_of
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.columns import ACCURACIES, Column, cost, last_footnote, outcome, table_key, traffic_of
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.differences import OWN, between, difference_tables, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
@@ -33,7 +33,7 @@ from fedprune_app.results.groups import (
     group_runs,
     short_name,
 )
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run, read_info
 from fedprune_app.results.tables import MODELS, accuracy_words, compared_by, final_rows, formatted, perplexity_rows
@@ -172,7 +172,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         settings=differing_settings(groups),
         figures=all_figures,
         formulas={run.system: text for run in runs if (text := run.info.get("paper_bytes_formula"))},
-        lost_titles=list(MEASURES.losses.values()),
+        lost_titles=list(DECLARATIONS.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
         palette=COLOURS,
@@ -308,13 +308,13 @@ def _card(group: Group, accuracy: str) -> ValueDict:
     return {
         "number": formatted(group.last(accuracy), _PERCENT),
         "unit": "%",
-        "main": f"accuracy, {accuracy_words(accuracy)}{last_remark(group.runs, accuracy)}",
+        "main": f"accuracy, {accuracy_words(accuracy)}{last_footnote(group.runs, accuracy)}",
         "facts": {"Density": _short(group.last("density_mean"), _HUNDREDTHS), **_traffic(group)},
     }
 
 
 def _losses(runs: Sequence[Run]) -> list[ValueDict]:
-    counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
+    counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *DECLARATIONS.losses)] for run in runs]
     run_counts = zip(runs, counts, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]
 
@@ -369,8 +369,8 @@ def _sentences(groups: Groups) -> Iterator[str]:
     federated_groups = [group for group in groups if group.system != "standalone"] or groups
     best = max(federated_groups, key=lambda group: accuracy[group.label])
     reference = next((group for group in federated_groups if group.system == REFERENCE), best)
-    remark = last_remark(reference.runs, OWN)
-    yield f"With {reference.label}, clients' own models have {accuracy[reference.label]:.1f} %{remark}."
+    footnote = last_footnote(reference.runs, OWN)
+    yield f"With {reference.label}, clients' own models have {accuracy[reference.label]:.1f} %{footnote}."
     for group in groups:
         if group is not reference:
             beside = f"{_distance(group, reference)}{_cost(group, reference)}"

@@ -13,8 +13,8 @@ from pathlib import Path
 from fedprune_app.config import ConfigError
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
-from fedprune_app.results.columns import Column, columns, epsilon_remark
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.columns import Column, columns, epsilon_footnote
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.differences import OWN, from_best, half_interval, of_the_same_data
 from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
@@ -49,7 +49,7 @@ def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[li
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        return formatted(statistic, column) + (words + column.remark(group.runs) if statistic else "")
+        return formatted(statistic, column) + (words + column.footnote(group.runs) if statistic else "")
 
     rows = [
         [group.label, *data_cells(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured_columns)]
@@ -70,7 +70,7 @@ def compared_by(groups: Groups) -> dict[str, str]:
 
 def accuracy_words(name: str) -> str:
     """Return whose accuracy a column of rounds.jsonl has, in words; empty for another column."""
-    column = MEASURES.columns.get(name)
+    column = DECLARATIONS.columns.get(name)
     return column.view.text.lower() if column and column.view and name.startswith("accuracy") else ""
 
 
@@ -114,7 +114,7 @@ def perplexity_rows(groups: Groups) -> tuple[list[str], list[list[str]]]:
             name = model_name(key, groups_by_label[label])
             cell = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
             if key == "personal_mean" and statistic:
-                cell += _fewer_remark(entries)
+                cell += _fewer_footnote(entries)
             by_model.setdefault(name, {})[label] = cell
         for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
@@ -123,7 +123,7 @@ def perplexity_rows(groups: Groups) -> tuple[list[str], list[list[str]]]:
     return ["System", *(title for title, _ in columns)], rows
 
 
-def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
+def _fewer_footnote(entries: Sequence[Mapping[str, float]]) -> str:
     counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
     num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
@@ -132,13 +132,13 @@ def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
 def comma_separated(groups: Groups) -> str:
     """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured.
 
-    ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
+    ``epsilon_footnote`` says of every ε of the row what its noise was, if it was not the operating system's.
     """
     shown_columns = columns(groups)
     keys = [f"{column.key}_{part}" for column in shown_columns for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
+    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_footnote"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
         cells += [group.first.status, len(group.runs)]
@@ -146,7 +146,7 @@ def comma_separated(groups: Groups) -> str:
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]
-        cells.append(epsilon_remark([group]).strip(" ()"))
+        cells.append(epsilon_footnote([group]).strip(" ()"))
         writer.writerow(cells)
     return text.getvalue()
 
@@ -197,7 +197,7 @@ def paper_rows(
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             if intervals and statistic is not None and statistic.std is not None:
                 statistic = replace(statistic, std=half_interval(statistic.std, len(group.runs)))
-            cells.append(formatted(statistic, column) + (column.remark(group.runs) if statistic else ""))
+            cells.append(formatted(statistic, column) + (column.footnote(group.runs) if statistic else ""))
         rows.append([group.label, *cells])
     return ["System", *(column.title for column in shown_columns)], rows, _best_labels(groups) if best_bold else set()
 

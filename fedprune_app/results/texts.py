@@ -3,8 +3,8 @@
 import math
 
 from fedprune_app.core.named import Values
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import MEGABYTE, Measures, Row
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import MEGABYTE, Declarations, Row
 
 # In place of a test text's name: every client has measured its own model on its own text.
 OWN_TEXT = "own"
@@ -41,14 +41,14 @@ def tested_on(row: Values) -> str:
 # --- a round in one line ----------------------------------------------------------------------------------------------
 
 
-def summary_line(row: Row, measures: Measures | None = None) -> str:
+def summary_line(row: Row, metrics: Declarations | None = None) -> str:
     """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
 
     ``measures`` are all numbers that there are, by default fedprune's own.
     """
 
     def words(of_training: bool) -> list[str]:
-        lines = (measures or MEASURES).lines
+        lines = (metrics or DECLARATIONS).lines
         of_kind = [(column, line) for column, line, is_trained in lines if is_trained == of_training]
         entries = [(column, line, row.get(column.name)) for column, line in of_kind]
         return [
@@ -63,7 +63,7 @@ def summary_line(row: Row, measures: Measures | None = None) -> str:
 
 
 def progress_line(row: Row) -> str:
-    measured = [(column, line) for column, line, _ in MEASURES.lines if row.get(column.name) is not None]
+    measured = [(column, line) for column, line, _ in DECLARATIONS.lines if row.get(column.name) is not None]
     parts = [
         f"{line.terminal} {line.number(row[column.name])}{column.remarked(row)}  "
         for column, line in measured

@@ -58,7 +58,7 @@ class TensorBoard:
 
 
 @contextmanager
-def _discreet() -> Iterator[None]:
+def _redacted_logs() -> Iterator[None]:
     """Raise an error of MLflow's, which quotes MLFLOW_TRACKING_URI, without the user's name, password and query."""
     try:
         yield
@@ -76,7 +76,7 @@ def _discreet() -> Iterator[None]:
 class MLflow:
     """MLflow's run is in the store that MLFLOW_TRACKING_URI names, or else in ``folder/mlflow/mlflow.db``."""
 
-    @_discreet()
+    @_redacted_logs()
     def __init__(self, folder: Path, info: Values) -> None:
         # or else MLflow asks a server that does not answer again and again for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -106,7 +106,7 @@ class MLflow:
         for start in range(0, len(params), _AT_ONCE):
             self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
 
-    @_discreet()
+    @_redacted_logs()
     def log(self, numbers: Mapping[str, float], round: int) -> None:
         from mlflow.entities import Metric
 
@@ -115,7 +115,7 @@ class MLflow:
         for start in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics=metrics[start : start + _AT_ONCE])
 
-    @_discreet()
+    @_redacted_logs()
     def close(self, status: str, numbers: Mapping[str, float]) -> None:
         ends = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
         self._client.set_terminated(self._run, status=ends[status])

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, told_of
+from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, naming_source
 from fedprune_app.config.options import Option
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.texts import one_line
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
 
@@ -59,7 +59,7 @@ class Search:
 
     def distributions(self) -> ValueDict:
         """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
-        with told_of(self.where):
+        with naming_source(self.where):
             return {key: _distribution(key, spec) for key, spec in self.space.items()}
 
 
@@ -131,22 +131,22 @@ class Matrix:
     where: str = "matrix"
     searches: tuple[Search, ...] = ()
 
-    def cells(self, given: Given, placement: Placement | None = None) -> list[Prepared]:
+    def cells(self, inputs: RunInputs, placement: Placement | None = None) -> list[Prepared]:
         """Return the runs of the matrix, prepared for ``placement``.
 
         Their folders are below ``given.out``. What is given on the command line are settings of all runs. Of a resumed
         sweep the runs that have begun continue.
         """
         varied = {key for _, values in self.settings for key in values} - self.common
-        for key in given.on_command_line:
+        for key in inputs.on_command_line:
             if key in varied:
-                raise ConfigError(key, given.on_command_line[key], which="the matrix varies")
-        givens = []
+                raise ConfigError(key, inputs.on_command_line[key], which="the matrix varies")
+        all_inputs = []
         for name, settings in self.settings:
-            folder, where = given.folder / name, f"{self.where}, run {name!r}" if name else self.where
-            goes_on = given.resume and holds_run(folder)
-            givens.append(replace(given, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
-        return prepare_all(givens, placement)
+            folder, where = inputs.folder / name, f"{self.where}, run {name!r}" if name else self.where
+            goes_on = inputs.resume and holds_run(folder)
+            all_inputs.append(replace(inputs, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
+        return prepare_all(all_inputs, placement)
 
 
 class _Loader(yaml.SafeLoader):
@@ -235,7 +235,7 @@ def _searches(where: str, document: Values, common: Values, seeds: tuple[int, ..
     keys = (*_OF_SEARCH, "space")
     if not isinstance(table, dict) or not table.keys() <= {*keys}:
         raise ConfigError("search", table, f"a table with {', '.join(keys)}", where=where)
-    with told_of(where):
+    with naming_source(where):
         options: ValueDict = {
             key: option.parse(key, table.get(key, option.default)) for key, option in _OF_SEARCH.items()
         }
@@ -279,7 +279,7 @@ _LONGEST = 200  # characters of a name, of 255 that a folder may have: a digest,
 def _settings(where: str, section: str, table: Any) -> ValueDict:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"an entry of {section}", table, "key: value pairs", where=where)
-    with told_of(f"{where}: an entry of {section}"):
+    with naming_source(f"{where}: an entry of {section}"):
         settings = flatten(table)
     if "seed" in settings:
         raise ConfigError(f"seed in {section}", settings["seed"], "in seeds", where=where)

@@ -51,7 +51,7 @@ from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.preflight import can_start
-from fedprune_app.preflight.given import Given, Placement, recorded_clients
+from fedprune_app.preflight.inputs import Placement, RunInputs, recorded_clients
 from fedprune_app.preflight.prepare import Prepared, check_out, prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import check_free, mark
@@ -131,9 +131,9 @@ def find(
     while trial := _next_trial(search, study, distributions):
         params = dict(trial.params)
         twin = _distinct_trials(search, study).get(_identity(search, params))
-        remark = f": as trial {twin.number + 1}, whose value counts" if twin else ""
+        footnote = f": as trial {twin.number + 1}, whose value counts" if twin else ""
         words = ", ".join(f"{key}={value}" for key, value in params.items())
-        say("", f"{label}({trial.number + 1}/{search.trials}) {words}{remark}")
+        say("", f"{label}({trial.number + 1}/{search.trials}) {words}{footnote}")
         try:
             study.tell(trial.number, twin.value if twin else _value_of(search, trial.number, params, make))
         except (LaunchError, ConfigError) as error:
@@ -150,7 +150,7 @@ def find(
 def effective(search: Search, params: Settings) -> dict[str, Scalar]:
     """Return those of the settings of a trial, but for the seed, that have an effect; paths are absolute."""
     settings = paths_from_here({**search.settings, **params})
-    config = prepare(Given(settings)).config
+    config = prepare(RunInputs(settings)).config
     values = config.to_dict()
     return {key: values[key] for key in settings if has_effect(key, config)}
 
@@ -231,7 +231,7 @@ Say = Callable[[str, str], object]  # told what happens: a label, which may be e
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """A sweep has these finished runs in the order of the matrix, and files of tables.
 
     ``failed`` says by name why runs failed, or searches, of ``count`` together. ``best`` is the matrix of what searches
@@ -252,7 +252,7 @@ class Swept:
             raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {reasons}")
 
 
-def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) -> Swept:
+def sweep(matrix: Matrix, inputs: RunInputs, placement: Placement, console: Console) -> SweepResult:
     """Make the runs that a matrix file asks for in folders below ``given.out``, and write tables of them.
 
     What is given on the command line are settings of all runs. With ``resume`` runs that have finished are kept, and
@@ -264,23 +264,23 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
     def say(label: str, text: str) -> None:
         console.print(Text.assemble((label, "red"), text), soft_wrap=True)
 
-    out = given.folder
-    num_recorded = recorded_clients(sorted(out.glob("*/"))) if given.resume else 0
+    out = inputs.folder
+    num_recorded = recorded_clients(sorted(out.glob("*/"))) if inputs.resume else 0
     num_clients = num_recorded or matrix.num_clients or 20
     placement = replace(placement, num_clients=num_clients if placement.num_clients is None else placement.num_clients)
     check_out(out)
-    if out.exists() and any(out.iterdir()) and not given.resume:
+    if out.exists() and any(out.iterdir()) and not inputs.resume:
         raise ConfigError("--out", out, "a new folder", which="is not empty", hint="resume goes on with it")
-    searches = [replace(search, settings={**search.settings, **given.chosen}) for search in matrix.searches]
+    searches = [replace(search, settings={**search.settings, **inputs.chosen}) for search in matrix.searches]
     check_free(out)
-    runs = matrix.cells(given, None if searches else placement)
+    runs = matrix.cells(inputs, None if searches else placement)
     if searches:
         probes = dict(zip((name for name, _ in matrix.settings), runs, strict=True))
         for search in searches:
             search.distributions()
             _check_objective(search, probes[search.name].config)
         firsts = [{**probes[search.name].config.to_dict(), "out-dir": ""} for search in searches]
-        runs = [prepare(Given(first, where=matrix.where), placement) for first in firsts]
+        runs = [prepare(RunInputs(first, where=matrix.where), placement) for first in firsts]
     with Session(console) as session:
         # minutes of training or a download, which a mistake should not wait for
         can_start.prepare_models([run.config for run in runs if not run.is_complete], console)
@@ -293,7 +293,7 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
 
         def trial(name: str, settings: Settings) -> Run:
             has_begun = holds_run(out / name)
-            trial_settings = Given(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
+            trial_settings = RunInputs(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
             return make(prepare(trial_settings, placement))
 
         with exclusive(out, patience_seconds=1):  # two sweeps would make the same runs
@@ -304,7 +304,7 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
     return replace(outcome, tables=(*outcome.tables, *(write_tables(outcome.runs, out) if outcome.runs else ())))
 
 
-def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> Swept:
+def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> SweepResult:
     runs, failed = [], {}
     for number, cell in enumerate(cells, start=1):
         name = cell.folder.name
@@ -314,12 +314,12 @@ def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say:
         except (LaunchError, ConfigError) as error:
             failed[name] = one_line(error)
             say("failed", f" {name}: {failed[name]}")
-    return Swept(tuple(runs), (), failed, len(cells))
+    return SweepResult(tuple(runs), (), failed, len(cells))
 
 
 def _run_searches(
     searches: Sequence[Search], out: Path, num_clients: int, trial: Callable[[str, Settings], Run], say: Say
-) -> Swept:
+) -> SweepResult:
     results: dict[str, SearchResult] = {}
     failed: dict[str, str] = {}
     with storage_in(out) as storage:
@@ -343,7 +343,7 @@ def _run_searches(
         replace_file(out / BEST, (comment + to_yaml(document)).encode())
     runs = tuple(run for result in results.values() for run in result.runs)
     tables = tuple(out / search.file("search.csv") for search in searches if (search.name or "search") in results)
-    return Swept(runs, tables, failed, len(searches), "searches", out / BEST if results else None)
+    return SweepResult(runs, tables, failed, len(searches), "searches", out / BEST if results else None)
 
 
 def _check_objective(search: Search, config: Config) -> None:

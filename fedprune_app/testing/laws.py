@@ -22,7 +22,7 @@ from flwr.app import Message, MessageType
 from torch import Tensor
 
 from clients.base import Update
-from clients.node import Kind as ReplyKind
+from clients.node import ReplyType as ReplyKind
 from clients.node import fields_of, undeclared
 from fedprune_app.config import ConfigError, Scalar, Settings, has_effect, paths_from_here
 from fedprune_app.engine import simulated_grid, wire
@@ -30,10 +30,10 @@ from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
 from fedprune_app.learning.training import TrainingResult
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import System
-from fedprune_app.results import own_measures
+from fedprune_app.results import system_metrics
 from fedprune_app.terminal import Terminal
 from fedprune_app.testing.misbehaving import Failing, Misbehaving, Twice, patient_clock
 from fedprune_app.testing.runs import (
@@ -50,7 +50,7 @@ from fedprune_app.testing.runs import (
 
 _ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
 _KINDS: Mapping[str, ReplyKind] = {
-    MessageType.QUERY: "introduction",
+    MessageType.QUERY: "registration",
     MessageType.TRAIN: "training",
     MessageType.EVALUATE: "evaluation",
 }
@@ -113,7 +113,7 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        with _check_returns(prepare(Given(settings)).system):
+        with _check_returns(prepare(RunInputs(settings)).system):
             self._whole = self._run(_ALL_REPLY)
 
     def _run(self, changes: Settings | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
@@ -130,14 +130,14 @@ class _Laws:
             evaluated == set(range(CLIENTS)), "all clients are evaluated in the end", f"only {sorted(evaluated)} were"
         )
         system = str(self._settings["system"])
-        measures = own_measures.all_of(system)
-        wrong_names = misrecorded(run.rounds, measures.columns, measures)
-        wrong_names += misrecorded(run.clients, {"round", "partition", *measures.of_clients}, measures)
+        declarations = system_metrics.all_of(system)
+        wrong_names = misrecorded(run.rounds, declarations.columns, declarations)
+        wrong_names += misrecorded(run.clients, {"round", "partition", *declarations.of_clients}, declarations)
         _must(not wrong_names, "all that is recorded is declared", f"{', '.join(wrong_names)} is not")
         missing_names = [
-            measure.name
-            for measure in own_measures.of_system(system)
-            if all(row.get(measure.column) is None for row in run.rounds)
+            metric.name
+            for metric in system_metrics.of_system(system)
+            if all(row.get(metric.column) is None for row in run.rounds)
         ]
         _must(
             not missing_names, "every number that the system declares is recorded", f"{', '.join(missing_names)} is not"
@@ -145,11 +145,11 @@ class _Laws:
 
     def replies_are_declared(self) -> None:
         """Check that replies hold what the client's class declares; a private client's as much as any other's."""
-        prepared = prepare(Given(self._settings))
+        prepared = prepare(RunInputs(self._settings))
         config, client = prepared.config, prepared.system.client
         runs = {config.dp.enabled: self._whole}
         try:
-            prepare(Given({**self._settings, **PRIVATE}))
+            prepare(RunInputs({**self._settings, **PRIVATE}))
         except ConfigError:  # it cannot be private
             runs[False] = self._whole
         else:
@@ -198,7 +198,7 @@ class _Laws:
 
     def all_train_in_the_end(self) -> None:
         """After the last round a client that is held out trains, whom no round may ask, and all others do."""
-        config = prepare(Given(self._settings)).config
+        config = prepare(RunInputs(self._settings)).config
         changes: dict[str, Scalar] = {"holdout-clients": 1, "last-phase": True}
         settings = {key: value for key, value in changes.items() if has_effect(key, config)}
         asked, trained, held_out = set[int](), set[int](), set[int]()
@@ -226,7 +226,7 @@ class _Laws:
         from fedprune_app.running import run
 
         folder = self._folder / engine
-        prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
+        prepared = prepare(RunInputs({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
         sha256 = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
         _must(sha256 == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
 

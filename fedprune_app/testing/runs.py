@@ -15,10 +15,10 @@ from fedprune_app.config import Settings, with_carrier
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind, Measures
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import Declarations, FieldKind
 from fedprune_app.results.recorder import write_info
 
 CLIENTS, ROUNDS = 5, 3
@@ -108,7 +108,7 @@ def run_with(
     values: Values, folder: Path, grid: type[InProcessGrid] = InProcessGrid, clients: int = CLIENTS
 ) -> ObservedRun:
     """Run a federation with the settings ``values`` in this process, on ``grid``, in ``folder``."""
-    config = prepare(Given({**values, "out-dir": str(folder)})).config
+    config = prepare(RunInputs({**values, "out-dir": str(folder)})).config
     replies: dict[str, list[set[str]]] = defaultdict(list)
     with mock.patch.object(simulated_grid, "InProcessGrid", listening(grid, replies)):
         run_in_process(server_app.app, client_app.app, clients, with_carrier(config))
@@ -136,7 +136,7 @@ def lasting(recorded: Any) -> Any:
     return {key: lasting(entry) for key, entry in recorded.items() if not re.search("seconds|bytes|epsilon", key)}
 
 
-def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Measures = MEASURES) -> list[str]:
+def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Declarations = DECLARATIONS) -> list[str]:
     """Return the names in recorded ``rows`` that are not declared as ``columns``, or not of the declared kind."""
     kinds = {name: kind for kind, names in declared.kinds.items() for name in names}
     names = set(columns)
@@ -145,10 +145,10 @@ def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Measur
     )
 
 
-def _is_one(value: Any, kind: Kind) -> bool:
-    if kind is Kind.NUMBER:
+def _is_one(value: Any, kind: FieldKind) -> bool:
+    if kind is FieldKind.NUMBER:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    if kind is Kind.TEXTS:
+    if kind is FieldKind.TEXTS:
         return all(isinstance(text, str) for text in value)
-    inner = Kind.NUMBER if kind is Kind.BY_NAME else Kind.BY_NAME
+    inner = FieldKind.NUMBER if kind is FieldKind.BY_NAME else FieldKind.BY_NAME
     return isinstance(value, dict) and all(_is_one(item, inner) for item in value.values())

@@ -631,13 +631,13 @@ def test_the_sieve_lets_the_first_messages_through_and_empties_the_large(heads, 
             kept.add().CopyFrom(one if one.ByteSize() <= largest else type(one)())
     data = whole.SerializeToString()
     pieces = (data[start : start + piece] for start in range(0, len(data), piece))
-    assert PullAppMessagesResponse.FromString(b"".join(replies.sieve(pieces, most, largest))) == expected
+    assert PullAppMessagesResponse.FromString(b"".join(replies.bounded_messages(pieces, most, largest))) == expected
 
 
 @quick
 @given(st.binary(max_size=40))
 def test_the_sieve_passes_or_refuses_any_bytes(data):
-    said = refusal(lambda: b"".join(replies.sieve([data], 3, 20)))
+    said = refusal(lambda: b"".join(replies.bounded_messages([data], 3, 20)))
     assert said == "" or "the SuperLink's list of replies" in said
 
 

@@ -9,7 +9,7 @@ from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors.torch import load_file
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.node import NodeContext
 from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
 from fedprune_app.exports.compressed import compress
@@ -105,7 +105,7 @@ def test_layers_of_one_exchange_follow_the_pruned_ones_before_the_first_of_them(
     model, pruned = LanguageModel(llm), LanguageModel(result.folder / "models" / "global")
     sent = {(m.partition, m.round - 1): m for m in result.wiretap.messages if m.kind == "train"}
     for partition in range(3):
-        segments = FedSpaLLMClient(result.config, Place(partition, 3, tmp_path)).segments()[0]
+        segments = FedSpaLLMClient(result.config, NodeContext(partition, 3, tmp_path)).segments()[0]
         hidden = model.embed(segments, 4)
         for layer in range(4):
             received = {int(name.partition("/")[0]) for name in sent[partition, layer].down.tensors}

@@ -5,7 +5,7 @@ Every trace says which ``series``
 All text is escaped, since plotly reads a little HTML.
 """
 
-from fedprune_app.results.columns import epsilon_remark
+from fedprune_app.results.columns import epsilon_footnote
 from fedprune_app.results.figures import clients, curves, masks, settings
 from fedprune_app.results.figures.common import Figure
 from fedprune_app.results.groups import Groups
@@ -30,7 +30,7 @@ def figures(groups: Groups) -> list[Figure]:
             "accuracy-by-epsilon",
             "Accuracy by privacy",
             "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
-            curves.accuracies(groups, curves.by_epsilon, f"Largest ε so far{epsilon_remark(groups)}"),
+            curves.accuracies(groups, curves.by_epsilon, f"Largest ε so far{epsilon_footnote(groups)}"),
         ),
         Figure(
             "accuracy-by-cost",

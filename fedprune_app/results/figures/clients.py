@@ -2,7 +2,7 @@
 
 import statistics
 
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
     SHARE_TICKS,
@@ -20,7 +20,7 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Groups, Statistic
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import last_of_clients
 from fedprune_app.results.statistics import worst_decile
 
@@ -62,7 +62,7 @@ def _rounded(share: float | None) -> float | None:
 def accuracies(groups: Groups) -> Variants:
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
-    titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]
+    titles = [(name, metric.view) for name, metric in DECLARATIONS.of_clients.items() if metric.view]
     for name, title in sorted(titles, key=lambda pair: pair[1].place):
         traces = []
         for index, group in enumerate(groups):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeGuard
 
 from fedprune_app.core.named import ValueDict, Values
-from fedprune_app.results.columns import accuracy, epsilon_remark, traffic_of
+from fedprune_app.results.columns import accuracy, epsilon_footnote, traffic_of
 from fedprune_app.results.figures.common import (
     SHARE_TICKS,
     Trace,
@@ -20,7 +20,7 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Groups, Statistic, compared_settings
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import accuracy_words, compared_by, model_name, perplexity_tables
 
@@ -107,7 +107,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 def by_cost(groups: Groups) -> Variants:
     """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None], float]] = {
-        "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max"), 1),
+        "Privacy": (f"Largest ε of any client{epsilon_footnote(groups)}", lambda run: run.last("epsilon_max"), 1),
         "Traffic": ("Measured traffic (MB)", traffic_of, MEGABYTE),
     }
     by_label = compared_by(groups)

@@ -16,9 +16,9 @@ from rich.text import Text
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Placement, given_in, trusted_code
+from fedprune_app.preflight.inputs import Placement, inputs_in, trusted_code
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import Plugins, Terminal, console, print_rows, say
+from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
@@ -52,9 +52,9 @@ def report(
     left_out: list[str] = []
     write_report(runs, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
-        say(f" {reason}", "left out:", "yellow")
+        echo(f" {reason}", "left out:", "yellow")
     count = len(runs) - len(left_out)
-    say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
+    echo(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
 
 
 @app.command()
@@ -95,7 +95,7 @@ def table(
         typer.echo(text, nl=False)
         return
     replace_file(output, text.encode())
-    say(f": {output.resolve()}", "written", "green")
+    echo(f": {output.resolve()}", "written", "green")
 
 
 @app.command()
@@ -116,7 +116,7 @@ def figure(
     check_figure_file(output)
     check_new_file(output, force)
     replace_file(output, drawn(_groups(folders[:-1]), str(folders[-1]), output.suffix[1:], view))
-    say(f": {output.resolve()}", "written", "green")
+    echo(f": {output.resolve()}", "written", "green")
 
 
 @app.command()
@@ -133,7 +133,7 @@ def paper(
     from fedprune_app.results.paper import write_paper
 
     for path in write_paper(_groups(folders), output, force):
-        say(f": {path.resolve()}", "written", "green")
+        echo(f": {path.resolve()}", "written", "green")
 
 
 def _groups(folders: Iterable[Path]) -> list[Group]:
@@ -222,7 +222,7 @@ def export(
     ]
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
@@ -239,7 +239,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     table = _costs(f"density {packed_model.density:.2f}", "sparse", rows)
     table.add_row("sparse linear layers", "0", str(packed_model.sparse_layers), f"of {packed_model.layers}")
     Terminal().print(table)
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
@@ -260,7 +260,7 @@ def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
     ollama = f"echo FROM {output.resolve()} > Modelfile && ollama create {output.stem} -f Modelfile"
     here = f'fedprune predict {output} "Once upon a time"'
     print_rows((("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded), ("here", here)))
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
@@ -313,7 +313,7 @@ def predict(
     elif results:
         _print_predictions(results)
     for error in errors:
-        say(f" {error}", "error:", "red")
+        echo(f" {error}", "error:", "red")
     if errors:
         raise typer.Exit(2)
 
@@ -379,8 +379,8 @@ def audit(
     from fedprune_app.testing.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
-    given = given_in(files, [text for text in settings if "=" in text], plugin)
-    prepared = prepare(given, Placement("inprocess", clients))
+    inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
+    prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
     question = Question(canaries, guesses, delta, confidence, client, without_noise)
     if json_file is not None and not force:
@@ -403,4 +403,4 @@ def audit(
         replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)
-    say(f": {finding.verdict}", "passed", "green")
+    echo(f": {finding.verdict}", "passed", "green")

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
-from fedprune_app.results.measures import (
-    Remark,
+from fedprune_app.results.metrics import (
+    Footnote,
     Row,
 )
 from fedprune_app.results.statistics import noise_of_mean
 
 
-def noise_remark(rows: Sequence[Row], column: str) -> str:
+def noise_footnote(rows: Sequence[Row], column: str) -> str:
     """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it.
 
     Say also what they protect, where that is no single example.
@@ -26,32 +26,32 @@ def noise_in(rows: Sequence[Row], column: str) -> float:
     return noise_of_mean([deviation or 0 for deviation in deviations]) or 0.0
 
 
-def accuracy_remark(rows: Sequence[Row], column: str) -> str:
+def accuracy_footnote(rows: Sequence[Row], column: str) -> str:
     """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
     noise = noise_in(rows, column)
     return f"noise ± {100 * noise:.1f}" if noise else ""
 
 
-def noised_remark(rows: Sequence[Row], column: str) -> str:
+def noised_footnote(rows: Sequence[Row], column: str) -> str:
     """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
     return _each_once("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
-def fewer_remark(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
+def fewer_footnote(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
     """Say over how many clients a mean is, where they are fewer than the run has.
 
     ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
     """
 
-    def remark(row: Row) -> str:
+    def footnote(row: Row) -> str:
         count, clients = (row.get("clients_by_column") or {}).get(column, row.get(count_column)), row.get("clients")
         return "" if count is None or clients is None or count >= clients else f"{count:.0f} of {clients:.0f} clients"
 
-    return _each_once(map(remark, rows))
+    return _each_once(map(footnote, rows))
 
 
-def both(*remarks: Remark) -> Remark:
-    return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
+def both(*remarks: Footnote) -> Footnote:
+    return lambda rows, column: ", ".join(filter(None, (footnote(rows, column) for footnote in remarks)))
 
 
 def _each_once(texts: Iterable[str]) -> str:

@@ -14,21 +14,21 @@ _START = b"fedprune seal "
 _MAX_LINE = 4096
 
 
-def sealed_json(content: Values) -> ValueDict:
+def json_with_digest(content: Values) -> ValueDict:
     """Return the object with its digest as a last field."""
     fields = {key: value for key, value in content.items() if key != KEY}
     return {**fields, KEY: _json_digest(fields)}
 
 
 def check_json(content: Values) -> None:
-    """Raise ``ValueError`` for an object that is not as :func:`sealed_json` made it."""
+    """Raise ``ValueError`` for an object that is not as :func:`json_with_digest` made it."""
     if KEY not in content:
         raise ValueError("it has no digest")
     if _json_digest({key: value for key, value in content.items() if key != KEY}) != content[KEY]:
         raise ValueError("its content is not what was written")
 
 
-def seal(body: bytes | memoryview, about: Values) -> bytes:
+def with_digest(body: bytes | memoryview, about: Values) -> bytes:
     """Return a file's content: one line with a digest and with ``about``, which says what the file is, then ``body``.
 
     >>> content = seal(b"weights", {"client": 3})
@@ -42,7 +42,7 @@ def seal(body: bytes | memoryview, about: Values) -> bytes:
     return b"".join([_START, json.dumps(line).encode(), b"\n", body])
 
 
-def unseal(content: bytes, about: Values) -> memoryview:
+def verified_body(content: bytes, about: Values) -> memoryview:
     """Return the body that :func:`seal` wrote; every entry of ``about`` must be in the seal.
 
     Raises ``ValueError`` for content that is damaged, cut, empty or about something else.

@@ -26,7 +26,7 @@ from fedprune_app.core.named import Values
 
 
 @dataclass(frozen=True)
-class Given:
+class RunInputs:
     """These settings are given, and this is asked of a run with them.
 
     ``base`` has settings that nobody gives now: those of a run that has begun. ``files`` win over it, later files over
@@ -56,13 +56,13 @@ class Given:
         sources = (*self.files, self.on_command_line)
         return paths_from_here({key: value for source in sources for key, value in source.items()})
 
-    def for_run_in(self, out: Path, *, resume: bool = False, accept_loss: bool = False) -> Given:
+    def for_run_in(self, out: Path, *, resume: bool = False, accept_loss: bool = False) -> RunInputs:
         return replace(self, out=out, resume=resume, accept_loss=accept_loss)
 
 
-def given_in(
+def inputs_in(
     files: Sequence[Path] | None, overrides: Sequence[str] | None, more_plugins: Sequence[str] | None = None
-) -> Given:
+) -> RunInputs:
     """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``, the last of a key.
 
     ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
@@ -75,16 +75,16 @@ def with_plugins(
     files: Sequence[Mapping[str, Scalar]],
     on_command_line: Mapping[str, Scalar],
     more_plugins: Sequence[str] | None = None,
-) -> Given:
-    given = Given(files=files, on_command_line=on_command_line)
+) -> RunInputs:
+    inputs = RunInputs(files=files, on_command_line=on_command_line)
     if more_plugins:
-        names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
-        given = replace(given, on_command_line={**on_command_line, "plugins": names})
-    plugins.load(given.chosen)
+        names = ",".join(dict.fromkeys([*plugins.names_in(inputs.chosen), *more_plugins]))
+        inputs = replace(inputs, on_command_line={**on_command_line, "plugins": names})
+    plugins.load(inputs.chosen)
     for key in on_command_line:  # before anything heavy is imported
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
-    return given
+    return inputs
 
 
 def trusted_code(names: Sequence[str] | None) -> list[str]:
@@ -92,13 +92,13 @@ def trusted_code(names: Sequence[str] | None) -> list[str]:
     return plugins.names_in(with_plugins([], {}, names).chosen)
 
 
-def of_run(info: Values, trusted: Collection[str]) -> Given:
+def of_run(info: Values, trusted: Collection[str]) -> RunInputs:
     """Return the settings that a run.json holds, whose code may be loaded where ``trusted`` names it."""
     plugins.check_named(info["config"], {"plugins": ",".join(trusted)})
-    return Given(info["config"], where=made_by(info))
+    return RunInputs(info["config"], where=origin_of(info))
 
 
-def made_by(info: Values) -> str:
+def origin_of(info: Values) -> str:
     """Return where settings of a run.json are from: another version may have keys that are gone."""
     return f"run of fedprune {info['versions']['fedprune']}"
 

@@ -1,6 +1,6 @@
-"""What a run reports is made of :class:`Measure` and :class:`Column`; ``results/declarations.py`` lists all of them.
+"""What a run reports is made of :class:`ClientMetric` and :class:`Column`, listed in ``results/declarations.py``.
 
-A new number costs two places: the client puts it into its reply under the name of its :class:`Measure`, and its
+A new number costs two places: the client puts it into its reply under the name of its :class:`ClientMetric`, and its
 declaration says
 
 * in which replies it is and between which bounds, so that the server checks it;
@@ -10,7 +10,7 @@ declaration says
 
 A number that the server itself counts or measures is a :class:`Column` alone. The order of the declarations is the
 order of the columns in both files. All numbers are shares in [0, 1], bytes, seconds or counts, and null where they were
-not measured. A plug-in declares its own numbers by ``results/own_measures.py``.
+not measured. A plug-in declares its own numbers by ``results/system_metrics.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
 
-from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.bounds import LARGEST_NUMBER, bounded
 from fedprune_app.core.named import Values
 
 Row = Values
@@ -27,14 +27,14 @@ Take = Callable[[Sequence[float]], float | None]
 # A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.
 # It is made of rows and of the column's name. The rows are one, or the last ones of several runs whose numbers are
 # shown as their mean.
-Remark = Callable[[Sequence[Row], str], str]
+Footnote = Callable[[Sequence[Row], str], str]
 # The place of what is shown after all else.
 LAST = 1000
 # Bytes of a megabyte, as the papers count.
 MEGABYTE = 1e6
 
 
-class Reply(Enum):
+class ReplyKind(Enum):
     """A kind of reply says which numbers a client tells in it."""
 
     TRAINING = "after training"
@@ -47,10 +47,10 @@ class Reply(Enum):
     @property
     def is_evaluation(self) -> bool:
         """The replies of an evaluation end a round, so that their numbers are the round's."""
-        return self in (Reply.EVALUATION, Reply.PERPLEXITY)
+        return self in (ReplyKind.EVALUATION, ReplyKind.PERPLEXITY)
 
 
-class Kind(Enum):
+class FieldKind(Enum):
     """A kind of field says what rounds.jsonl or clients.jsonl holds there."""
 
     NUMBER = "a number"
@@ -137,7 +137,7 @@ class InLine:
 class Column:
     """A column of rounds.jsonl is one number of each round.
 
-    ``take`` makes it of the clients' numbers, where it belongs to a :class:`Measure`; a column without it is put
+    ``take`` makes it of the clients' numbers, where it belongs to a :class:`ClientMetric`; a column without it is put
     together by the code that measures the number. A run may be judged by a column that ``is_headline``. ``view`` titles
     its view of the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that
     title in the report's table of them. The ``remark`` on rows stands in parentheses wherever people read their number.
@@ -148,26 +148,26 @@ class Column:
     name: str
     take: Take | None = None
     recorded: Recorded = Recorded.ALWAYS
-    kind: Kind = Kind.NUMBER
+    kind: FieldKind = FieldKind.NUMBER
     is_headline: bool = False
     table: InTable | None = None
     view: Title | None = None
     curve: Curve | None = None
     line: InLine | None = None
     lost: Title | None = None
-    remark: Remark | None = None
+    footnote: Footnote | None = None
     is_noised_mean: bool = False
     needs_open: bool = False
 
     def remarked(self, *rows: Row) -> str:
         """Return the remark on those of the rows that have a number, ready to stand behind the number, or empty."""
         measured_rows = [row for row in rows if row.get(self.name) is not None]
-        remark = self.remark(measured_rows, self.name) if self.remark else ""
-        return f" ({remark})" if remark else ""
+        footnote = self.footnote(measured_rows, self.name) if self.footnote else ""
+        return f" ({footnote})" if footnote else ""
 
 
 @dataclass(frozen=True)
-class Measure:
+class ClientMetric:
     """A measure is one number of each client.
 
     ``name`` is its column in clients.jsonl, and with dashes its field in a reply; ``field`` is another name for that
@@ -181,16 +181,16 @@ class Measure:
 
     name: str
     field: str = ""
-    required: frozenset[Reply] = frozenset()
-    optional: frozenset[Reply] = frozenset()
-    least: float = -LARGEST_SAID
-    most: float = LARGEST_SAID
+    required: frozenset[ReplyKind] = frozenset()
+    optional: frozenset[ReplyKind] = frozenset()
+    least: float = -LARGEST_NUMBER
+    most: float = LARGEST_NUMBER
     is_count: bool = False
     withheld: bool = False
     may_be_noised: bool = False
     by: Literal["", "layer", "class"] = ""
     recorded: Recorded = Recorded.ALWAYS
-    kind: Kind = Kind.NUMBER
+    kind: FieldKind = FieldKind.NUMBER
     view: Title | None = None
     columns: tuple[Column, ...] = ()
 
@@ -200,7 +200,7 @@ class Measure:
         return self.field or self.name.replace("_", "-")
 
     @property
-    def replies(self) -> frozenset[Reply]:
+    def replies(self) -> frozenset[ReplyKind]:
         return self.required | self.optional
 
     @property
@@ -220,7 +220,7 @@ class Measure:
         value = bounded(fields.get(name), f"field '{name}'", least, most)
         return int(value) if self.is_count else value
 
-    def value_in(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
+    def value_in(self, fields: Row, reply: ReplyKind, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
         """Return what a reply of this kind tells: one number, or numbers by name, or None if it is optional there.
 
         ``names`` says which layers and classes there are.
@@ -231,16 +231,16 @@ class Measure:
         return self.of(fields, private=private) if reply in self.required or self.wire_name in fields else None
 
 
-class Measures(tuple[Measure | Column, ...]):
+class Declarations(tuple[ClientMetric | Column, ...]):
     """All declarations together say what the files, tables and figures hold."""
 
     @cached_property
-    def of_clients(self) -> dict[str, Measure]:
-        return {measure.name: measure for measure in self if isinstance(measure, Measure)}
+    def of_clients(self) -> dict[str, ClientMetric]:
+        return {metric.name: metric for metric in self if isinstance(metric, ClientMetric)}
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        column_tuples = (entry.columns if isinstance(entry, Measure) else (entry,) for entry in self)
+        column_tuples = (entry.columns if isinstance(entry, ClientMetric) else (entry,) for entry in self)
         return {column.name: column for columns in column_tuples for column in columns}
 
     @cached_property
@@ -249,7 +249,7 @@ class Measures(tuple[Measure | Column, ...]):
 
     @cached_property
     def client_fields(self) -> tuple[str, ...]:
-        own = (name for name, measure in self.of_clients.items() if measure.recorded is Recorded.ALWAYS)
+        own = (name for name, metric in self.of_clients.items() if metric.recorded is Recorded.ALWAYS)
         return ("round", "partition", *own)
 
     @cached_property
@@ -262,25 +262,27 @@ class Measures(tuple[Measure | Column, ...]):
         return {name: title.text for title, name in sorted(titles, key=lambda pair: pair[0].place)}
 
     @cached_property
-    def kinds(self) -> dict[Kind, frozenset[str]]:
+    def kinds(self) -> dict[FieldKind, frozenset[str]]:
         own = (
-            (measure.name, measure.kind)
-            for measure in self.of_clients.values()
-            if measure.recorded is not Recorded.NEVER
+            (metric.name, metric.kind) for metric in self.of_clients.values() if metric.recorded is not Recorded.NEVER
         )
-        pairs = {("partition", Kind.NUMBER), *own, *((column.name, column.kind) for column in self.columns.values())}
-        return {kind: frozenset(name for name, field_kind in pairs if field_kind is kind) for kind in Kind}
+        pairs = {
+            ("partition", FieldKind.NUMBER),
+            *own,
+            *((column.name, column.kind) for column in self.columns.values()),
+        }
+        return {kind: frozenset(name for name, field_kind in pairs if field_kind is kind) for kind in FieldKind}
 
     @cached_property
     def lines(self) -> tuple[tuple[Column, InLine, bool], ...]:
         """These columns stand in the line that tells of a round, each with whether training tells the number."""
         trained = {
             column.name
-            for measure in self.of_clients.values()
-            if measure.replies and not measure.is_evaluated
-            for column in measure.columns
+            for metric in self.of_clients.values()
+            if metric.replies and not metric.is_evaluated
+            for column in metric.columns
         }
         return tuple((column, column.line, column.name in trained) for column in self.columns.values() if column.line)
 
-    def told_in(self, reply: Reply) -> list[Measure]:
-        return [measure for measure in self.of_clients.values() if reply in measure.replies]
+    def in_reply(self, reply: ReplyKind) -> list[ClientMetric]:
+        return [metric for metric in self.of_clients.values() if reply in metric.replies]

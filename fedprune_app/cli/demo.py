@@ -11,14 +11,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.running import say_sizes
+from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
-from fedprune_app.preflight.given import Given, Placement, given_in
+from fedprune_app.preflight.inputs import Placement, RunInputs, inputs_in
 from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.ownership import check_free, is_marked
 from fedprune_app.results.reader import read_info
-from fedprune_app.terminal import Out, Plugins, Terminal, Workers, console, say
+from fedprune_app.terminal import Out, Plugins, Terminal, Workers, console, echo
 
 DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
@@ -97,10 +97,10 @@ def list_(
     from fedprune_app.models.names import MODELS
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
-    from fedprune_app.results import own_measures
+    from fedprune_app.results import system_metrics
 
     if plugin or system not in ("", *SYSTEMS):
-        given_in(None, [f"system={system}"] if system else None, plugin)
+        inputs_in(None, [f"system={system}"] if system else None, plugin)
     if system and system not in SYSTEMS:
         raise not_allowed("SYSTEM", system, SYSTEMS)
     options = {
@@ -117,7 +117,7 @@ def list_(
     for key, names in installed().items():
         for name, module in names.items():
             kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
-    measures = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
+    metrics = {name: system_metrics.described(name) for name in SYSTEMS if system_metrics.of_system(name)}
     if as_json:
         settings = {
             key: {
@@ -128,7 +128,7 @@ def list_(
             }
             for key, option in options.items()
         }
-        typer.echo(json.dumps({**kinds, "measures": measures, "keys": settings}, indent=1))
+        typer.echo(json.dumps({**kinds, "measures": metrics, "keys": settings}, indent=1))
         return
     out = Terminal()
     if system and not keys:
@@ -148,8 +148,8 @@ def list_(
         table.add_row(Text(kind, "bold"), "")
         for name, line in entries.items():
             table.add_row(f"  {name}", line)
-            if kind == "systems" and name in measures:
-                table.add_row("", f"own numbers: {', '.join(measure['name'] for measure in measures[name])}")
+            if kind == "systems" and name in metrics:
+                table.add_row("", f"own numbers: {', '.join(metric['name'] for metric in metrics[name])}")
     out.print(table)
 
 
@@ -192,14 +192,14 @@ def demo(
     for name in cells:
         check_replaceable(out / name)
     if llm:
-        say(f"embedded model: {embedded_model(console)}")
+        echo(f"embedded model: {embedded_model(console)}")
     placement = Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers)
     with Session(console) as session:
         for name, settings in cells.items():
             folder = out / name
             remove_run(folder)
             mark(folder, "demo")
-            prepared = prepare(Given(on_command_line=settings, out=folder), placement)
-            say_sizes(session.run(prepared, folder), folder)
+            prepared = prepare(RunInputs(on_command_line=settings, out=folder), placement)
+            print_sizes(session.run(prepared, folder), folder)
     write_report([out / name for name in cells], page)
-    say(f": open {page}", "done", "green")
+    echo(f": open {page}", "done", "green")

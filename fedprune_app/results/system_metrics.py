@@ -7,22 +7,22 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from fedprune_app.config import ConfigError, declared
-from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.bounds import LARGEST_NUMBER, bounded
 from fedprune_app.core.named import ValueDict, Values
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import (
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import (
+    ClientMetric,
     Column,
     Curve,
+    Declarations,
     InLine,
     InTable,
-    Measure,
-    Measures,
     Recorded,
-    Reply,
+    ReplyKind,
 )
 from fedprune_app.results.statistics import mean
 
-Told = Literal["training", "evaluation", "server"]
+Source = Literal["training", "evaluation", "server"]
 
 
 OverRounds = Literal["last", "total", "mean"]
@@ -32,8 +32,8 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
-class OwnMeasure:
-    """A number that a plug-in's system reports: ``register_system(..., measures=[...])``.
+class SystemMetric:
+    """A number that a plug-in's system reports: ``register_system(..., metrics=[...])``.
 
     A run writes the declarations into its run.json. So a report of the run shows the numbers where the plug-in is not
     installed, and imports no code.
@@ -57,9 +57,9 @@ class OwnMeasure:
 
     name: str
     title: str
-    told: Told = "training"
-    least: float = -LARGEST_SAID
-    most: float = LARGEST_SAID
+    source: Source = "training"
+    least: float = -LARGEST_NUMBER
+    most: float = LARGEST_NUMBER
     percent: bool = False
     decimals: int = 2
     over_rounds: OverRounds = "last"
@@ -72,35 +72,35 @@ class OwnMeasure:
         if {self.name, self.column} & _taken_names():
             raise ConfigError("name", self.name, "another name", which="is one of fedprune's own numbers", where=where)
         for key, value, values in (
-            ("told", self.told, get_args(Told)),
+            ("source", self.source, get_args(Source)),
             ("over_rounds", self.over_rounds, get_args(OverRounds)),
         ):
             if value not in values:
                 raise ConfigError(key, value, ", ".join(values), where=where)
         if not self.least < self.most:
             raise ConfigError("least", self.least, f"less than most, {self.most!r}", where=where)
-        if self.told == "evaluation" and self.over_rounds != "last":
+        if self.source == "evaluation" and self.over_rounds != "last":
             raise ConfigError(
                 "over_rounds",
                 self.over_rounds,
                 "last",
-                condition="with told='evaluation'",
+                condition="with source='evaluation'",
                 hint="not every round evaluates",
                 where=where,
             )
 
     @property
     def column(self) -> str:
-        return self.name if self.told == "server" else f"{self.name}_mean"
+        return self.name if self.source == "server" else f"{self.name}_mean"
 
     @cached_property
     def shown(self) -> Column:
         scale, unit = (100.0, " %") if self.percent else (1.0, "")
         title = f"{self.title} (%)" if self.percent else self.title
-        caption = "" if self.told == "server" else "Mean over the clients that told it."
+        caption = "" if self.source == "server" else "Mean over the clients that told it."
         return Column(
             self.column,
-            None if self.told == "server" else mean,
+            None if self.source == "server" else mean,
             Recorded.WHERE_MEASURED,
             table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=600),
             curve=Curve(self.name, f"{self.title} by round", caption, self.title, self.percent),
@@ -108,14 +108,14 @@ class OwnMeasure:
         )
 
     @cached_property
-    def declaration(self) -> Measure | Column:
+    def declaration(self) -> ClientMetric | Column:
         """The number is declared like fedprune's own, but no reply has to tell it."""
-        if self.told == "server":
+        if self.source == "server":
             return self.shown
-        return Measure(
+        return ClientMetric(
             self.name,
             self.name,
-            optional=frozenset({Reply[self.told.upper()]}),
+            optional=frozenset({ReplyKind[self.source.upper()]}),
             least=self.least,
             most=self.most,
             withheld=not self.public,
@@ -133,29 +133,29 @@ class OwnMeasure:
 
 
 def _taken_names() -> set[str]:
-    fields = {measure.wire_name for measure in MEASURES.of_clients.values()}
-    titles = {column.table.key for column in MEASURES.columns.values() if column.table}
-    return {*MEASURES.of_clients, *MEASURES.columns, *fields, *titles, *_OTHER_NAMES}
+    fields = {metric.wire_name for metric in DECLARATIONS.of_clients.values()}
+    titles = {column.table.key for column in DECLARATIONS.columns.values() if column.table}
+    return {*DECLARATIONS.of_clients, *DECLARATIONS.columns, *fields, *titles, *_OTHER_NAMES}
 
 
 _OTHER_NAMES = frozenset(
     {"partition", "note", "lost", "declined", "digest"}
     | {"accuracy", "best_accuracy", "minutes", "rounds"}
-    | {"paper_megabytes", "gigaflops", "epsilon_remark", "label", "system", "dataset", "status", "seeds"}
+    | {"paper_megabytes", "gigaflops", "epsilon_footnote", "label", "system", "dataset", "status", "seeds"}
 )
 
 
-def checked(system: str, measures: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
+def checked(system: str, metrics: Iterable[SystemMetric]) -> tuple[SystemMetric, ...]:
     """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
-    all_measures = tuple(measures)
-    names = [name for measure in all_measures for name in {measure.name, measure.column}]
+    all_measures = tuple(metrics)
+    names = [name for metric in all_measures for name in {metric.name, metric.column}]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError("measures", duplicates[0], "each name once", where=f"system {system!r}")
+        raise ConfigError("metrics", duplicates[0], "each name once", where=f"system {system!r}")
     return all_measures
 
 
-def of_system(system: str) -> tuple[OwnMeasure, ...]:
-    return declared(system).measures
+def of_system(system: str) -> tuple[SystemMetric, ...]:
+    return declared(system).metrics
 
 
 def for_reply(system: str, fields: Values, is_private: bool, who: str) -> ValueDict:
@@ -164,33 +164,34 @@ def for_reply(system: str, fields: Values, is_private: bool, who: str) -> ValueD
     Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
     """
     checked_fields = dict(fields)
-    for measure in of_system(system):
-        value = checked_fields.pop(measure.name, None)
-        if value is not None and (measure.public or not is_private):
-            checked_fields[measure.name] = measure.number(value, who)
+    for metric in of_system(system):
+        value = checked_fields.pop(metric.name, None)
+        if value is not None and (metric.public or not is_private):
+            checked_fields[metric.name] = metric.number(value, who)
     return checked_fields
 
 
-def all_of(system: str) -> Measures:
-    measures = of_system(system)
-    return Measures((*MEASURES, *(measure.declaration for measure in measures))) if measures else MEASURES
+def all_of(system: str) -> Declarations:
+    metrics = of_system(system)
+    return Declarations((*DECLARATIONS, *(metric.declaration for metric in metrics))) if metrics else DECLARATIONS
 
 
 def described(system: str) -> list[ValueDict]:
-    return [asdict(measure) for measure in of_system(system)]
+    return [asdict(metric) for metric in of_system(system)]
 
 
-def from_info(info: Values, where: str) -> tuple[OwnMeasure, ...]:
+def from_info(info: Values, where: str) -> tuple[SystemMetric, ...]:
     """Return the declarations in a run.json, which a later version may refuse.
 
     Raises a one-line ``ValueError`` that says ``where`` they are wrong.
     """
     declarations = info.get("measures") or []
-    field_names = {field.name for field in fields(OwnMeasure)}
+    field_names = {field.name for field in fields(SystemMetric)}
     try:
+        # "told" is the name of ``source`` in runs of earlier versions
+        declarations = [{"source": each.get("told", "training")} | each for each in declarations]
         return tuple(
-            OwnMeasure(**{key: value for key, value in declaration.items() if key in field_names})
-            for declaration in declarations
+            SystemMetric(**{key: value for key, value in each.items() if key in field_names}) for each in declarations
         )
-    except (TypeError, ConfigError) as error:
+    except (AttributeError, TypeError, ConfigError) as error:
         raise ValueError(f"{where}: 'measures': {error}") from None

@@ -7,7 +7,7 @@ from fedprune_app.config import NO_POLICY, Policy
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeContext:
     """A place says which client of a run a node is, and what its operator gives it.
 
     * ``client_id``: the client's number.
