@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import re
 import sys
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +16,7 @@ from rich.text import Text
 from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
+from fedprune_app.files import replace_file
 from fedprune_app.preflight.inputs import Placement, RunInputs, inputs_in
 from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.ownership import check_free, is_marked
@@ -160,6 +163,23 @@ def _meaning(option: Option) -> Group:
     for choice, words in option.choices.items():
         choices.add_row(f"  {choice}:", words)
     return Group(Text(option.help + allowed), *([choices] if option.choices else []))
+
+
+@app.command()
+def new(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Make a plug-in to start from: a system that prunes, its test, and a matrix.
+
+    NAME is the name of the system, and of the new folder.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or Path(name).exists():
+        raise ConfigError("NAME", name, "lower-case letters, digits and dashes, and no folder that exists")
+    module = name.replace("-", "_")
+    files = {"plugin.txt": f"{module}.py", "test.txt": f"test_{module}.py", "matrix.txt": "matrix.yaml"}
+    for template, file in files.items():
+        text = resources.files("fedprune_app.plugins").joinpath("new", template).read_text(encoding="utf-8")
+        text = text.replace("MODULE", module).replace("half", name).replace("Half", name.title().replace("-", ""))
+        replace_file(Path(name) / file, text.encode())
+    echo(f": {name}; next: cd {name} && pytest test_{module}.py", "made", "green")
 
 
 @app.command()
