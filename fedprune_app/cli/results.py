@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from fedprune_app.results.groups import Group
 
 app = typer.Typer()
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 _MOST_TOKENS = 64  # that `predict` adds to a text
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
     watch: Annotated[
@@ -59,7 +61,7 @@ def report(
 
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write this file: .tex, .csv or .md. Default: print it.")
     ] = None,
@@ -73,7 +75,7 @@ def table(
         bool,
         typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a table for a paper.
 
@@ -103,7 +105,7 @@ def figure(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR... FIGURE")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this file: .pdf, .svg or .png.")],
     view: Annotated[str, typer.Option("--view", help="A view of the figure, such as Personal. Default: first.")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a FIGURE of the report to a file, such as accuracy-by-bytes.
 
@@ -121,9 +123,9 @@ def figure(
 
 @app.command()
 def paper(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the files.")] = Path("paper"),
-    force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
+    force: Force = False,
 ) -> None:
     """Write what a paper takes from runs.
 
@@ -171,7 +173,7 @@ def export(
         str,
         typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
     ] = "",

@@ -53,10 +53,8 @@ def filled(package: str, template: str, **values: Any) -> str:
 # On a light page; the template has them for a dark one.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5569a", "#c28800", "#3f9fd6", "#6b5b95", "#6f7780")
 # Places in the palette that systems have in every report.
-_OWN_PLACES = {"fedavg": 0, "subfedavg": 1, "dispfl": 2, "fedp3": 3, "fedltp": 4, "fedavg-ft": 5, "ditto": 6}
-_OWN_PLACES |= {"standalone": 7, "fedspallm": 1}
+_OWN_PLACES = ("fedavg", "subfedavg", "dispfl", "fedp3", "fedltp", "fedavg-ft", "ditto", "standalone")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-_DASH_ARRAYS = dict(zip(DASHES, ("", "7 4", "2 4", "7 4 2 4", "12 4"), strict=True))
 _CARDS_UP_TO = 12
 _FOLDERS = re.compile(r"(?<![^=, ])/([^/,=]+/)+")  # of a path of this machine
 _HUNDREDTHS = Column("", "", lambda run: None, 1, 2)
@@ -71,7 +69,6 @@ class Series:
     seeds: int
     colour: int
     dash: str
-    dash_array: str
 
 
 def check_page_name(out: Path, option: str = "--output") -> None:
@@ -205,17 +202,16 @@ def appearance(groups: Groups) -> list[Series]:
     for index, group in enumerate(groups):
         slot, earlier = slots[places[index]], places[:index].count(places[index])
         dash = DASHES[(earlier + slot // len(COLOURS)) % len(DASHES)]
-        series.append(Series(group.label, len(group.runs), slot % len(COLOURS), dash, _DASH_ARRAYS[dash]))
+        series.append(Series(group.label, len(group.runs), slot % len(COLOURS), dash))
     return series
 
 
 def _slots(names: Sequence[str]) -> dict[str, int]:
-    """Return a slot for each name: its own one, if it has one that is free, or else the first free one."""
+    """Return a slot for each name: its own one, if it has one, or else the first free one."""
     slots: dict[str, int] = {}
     for name in sorted(names, key=lambda name: name not in _OWN_PLACES):
         free = (slot for slot in itertools.count() if slot not in slots.values())
-        own = _OWN_PLACES.get(name)
-        slots[name] = next(free) if own is None or own in slots.values() else own
+        slots[name] = _OWN_PLACES.index(name) if name in _OWN_PLACES else next(free)
     return slots
 
 

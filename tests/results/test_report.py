@@ -186,7 +186,7 @@ def test_colour_is_the_system_the_same_in_every_report_and_dash_the_setting(six,
 
 
 def test_a_system_without_a_colour_of_its_own_takes_none_that_another_one_has(make_run):
-    names = ("mine", "fedavg", "yours", "subfedavg", "fedspallm")  # the last two have one place
+    names = ("mine", "fedavg", "yours", "subfedavg", "fedspallm")
     places = [each.colour for each in appearance(groups_of([make_run(name, name, rounds=0) for name in names]))]
     assert (places[1], places[3]) == (0, 1)
     assert len(set(places)) == len(names)
