@@ -21,6 +21,7 @@ from fedprune_app.results.report import COLOURS, Series, appearance, filled
 from fedprune_app.results.tables import PAPER_COLUMNS, latex_text, paper_rows, table_text
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
+_MARKERS = {"": "o", "diamond": "D", "circle-open": "$\\circ$"}
 _INCHES = (4.2, 3.0)
 
 
@@ -53,8 +54,7 @@ def drawn(groups: Groups, name: str, form: str, view: str = "") -> bytes:
         matplotlib: Any = import_module("matplotlib")
         canvas = import_module("matplotlib.figure").Figure(_INCHES, layout="constrained")
     except ImportError:
-        hint = "pip install 'fedprune[figures]'"
-        raise ConfigError("a figure needs Matplotlib, which is not installed", hint=hint) from None
+        raise ConfigError("a figure needs the package matplotlib: install the extra fedprune[figures]") from None
     axes = canvas.add_subplot()
     _draw(axes, views[view], appearance(groups))
     file = io.BytesIO()
@@ -73,25 +73,25 @@ def _draw(axes: Any, view: Variant, series: Sequence[Series]) -> None:
                 axes.fill_between(x, lower["y"], y, color=colour, alpha=0.14, linewidth=0)
             lower = {} if lower else trace
             continue
-        is_line, has_name = "lines" in trace["mode"], trace.get("hoverinfo") != "skip"
+        is_line, name = "lines" in trace["mode"], trace.get("name")  # what joins points has no name
         axes.errorbar(
             x,
             y,
             yerr=(trace.get("error_y") or {}).get("array"),
             color=colour,
-            linestyle=_DASHES[each.dash] if is_line else "",
-            linewidth=1.6 if has_name else 0.8,
-            marker="o" if "markers" in trace["mode"] else None,
+            linestyle=_DASHES[trace.get("line", {}).get("dash", each.dash)] if is_line else "",
+            linewidth=1.6 if name else 0.8,
+            marker=_MARKERS[trace.get("marker", {}).get("symbol", "")] if "markers" in trace["mode"] else None,
             markersize=3 if is_line else 5,
-            label=html.unescape(trace["name"]) if has_name else None,
+            label=name and html.unescape(name),
         )
     for axis, name in ((axes.xaxis, "x"), (axes.yaxis, "y")):
         layout = view.layout.get(f"{name}axis", {})
         axis.set_label_text(html.unescape(layout.get("title", {}).get("text", view.name if name == "y" else "")))
         if layout.get("tickformat", "").endswith("%"):
             axis.set_major_formatter(import_module("matplotlib.ticker").PercentFormatter(1))
-        if layout.get("type") == "log":
-            axes.set(**{f"{name}scale": "log"})
+    if view.layout["xaxis"].get("type") == "log":
+        axes.set_xscale("log")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25, linewidth=0.5)
     axes.legend(frameon=False, fontsize="small")

@@ -30,7 +30,10 @@ def test_a_figure_of_the_report_is_a_file_with_the_systems_by_name(groups):
     assert drawn(groups, "accuracy-by-bytes", "pdf").startswith(b"%PDF")
 
 
-def test_every_figure_of_lines_can_be_drawn_in_each_of_its_views(groups):
+def test_every_figure_of_lines_can_be_drawn_in_each_of_its_views(groups, make_run):
+    private = make_run("private", rounds=3, noise=1.0, config={"dp.enabled": True, "dp.epsilon-budget": 5.0})
+    groups = [*groups, *group_runs([load_run(private)])]
+    assert "epsilon" in figure_names(groups)
     for name, views in figure_names(groups).items():
         for view in views:
             assert drawn(groups, name, "svg", view.name)
