@@ -1,4 +1,4 @@
-"""Which client of a run a node is, and what its operator gives it."""
+"""A node's place in a run: its client number, its folders, and its operator's settings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +8,14 @@ from fedprune_app.config import NO_POLICY, Policy
 
 @dataclass(frozen=True)
 class NodeContext:
-    """A place says which client of a run a node is, and what its operator gives it.
+    """Which client of a run a node is, and its operator's settings.
 
     * ``client_id``: the client's number.
-    * ``num_clients``: how many clients share the data. It is 0 where the client has data of its own.
+    * ``num_clients``: the number of clients that share the data; 0 if the client has data of its own.
     * ``state_dir``: the folder below which the client keeps its state.
-    * ``capacity``: the density that the node can bear, where its operator says so.
-    * ``run_key``: the name of the run that the client is in.
-    * ``policy``: what its operator asks of every run.
+    * ``capacity``: the largest density that the node can train, if its operator sets one.
+    * ``run_key``: the name of the client's run.
+    * ``policy``: the operator's rules for every run.
     """
 
     client_id: int
@@ -27,10 +27,10 @@ class NodeContext:
 
     @property
     def has_own_data(self) -> bool:
-        """Say whether the client has data of its own, all of which it takes."""
+        """Return whether the client has data of its own, all of which it uses."""
         return self.num_clients == 0
 
     @property
     def share(self) -> tuple[int, int]:
-        """The part of the data that the client has: k and n, for part k of n."""
+        """The client's part of the data: (k, n) for part k of n."""
         return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)

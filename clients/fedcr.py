@@ -1,13 +1,12 @@
 """FedCR, the client half: a variational encoder shared with all, a head of its own.
 
-Zhang, Li, Zhuo, Lin, ICML 2023, as the released code has it: the loss of a batch is the cross entropy, averaged over
-draws of the codes, plus β times the mean divergence between the label's prior and the encoder, KL(prior ‖ encoder) as
-coded, which is not the usual direction. In the last epoch the encoders of each class's images are multiplied; the
-products are sent.
+Zhang, Li, Zhuo, Lin, ICML 2023, as in the released code: a batch's loss is the cross entropy, averaged over draws of
+the codes, plus β times the mean divergence KL(prior ‖ encoder) from the label's prior, which is not the usual
+direction. In the last epoch the encoders of each class's images are multiplied; the products are sent.
 
-The divergence begins in the millions, since an untrained encoder has a σ of 0.007 where the prior has 1. The released
-code clips each step's gradient to a norm of 10. Without a limit a few steps throw σ so far that training diverges, so a
-run without ``max-grad-norm`` is refused.
+The divergence begins in the millions, since an untrained encoder has a σ of 0.007 and the prior one of 1. The released
+code clips each step's gradient to a norm of 10. Without a limit training diverges after a few steps, so
+``max-grad-norm`` is required.
 """
 
 from dataclasses import replace
@@ -33,7 +32,7 @@ from fedprune_app.models.variational import Variational, experts_by_class, kl_di
 
 
 class FedCRClient(FedP3Client):
-    """The state is as FedP3's, with a personal head."""
+    """State: as FedP3's, with a personal head."""
 
     headless = frozenset({"prior.mean", "prior.std"})
 
@@ -94,7 +93,7 @@ class FedCRClient(FedP3Client):
         return super().train(task, **how)
 
     def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
-        """Judge the mean prediction over draws of the code, which are the same draws each time."""
+        """Return the accuracy of the mean prediction over draws of the code, the same draws each time."""
         draw = rng.generator(self.config.seed, "codes to test", self.client_id)
         shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]
         self.network.noise = torch.randn(shape, generator=draw)

@@ -1,4 +1,4 @@
-"""The images that a client learns from, and what it says of them."""
+"""A client's images, and the properties that it reports of them."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from fedprune_app.data.splits import (
     record_digests,
 )
 
-# how many of which class is nobody's business with privacy, and the others may follow from the images
+# with privacy, label counts are secret, and the others may follow from the images
 _OF_THE_DATA = frozenset(
     {
         *("labels-train", "labels-validation", "labels-test"),
@@ -28,15 +28,15 @@ _OF_THE_DATA = frozenset(
     }
 )
 _OF_THE_SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir", "features", "features-digest"})
-PARTS_DRAWN = 2  # the version of the way in which a node's secret draws the parts of its data
+PARTS_DRAWN = 2  # version of the procedure by which a node's secret draws the parts of its data
 SAID_OF_IMAGES = ReplyFields(registration=_OF_THE_SHAPE | _OF_THE_DATA, withheld_when_private=_OF_THE_DATA)
 
 
 class Images:
-    """A client's part of a ``dataset`` of images or of rows of a table: ``data`` to train, decide and test on.
+    """A client's part of a ``dataset`` of images or table rows: ``data`` for training, validation and test.
 
-    ``sizes`` are how many examples count as being in each part, or groups where these are protected. ``groups`` then
-    say by part to which group each example belongs.
+    ``sizes`` are the public numbers of examples by part, or of groups if groups are protected. ``groups`` then has by
+    part each example's group.
     """
 
     def __init__(self, config: Config, context: NodeContext, device: torch.device) -> None:
@@ -51,11 +51,10 @@ class Images:
         return record_digests(self.data_config, *self.context.share)
 
     def registration(self) -> ValueDict:
-        """Tell the shape of the client's images and its label counts, and the classes if they have names.
+        """Report the shape of the client's images, its label counts, and the names of classes.
 
-        The columns of a dealt table are told, too. Of a client's own table only a digest of their names is told. How
-        images are normalised, and a digest of all data, is told of dealt data, of which all clients have the same. For
-        a client's own images this stays with the client.
+        For a dealt table the columns' names are reported, for a client's own only their digest. The normalisation and a
+        digest of all data are reported for dealt data only, where all clients have the same.
         """
         dataset, is_own, is_private = self.dataset, self.context.has_own_data, self.config.dp.enabled
         fields: ValueDict = {"image-shape": list(dataset.image_shape), "num-classes": dataset.num_classes}
@@ -77,16 +76,16 @@ class Images:
         return fields
 
     def properties_to_keep(self) -> ValueDict:
-        """Return what an export of the client's model tells of the data, which may have changed by then.
+        """Return the properties that an export of the client's model needs, since the data may change before it.
 
-        This is how images were normalised, and the columns of a table.
+        They are the normalisation of images and the columns of a table.
         """
         features = {"features": list(self.dataset.features)} if self.dataset.features else {}
         drawn = {"parts-drawn": PARTS_DRAWN} if self.data_config.split_secret else {}
         return {"normalisation": self._normalisation(), **features, **drawn}
 
     def check_kept(self, meta: Values) -> None:
-        """Raise ``ValueError`` for a state from when a secret drew other parts of the data."""
+        """Raise ``ValueError`` for a state from a version whose secret drew other parts of the data."""
         if self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
             raise ValueError(
                 "the run began with a version that drew other parts of a node's own data, allowed with dp.enabled: a "

@@ -1,4 +1,4 @@
-"""Standalone (Local), the client half: training goes on from the client's own model; nothing is sent."""
+"""Standalone (Local), the client half: train the client's own model; send nothing."""
 
 from dataclasses import replace
 
@@ -11,9 +11,9 @@ from fedprune_app.engine.store import State
 
 
 class StandaloneClient(ImageClient):
-    """A standalone client starts from the common initial model, and never hears of another."""
+    """Train from the common initial model on, without receiving any other."""
 
-    not_private = ""  # nothing leaves but evaluations; so training is private all the same
+    not_private = ""  # only evaluations are sent; for these the training is private
 
     def planned_releases(self) -> PlannedReleases:
         return replace(super().planned_releases(), evaluation_counts=2)  # nothing is received

@@ -1,4 +1,4 @@
-"""The ClientApp unpacks a message, calls the system's client, and packs the reply."""
+"""The ClientApp: it unpacks a message, calls the system's client, and packs the reply."""
 
 import logging
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ app = ClientApp()
 
 
 def make_client(context: Context, message: Message, kind: type[Node] | None = None) -> Node:
-    """Make the client that answers a message: of the system's class, or of the class ``kind``, as an audit asks."""
+    """Create the client that answers a message: of the system's class, or of ``kind``, for an audit."""
     keep_logs_printable()
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
@@ -45,9 +45,10 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
 
 @contextmanager
 def _redacted_logs(context: Context) -> Iterator[None]:
-    """Let no error say more than one fixed line on a node with data of its own, once these may have been read.
+    """Reduce errors to one fixed line on a node with its own data, once these may have been read.
 
-    Errors go to the server, which chooses what is done with the data. What a policy declines follows from what is told.
+    Errors are sent to the server, which chooses what is done with the data. A policy's error depends on disclosed
+    settings alone.
     """
     try:
         yield
@@ -60,9 +61,9 @@ def _redacted_logs(context: Context) -> Iterator[None]:
 
 @app.query()
 def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
-    """Answer the server's first message, which asks who is there.
+    """Answer the server's registration message.
 
-    Before a run is resumed, this also answers which versions of the client's state are lost.
+    Before a run is resumed, also report which versions of the client's state are lost.
     """
     with plugins.located():
         client = make_client(context, message, kind)
@@ -82,4 +83,4 @@ def answer(message: Message, context: Context, kind: type[Node] | None = None) -
             return client.reply_to(message)
 
 
-train = evaluate = answer  # by the type of the message
+train = evaluate = answer  # one name per type of message

@@ -1,4 +1,4 @@
-"""What a plug-in is written with: how names are registered, and the classes that systems extend.
+"""The API for plug-ins: functions that register names, and classes that systems extend.
 
 docs/extend.md explains each of them by an example.
 """

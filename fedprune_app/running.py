@@ -1,4 +1,4 @@
-"""A run goes from start to end, on any engine, in a folder of its own; its progress is shown, its outcome checked."""
+"""A run from start to end, on any engine, in its own folder: progress is shown, and the outcome checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fedprune_app.results.texts import progress_line
 
 
 class RunProgress:
-    """The progress of a run is what its folder says, as a live bar: round, accuracy, bytes, time left."""
+    """A live bar of a run's progress, read from its folder: round, accuracy, bytes, time left."""
 
     def __init__(
         self, config: Config, folder: Path, console: Console, on_round: Callable[[Values], object] | None = None
@@ -80,10 +80,7 @@ class RunProgress:
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:
-        """Show the rounds that were written since the last call.
-
-        Where the system tells the progress of the current round, that is shown too.
-        """
+        """Show the rounds that were written since the last call, and the progress of the current round if reported."""
         state = read_json(self._folder / "progress.json")
         if "done" in state:
             self._counts_rounds = False
@@ -110,7 +107,7 @@ class RunProgress:
             self._accuracy = numbers
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
-        completed = row["round"] if self._counts_rounds else None  # None leaves it as it is
+        completed = row["round"] if self._counts_rounds else None  # None keeps the old value
         self._bar.update(self._task, completed=completed, said=text, failed=failed)
         if not self._is_live:
             line = f"{self._system}: round {row['round']} of {self._rounds}  {text}  {failed}".rstrip()
@@ -120,7 +117,7 @@ class RunProgress:
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Keep the bar alive while this thread runs the federation."""
+        """Update the bar while this thread runs the federation."""
         stop = threading.Event()
 
         def watch() -> None:
@@ -148,10 +145,7 @@ def run(
 
 
 class Session(ExitStack):
-    """A session holds what several runs share: the staged app, and one deployment.
-
-    The deployment is started when the first run needs it.
-    """
+    """Resources shared by several runs: the staged app, and one deployment, started when first needed."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -181,8 +175,8 @@ class Session(ExitStack):
                 self._link = self.enter_context(local_deployment(place, placement.nodes)).link
         return self._link
 
-    def tell(self, notes: Iterable[str]) -> None:
-        """Print notes on a run, each of them once in a session."""
+    def show_notes(self, notes: Iterable[str]) -> None:
+        """Print notes on a run, each once per session."""
         for line in notes:
             if line not in self._printed_notes:
                 self._printed_notes.add(line)
@@ -195,22 +189,22 @@ class Session(ExitStack):
         link: Path | None = None,
         on_round: Callable[[Values], object] | None = None,
     ) -> ValueDict:
-        """Run a federation to its end in ``folder`` and return its run.json; nothing is checked any more.
+        """Run a federation to its end in ``folder`` and return its run.json; no settings are checked any more.
 
-        The language model that the run needs is trained or fetched first. Then the ``link`` leads to the folder. Each
-        row of rounds.jsonl is handed to ``on_round`` when it is there.
+        The language model that the run needs is first trained or downloaded. ``link`` then points to the folder. Each
+        row of rounds.jsonl is passed to ``on_round``.
         Raises :class:`LaunchError` with the run's own error if the run does not complete.
         """
         config, place = prepared.config, prepared.placement
-        self.tell(prepared.notes)
-        if not place.superlink:  # real nodes have models of their own
+        self.show_notes(prepared.notes)
+        if not place.superlink:  # real nodes have their own models
             can_start.prepare_models([config], self.console)
         if place.deployment is not None:
             mark(folder, "run")  # the deployment writes there before the run does
         if link is not None:
             point_to(link, folder)
         earlier_info = read_json(folder / "run.json")
-        read_setting_error(folder)  # remove what was left for a launcher that died before it read it
+        read_setting_error(folder)  # discard an error left for a launcher that died
         with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console, on_round) as progress:
             try:
                 if not place.is_simulation:
@@ -222,12 +216,12 @@ class Session(ExitStack):
             except BaseException as error:
                 self.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
-                # where run.json is unchanged, the run never began
+                # if run.json is unchanged, the run never started
                 if not isinstance(error, RunDetached) and read_json(folder / "run.json") != earlier_info:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
-        if not info and place.superlink:  # the run folder is where the ServerApp ran
+        if not info and place.superlink:  # the run folder is on the ServerApp's machine
             return {"status": "completed", "rounds_completed": config.num_server_rounds}
         if info.get("status") != "completed":
             raise LaunchError(str(info.get("error") or "the run left no run.json"))
@@ -275,8 +269,8 @@ class Session(ExitStack):
 def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
     """Return the error of a run that failed.
 
-    The error is a refused setting if there is one. Else it is what run.json says, if run.json has changed since
-    ``earlier_outcome``, and else what Flower says.
+    It is a rejected setting if there is one. Otherwise it is the error in run.json, if run.json has changed since
+    ``earlier_outcome``, or else Flower's.
     """
     if refusal := read_setting_error(folder):
         return ConfigError(refusal)
@@ -292,10 +286,10 @@ _PROCESSES_PER_GPU = 8
 
 
 def _default_workers(config: Config, gpus: int) -> int:
-    """Return how many processes hold clients where nobody says.
+    """Return the default number of processes that run clients.
 
-    What a client does beside training (encoding, averages, files) takes a core longer than ResNet-18's training takes a
-    GPU. So processes share a GPU, but for language models, of which each process would hold a layer there.
+    A client's work in addition to training (encoding, averages, files) takes a core longer than ResNet-18's training
+    takes a GPU. So processes share a GPU, except for language models, where each process would hold a layer there.
     """
     cores = os.cpu_count() or 1
     return min(cores, gpus * (1 if SYSTEMS[config.system].reads_text else _PROCESSES_PER_GPU)) or cores
@@ -315,11 +309,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:
-    """Say in run.json how a run ended whose ServerApp could not say so itself.
+    """Record in run.json how a run ended whose ServerApp could not do so.
 
-    The run.json of another run that still goes on is left alone.
+    The run.json of another run that is still running is not changed.
     """
-    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal tells of a full disk
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal reports a full disk
         info = read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
@@ -328,7 +322,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
 @contextmanager
 def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """Submit a run to a SuperLink of our own, and stop the run when we stop following it, for whatever reason."""
+    """Submit a run to our own SuperLink, and stop the run when this process stops following it, for any reason."""
     run_id = submit()
     try:
         yield run_id
@@ -340,10 +334,10 @@ def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 @contextmanager
 def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """Submit a run to machines that are not ours; Ctrl-C stops the run, and whatever else ends this process does not.
+    """Submit a run to remote machines; Ctrl-C stops the run, and any other end of this process does not.
 
-    Raises :class:`RunDetached` where the run goes on without this process. Signals wait while the run is being
-    submitted: without its id the run could not be stopped.
+    Raises :class:`RunDetached` if the run continues without this process. Signals are deferred during submission:
+    without its id the run could not be stopped.
     """
     numbers: list[int] = []
     with on_signals(ENDING, leave):
@@ -368,7 +362,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Left(BaseException):
-    """A signal came that ends this process, but not the run."""
+    """Raised by a signal that ends this process, but not the run."""
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -376,13 +370,13 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """End a run as Ctrl-C does, so that nothing is left running."""
+    """End a run as Ctrl-C does, so that no process is left."""
     raise KeyboardInterrupt
 
 
 @contextmanager
 def on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle the signals ``numbers`` with ``handler`` until the block ends.
+    """Handle the signals ``numbers`` with ``handler`` within the context.
 
     A signal that this process was started to ignore (nohup) stays ignored.
     """

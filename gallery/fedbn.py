@@ -38,7 +38,7 @@ class FedBN(fp.FedAvg):
 
 
 class FedBNClient(fp.ImageClient):
-    """The client keeps all tensors, its norms among them, and sends the others."""
+    """The client keeps all tensors, and sends all but its norms."""
 
     def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)

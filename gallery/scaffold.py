@@ -65,7 +65,7 @@ class Scaffold(fp.FedAvg):
 
 
 class ScaffoldClient(fp.ImageClient):
-    """The state holds the last local ``weights`` and the client's ``control`` variate c_i."""
+    """State: the last local ``weights`` and the client's ``control`` variate c_i."""
 
     validates = "global"
 

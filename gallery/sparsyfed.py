@@ -25,7 +25,7 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class SparsyFedOptions(fp.Table):
-    """These options are SparsyFed's; ``density`` is that of the weights of convolutions and linear layers."""
+    """Exponent of the weights; ``density`` is that of the weights of convolutions and linear layers."""
 
     exponent: float = fp.option(1.25, "The power that makes weights of parameters (β); with 1 they are alike.", least=1)
 
@@ -56,7 +56,7 @@ class SparsyFed(fp.FedAvg):
 
 
 class SparsyFedClient(fp.ImageClient):
-    """The state holds the last local ``weights`` and their ``masks``."""
+    """State: the last local ``weights`` and their ``masks``."""
 
     validates = "received"
 

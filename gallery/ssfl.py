@@ -77,7 +77,7 @@ class SSFL(fp.FedAvg):
 
 
 class SSFLClient(fp.ImageClient):
-    """The state holds the last local ``weights``; the mask comes with each message."""
+    """State: the last local ``weights``; each message has the mask."""
 
     validates = "received"
 

@@ -1,7 +1,7 @@
-"""D-PSGD, decentralised FedAvg, the server half: average with the neighbours, train for some epochs, and again.
+"""D-PSGD, decentralised FedAvg, the server half: in each round average with the neighbours, then train some epochs.
 
 Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, with local epochs in place
-of single steps, as Dis-PFL (section 4.1) compares with it. Its number is the accuracy of the consensus model, the
+of single steps, as Dis-PFL (section 4.1) compares with it. It is judged by the accuracy of the consensus model, the
 uniform average of all clients' models.
 """
 
@@ -15,9 +15,9 @@ from strategies.gossip import Gossip
 
 
 class DPSGD(Gossip):
-    """The server averages neighbours' models, dense or under a fixed random mask (the restricted version of Table 3).
+    """Average neighbours' models, dense or under a fixed random mask (the restricted version of Table 3).
 
-    It makes the consensus model for evaluation only, and then reads all updates, whatever ``dpsgd.gossip`` says.
+    The consensus model is made for evaluation only; for it the server reads all updates, whatever ``dpsgd.gossip`` is.
     """
 
     headline = "accuracy_global"

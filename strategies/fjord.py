@@ -3,8 +3,8 @@
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, Algorithm 1. The client half is ``clients/fjord.py``.
 
-Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples,
-so that with all clients at full width it is FedAvg.
+Only the leading units of a client's largest sub-network travel, as smaller tensors. The mean is weighted by numbers of
+examples: with all clients at full width it is FedAvg.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from strategies.base import AveragingStrategy
 
 
 class FjORD(AveragingStrategy):
-    """FjORD is judged by the network at full width; clients also answer for the width that they can bear."""
+    """Average nested sub-networks; judged at full width, and clients also evaluate at their own width."""
 
     by_examples = True
     headline = "accuracy_global"
@@ -41,7 +41,7 @@ class FjORD(AveragingStrategy):
         self.groups = hidden_groups(layers_of(list(self.model), self.prunable), self.shapes)
 
     def width(self, client: int) -> float:
-        """Return p_max: the share of each layer's units that the client can bear."""
+        """Return p_max: the share of each layer's units that the client can train."""
         return self.clients[client].capacity or self.config.fjord.width_of(client)
 
     def extents_of(self, client: int) -> Extents:
@@ -53,7 +53,7 @@ class FjORD(AveragingStrategy):
         return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
-        """Yield clients of equal width in a row, so that their sub-network is made and encoded once."""
+        """Yield clients of equal width in a row, so that each sub-network is made and encoded once."""
         for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
             first, *rest = clients
             payload = Payload(self.sub_network(first))

@@ -3,8 +3,8 @@
 Liang, Liu, Liu, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with Local and Global
 Representations", 2020, Algorithm 1. The client half is ``clients/lg_fedavg.py``.
 
-The released script starts from a model that FedAvg has trained: ``lgfedavg.pretrain-rounds`` runs so many rounds of
-FedAvg first. Algorithm 1 starts from the initial model, which is the default.
+Algorithm 1 starts from the initial model, which is the default. The released script starts from a model that FedAvg has
+trained: ``lgfedavg.pretrain-rounds`` is the number of FedAvg rounds that come first.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,10 +19,10 @@ from strategies.fedavg import FedAvg
 
 
 class LGFedAvg(FedAvg):
-    """LG-FedAvg averages the last ``lgfedavg.global-layers`` layers, which are all of the server's model.
+    """Average the last ``lgfedavg.global-layers`` layers, which are the server's whole model.
 
-    With ``lgfedavg.pretrain-rounds`` the server's model is complete: its lower layers are those that FedAvg left, from
-    which every client's own lower layers begin.
+    With ``lgfedavg.pretrain-rounds`` the server's model is complete: every client starts from the lower layers that
+    FedAvg has trained.
     """
 
     headline = "accuracy_personal_mean"
@@ -42,11 +42,11 @@ class LGFedAvg(FedAvg):
         return self.upper_layers_to(round.participants)
 
     def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
-        """Yield the upper layers as they are averaged now; each client is tested with them on its own lower ones."""
+        """Yield the averaged upper layers; each client evaluates them on top of its own lower ones."""
         return self.upper_layers_to(self.clients)
 
     def upper_layers_to(self, clients: Iterable[int]) -> Iterator[OutgoingMessage]:
-        """Yield the upper layers; and the lower ones, until a client has trained lower layers of its own."""
+        """Yield the upper layers, with the lower ones for a client that has not trained its own yet."""
         full_payload, upper = Payload(self.model), Payload({name: self.model[name] for name in self.upper})
         pretrain_rounds = self.config.lgfedavg.pretrain_rounds
         for client in clients:

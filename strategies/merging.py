@@ -1,18 +1,16 @@
-"""How FedSpaLLM's server makes a layer of what clients send: the paper's rule, FedPrLLM's, and one of ours.
+"""Merge rules of FedSpaLLM's server, which make a layer from the replies: the paper's, FedPrLLM's, and one of ours.
 
-SparseGPT moves the weights that stay to make up for those that it removes, for one client's text and one client's mask.
-A mean over clients makes up for nobody's removals. With ``fedspallm.merge = "hessians"`` clients send Hessians alone,
-and the server prunes each matrix once, by their sum: as SparseGPT would with all text in one place. Each layer follows
-the pruned layers before it, which clients receive. SparseGPT goes from left to right and looks at each column once.
-With ``fedspallm.refine`` the server prunes by ALPS in its place, which solves for a whole matrix at once.
+SparseGPT adjusts the remaining weights to make up for the removed ones, for one client's text and mask. After a mean
+over clients these adjustments fit no mask. With ``fedspallm.merge = "hessians"`` clients send only Hessians, and the
+server prunes each matrix once, by their sum: as SparseGPT would with all text in one place. Clients compute a layer's
+Hessians behind the pruned layers before it, which they receive. SparseGPT goes through the columns once, from left to
+right; ALPS (``fedspallm.refine``) solves for a whole matrix at once.
 
-A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
-noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
+A Hessian reveals more about a text than masks do: see docs/systems/fedspallm.md. With ``dp.enabled`` clients send
+noised sums of clipped second moments in place of Hessians, and the server removes as much noise as it can before it
+prunes. With ``fedspallm.merge = "masks"`` clients send only masks, which are votes.
 
-With ``fedspallm.merge = "masks"`` clients send masks alone, and vote by these.
-
-A merge adds up the replies to one layer at a time. ``clients_prune`` says whether these have a pruned model of their
-own.
+A merge adds up the replies to one layer at a time. With ``clients_prune``, clients have pruned models of their own.
 """
 
 import math
@@ -45,7 +43,7 @@ from strategies.pruned_model import PrunedModel
 
 
 class MeanMerge:
-    """The paper's rule: each weight's mean over the clients that kept the weight, and masks expanded to the density."""
+    """The paper's rule: average each weight over the clients that kept it, and expand masks to the density."""
 
     clients_prune = True
 
@@ -56,19 +54,19 @@ class MeanMerge:
         self._mean = L0Mean(1)
 
     def answer(self, layer: int) -> Schema:
-        """Return what a reply to a layer holds."""
+        """Return the schema of a reply to a layer."""
         return self.model.schema(layer)
 
     def begin(self, layer: int, pruners: Iterable[int]) -> None:
-        """Get ready for a layer that these clients prune."""
+        """Prepare for a layer that these clients prune."""
         self._mean = L0Mean(max(len([*pruners]), 1))
 
     def add(self, client: int, update: Payload) -> None:
-        """Add a client's layer. ``ValueError`` for one that cannot be added, of which nothing counts."""
+        """Add a client's layer. An invalid one raises ``ValueError``, and nothing of it is added."""
         self._mean.add(update)
 
     def merged(self, layer: int, row: dict[str, Any]) -> Payload:
-        """Return the layer (lines 18 to 20), empty if nobody sent it; ``row`` is what the record says of it."""
+        """Return the layer (lines 18 to 20), empty if nobody sent it; add its metrics to ``row``."""
         mean = self._mean.mean()
         new = self._mean.expanded(self.config.density, n_of_m=self.config.fedspallm.n_of_m(), mean=mean)
         self._mean = L0Mean(1)
@@ -78,11 +76,11 @@ class MeanMerge:
 
 
 class MaskMerge(MeanMerge):
-    """FedPrLLM's rule: clients vote by their masks alone, and the weights that stay are the dense ones.
+    """FedPrLLM's rule: clients vote by their masks; the kept weights are the dense ones.
 
     Guo et al., "Exploring Federated Pruning for Large Language Models", 2025, arXiv 2505.13547, in the form that its
-    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The text does not say which
-    entries with equal votes stay: here those with the largest dense weights.
+    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The text leaves ties open:
+    here the largest dense weights stay.
     """
 
     def answer(self, layer: int) -> Schema:
@@ -104,10 +102,10 @@ class MaskMerge(MeanMerge):
 
 
 class Compression:
-    """A compression makes a layer of the dense one and of the Hessians of its inputs: pruned or cut, and rounded.
+    """Prunes or cuts a dense layer, and rounds it, by the Hessians of its inputs.
 
-    ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise,
-    whose standard deviation the server knows. With ``cut`` heads and units go, not weights.
+    ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise
+    of a standard deviation that the server knows. ``cut`` removes heads and units in place of weights.
     """
 
     def __init__(self, config: Config, dense: LanguageModel) -> None:
@@ -121,7 +119,7 @@ class Compression:
             self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
 
     def hessians_of(self, sums: Mapping[str, hessians.HessianSum]) -> dict[str, Tensor]:
-        """Return the Hessians, on the model's device, that all clients' sequences give together."""
+        """Return the Hessians over all clients' sequences, on the model's device."""
         found = {}
         for name, total in sums.items():
             hessian = total.matrix().to(self.dense.device)
@@ -154,7 +152,7 @@ class Compression:
         return Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})
 
     def rounded(self, payload: Payload, hessian_of: Mapping[str, Tensor]) -> tuple[Payload, dict[str, Quantized]]:
-        """Return the layer with its weights rounded, and by name the levels that these are; what is pruned stays 0."""
+        """Return the layer with rounded weights, and by name the codes of these; pruned weights stay 0."""
         tensors, quantized_of = dict(payload.tensors), dict[str, Quantized]()
         left = tensors if self.cut is None else narrowed(tensors, payload.masks)
         for names in self.groups:
@@ -175,7 +173,7 @@ class Compression:
 
 
 class HessianMerge:
-    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians."""
+    """Our rule: prune once, by SparseGPT or ALPS with the sum of the clients' Hessians."""
 
     clients_prune = False
 
@@ -193,7 +191,7 @@ class HessianMerge:
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.compression.sizes.items()}
 
     def add(self, client: int, update: Payload) -> None:
-        """Add a client's Hessians. ``ValueError`` for Hessians that cannot be, of which none is added then."""
+        """Add a client's Hessians. Impossible ones raise ``ValueError``, and none is added."""
         num_sequences = self.clients[client].num_examples
         for name, total in self._sums.items():
             total.check(name, update.tensors, num_sequences)
@@ -216,13 +214,13 @@ class HessianMerge:
 
 
 def save_sums(files: LayerFiles, layer: int, sums: Mapping[str, hessians.HessianSum]) -> None:
-    """Keep the sums of a layer, as integers."""
+    """Save the sums of a layer, as integers."""
     parts = [total.tensors(name) for name, total in sums.items()]
     files.save(layer, 1, Payload({name: tensor for part in parts for name, tensor in part.items()}))
 
 
 def load_sums(files: LayerFiles, layer: int, compression: Compression) -> dict[str, hessians.HessianSum]:
-    """Return the sums of a layer that :func:`save_sums` kept. Raises ``ValueError`` where they are not there."""
+    """Return the sums of a layer that :func:`save_sums` saved. Raises ``ValueError`` if they are missing."""
     sizes, is_noised = compression.sizes, compression.config.dp.enabled
     tensors = files.load(layer, 1, sum(16 * (size + 1) ** 2 for size in sizes.values())).tensors
     return {name: hessians.HessianSum.of(name, tensors, size, is_noised) for name, size in sizes.items()}

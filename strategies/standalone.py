@@ -1,4 +1,4 @@
-"""Standalone (Local): every client trains its own model on its own data; nothing but the order to do so is sent.
+"""Standalone (Local): every client trains its own model on its own data; messages and replies have no tensors.
 
 The baseline of Sub-FedAvg's Tables 1 and 2 and Dis-PFL's Table 1. Clients are sampled as in the federated systems, so
 that each spends the same local epochs in a comparison; ``fraction-train = 1`` trains all of them every round.
@@ -13,7 +13,7 @@ from strategies.base import FederatedStrategy
 
 
 class Standalone(FederatedStrategy):
-    """Standalone has no model on the server."""
+    """The baseline of local training; the server has no model."""
 
     has_global_model = False
     paper_formula = "nothing is sent"
@@ -25,7 +25,7 @@ class Standalone(FederatedStrategy):
         return Schema.like({})
 
     def receive(self, round: Round, reply: Reply) -> None:
-        """There is nothing in the reply."""
+        """Do nothing: the reply has no tensors."""
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         return 0.0, 0.0

@@ -13,10 +13,10 @@ from strategies.base import AveragingStrategy
 
 
 class SubFedAvg(AveragingStrategy):
-    """The server computes ``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that nobody kept stays where it was.
+    """The server computes ``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that nobody kept is unchanged.
 
-    Not weighted by sample counts, as in the released code ("the intersection of unpruned parameters" in the text is
-    this count per element). Biases carry no mask: their plain mean. The server's model stays dense and is sent dense.
+    As in the released code, numbers of examples have no effect (the text's "intersection of unpruned parameters" is
+    this count per element). Biases have no mask: a plain mean. The server's model is dense, and is sent dense.
     """
 
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"

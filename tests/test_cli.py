@@ -439,7 +439,7 @@ def test_report_watch_follows_runs_until_none_is_going_on(fedprune, federate, tm
     looks, pages = iter([True, False, True, False, False, False]), []
     page = tmp_path / "page.html"
     monkeypatch.setattr("fedprune_app.results.report.is_any_running", lambda folders: next(looks))
-    monkeypatch.setattr(cli.looking.time, "sleep", lambda seconds: pages.append(page.read_text()))
+    monkeypatch.setattr(cli.results.time, "sleep", lambda seconds: pages.append(page.read_text()))
     code, said = fedprune("report", folder, "-o", page, "--watch")
     assert code == 0, said
     assert len(pages) == 6

@@ -1,4 +1,4 @@
-"""The ``fedprune`` command does what Flower's own command line does not do."""
+"""The ``fedprune`` command, for tasks that Flower's own command line does not cover."""
 
 import io
 import logging
@@ -45,7 +45,7 @@ def options(
 
 
 def main(commands: typer.Typer = app) -> None:
-    """Run the command line of ``commands``, and tell each error of a user in one line.
+    """Run the command line of ``commands``, and print each error of a user in one line.
 
     The exit code is 2 for a wrong command or setting, and 1 for a failed run.
     """
@@ -54,7 +54,7 @@ def main(commands: typer.Typer = app) -> None:
             stream.reconfigure(errors="backslashreplace")
     keep_logs_printable()
     try:
-        level = (os.environ.get("FEDPRUNE_LOG") or "ERROR").upper()  # the progress bar shows what matters
+        level = (os.environ.get("FEDPRUNE_LOG") or "ERROR").upper()  # the progress bar is enough
         if level not in logging.getLevelNamesMapping():
             raise ConfigError("FEDPRUNE_LOG", level, ", ".join(logging.getLevelNamesMapping()))
         logging.getLogger("flwr").setLevel(level)

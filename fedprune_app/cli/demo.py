@@ -1,4 +1,4 @@
-"""Commands for a first look: ``list`` and ``demo``, which is real in every part, and takes two cores three minutes."""
+"""Commands for a first look: ``list`` and ``demo``, which takes three minutes on two cores."""
 
 import inspect
 import json
@@ -36,7 +36,7 @@ _COMMON = (
 def demo_settings(system: str) -> dict[str, Scalar]:
     """Return the settings of one system's demo run: the embedded digits, label shares of each client by Dirichlet(0.3).
 
-    A client has 72 images of several classes, so it gains by a federation. Gossip at density 0.5 gains little there.
+    A client has 72 images of several classes, so it gains from a federation, but little from gossip at density 0.5.
     """
     return {
         "system": system,
@@ -49,7 +49,7 @@ def demo_settings(system: str) -> dict[str, Scalar]:
 
 
 def llm_settings(density: float) -> dict[str, Scalar]:
-    """Return the settings of one run on the embedded language model; clients hold packages of the standard library."""
+    """Return the settings of one run on the embedded language model; clients have packages of the standard library."""
     return {
         "system": "fedspallm",
         "dataset": "stdlib",
@@ -65,9 +65,9 @@ def llm_settings(density: float) -> dict[str, Scalar]:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace what is there.
+    """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace its content.
 
-    A demo may replace an earlier demo's run, unless somebody has continued that one.
+    A demo may replace an earlier demo's run, unless that run was resumed.
     """
     check_out(folder)
     check_free(folder)
@@ -91,7 +91,7 @@ def list_(
     system: Annotated[str, typer.Argument(metavar="[SYSTEM]")] = "",
     plugin: Plugins = None,
 ) -> None:
-    """List the systems, datasets, partitions and models that there are to choose.
+    """List all systems, datasets, partitions and models.
 
     With SYSTEM: what it is, and its twelve most common settings.
     With --keys and SYSTEM: all settings that have an effect with that system.

@@ -124,7 +124,7 @@ def database(
 ) -> None:
     """Make the SuperLink's database.
 
-    FILE is what flower-superlink gets as --database.
+    Pass FILE to flower-superlink as --database.
     Only the owner of the file can read it.
     The file shrinks when messages are deleted.
     """
@@ -137,11 +137,11 @@ def database(
 def control_secret(
     path: Annotated[Path, typer.Argument(metavar="FILE")],
 ) -> None:
-    """Make the secret that users show to the SuperLink's Control API.
+    """Make the secret that users need for the SuperLink's Control API.
 
     Only the owner of FILE can read it.
-    `fedprune deploy superlink` asks users for the secret.
-    `fedprune deploy login` lets a user's commands show it.
+    `fedprune deploy superlink` requires the secret from users.
+    `fedprune deploy login` stores it for a user's commands.
     """
     from fedprune_app.launching.credentials import make_control_secret
 
@@ -153,7 +153,7 @@ def login(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
     secret: Annotated[Path, typer.Option("--secret", help="The file with the secret, from the SuperLink's operator.")],
 ) -> None:
-    """Let this user's commands show the secret to a SuperLink's Control API.
+    """Store the secret of a SuperLink's Control API for this user's commands.
 
     HOST:PORT is the address in the user's Flower configuration.
     The secret is written to credentials.yaml in the folder FLWR_HOME.
@@ -170,7 +170,7 @@ def superlink(
     context: typer.Context,
     secret: Annotated[Path, typer.Option("--control-secret", help="The file of `fedprune deploy control-secret`.")],
 ) -> None:
-    """Start Flower's SuperLink, whose Control API then asks users for the secret.
+    """Start Flower's SuperLink with a Control API that requires the secret.
 
     All other options are those of flower-superlink.
     Without the secret everybody who reaches the Control API may start runs.
@@ -179,7 +179,7 @@ def superlink(
     from fedprune_app.launching.local import superlink_command
 
     command = superlink_command(context.args)
-    read_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
+    read_secret(secret.expanduser())  # fails here in one line, in Flower's program in many
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 
 
@@ -188,11 +188,11 @@ def check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
     ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt from the SuperLink's operator.")],
 ) -> None:
-    """Check that a SuperLink answers and that its certificate is trusted.
+    """Check that a SuperLink responds and that its certificate is trusted.
 
     HOST:PORT is the address at which nodes reach the SuperLink.
-    The exit code is 1 if nothing answers there with a trusted certificate.
-    Call this command before you start a node.
+    The exit code is 1 if no server responds there with a trusted certificate.
+    Run this command before you start a node.
     """
     from fedprune_app.launching.credentials import check_link
 
@@ -204,7 +204,7 @@ def check(
 def healthy(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
 ) -> None:
-    """Ask a SuperLink, SuperExec or SuperNode whether it serves.
+    """Check that a SuperLink, SuperExec or SuperNode serves.
 
     HOST:PORT is the program's --health-server-address.
     The exit code is 1 if the program does not serve.

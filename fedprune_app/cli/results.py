@@ -1,4 +1,4 @@
-"""Commands that show or take what runs left, and ``audit``, which attacks a private configuration."""
+"""Commands for the results and models of runs, and ``audit``, which attacks a private configuration."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ def _groups(folders: Iterable[Path]) -> list[Group]:
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
-    """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
+    """Write a page that reloads itself, every few seconds, until no run in ``folders`` is running."""
     from fedprune_app.results.report import each_once, is_any_running, run_folders, write_report
 
-    quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
+    quiet = 0  # looks in a row without a running run: between the runs of a sweep there is none for a moment
     with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
         while quiet < _QUIET_LOOKS:
             runs = each_once(run for folder in folders for run in run_folders(folder))
@@ -186,8 +186,8 @@ def export(
     """Write the smallest model of a client, or the global model.
 
     RUN is the folder of a completed run.
-    The command prints what the model saves, compared with the dense model.
-    With a format of sparse, a CPU computes with the kept weights alone.
+    The command prints the model's costs beside those of the dense model.
+    With format sparse, a CPU computes only with the kept weights.
     For a language model the format is sparse, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
@@ -266,7 +266,7 @@ def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
 
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
-    """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
+    """Return a table of the costs of a dense model and an exported one; a row ends with its number format."""
     from fedprune_app.exports.formats import machine
 
     table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
@@ -291,7 +291,7 @@ def predict(
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
-    Otherwise a FILE is an image, which is brought to the model's size.
+    Otherwise a FILE is an image, which is resized for the model.
     For a model of tables, it is a CSV or Parquet table with the same columns.
     """
     from fedprune_app import plugins
@@ -371,7 +371,7 @@ def audit(
     CONFIG is a run-config file, or the name of a shipped one.
     Each KEY=VALUE is a setting.
     The bound comes from one run.
-    The command prints the bound beside the ε that the ledger claims.
+    The command prints the bound and the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
     from fedprune_app.files import replace_file
@@ -401,7 +401,7 @@ def audit(
     ):
         table.add_row(name, text)
     Terminal().print(table)
-    if json_file is not None:  # nothing is lost where it cannot be written
+    if json_file is not None:  # after the table, so that a failed write loses nothing
         replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)

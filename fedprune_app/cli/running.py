@@ -26,7 +26,7 @@ from fedprune_app.terminal import (
 )
 
 app = typer.Typer()
-_MOST_LINES = 10  # of one kind, at the end of a run
+_MOST_LINES = 10  # of one kind that are printed at the end of a run
 
 
 @app.command()
@@ -73,7 +73,7 @@ def check_run(
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
     plugin: Plugins = None,
 ) -> None:
-    """Check a run without starting it, and say what it would work with.
+    """Check a run without starting it, and describe its data, network and device.
 
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     The command reads the data, deals them, and builds the network and the server.
@@ -88,11 +88,11 @@ def check_run(
 
 @app.command(name="check-data")
 def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plugins = None) -> None:
-    """Read the data of a run, and say what is in them.
+    """Read the data of a run, and describe them.
 
     Each KEY=VALUE is a setting, such as dataset=image-folder data-dir=DIR.
     With system=fedspallm they are texts, which the run's model cuts into tokens.
-    `fedprune list` says what data-dir holds for each dataset.
+    `fedprune list` describes the data-dir of each dataset.
     """
     from fedprune_app.preflight.describe import data_found
 
@@ -148,7 +148,7 @@ def compress(
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],
     overrides: Overrides = None,
 ) -> None:
-    """Make another model of the sums that a run kept, without its clients.
+    """Make another model from the sums that a run kept, without its clients.
 
     RUN is the folder of a completed run with fedspallm.keep-sums=true.
     KEY=VALUE is of density, fedspallm.bits, .pattern or .refine.
@@ -162,10 +162,7 @@ def compress(
 
 
 def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
-    """Run one federation, and say how the run ended.
-
-    The ``link`` will lead to the run's folder, from before the run begins.
-    """
+    """Run one federation, and print how the run ended. ``link`` is made before the run begins."""
     from fedprune_app.running import run as run_prepared
 
     info = run_prepared(prepared, prepared.folder, console, link)
@@ -205,7 +202,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def print_sizes(info: Values, out: Path) -> None:
-    """Say where a language model was written, and how large its weights are."""
+    """Print the folder of a language model and the size of its weights."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):
             echo(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")

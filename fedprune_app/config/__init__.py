@@ -1,11 +1,11 @@
 """The run configuration: flat kebab-case keys, parsed once per side into frozen dataclasses.
 
-Every option is declared once, with its default, range, help and what else the product must know of it: see ``option``
-in ``options.py``. The options without a table are in ``common.py``, those of a system in a file of its own, each beside
-the conditions that must hold for them. A new system's options are such a file and one field of ``Config``. A wrong
-value is a :class:`ConfigError` of one line that names the key, the value and what is allowed.
+Every option is declared once, with its default, range, help and other properties: see ``option`` in ``options.py``.
+The options without a table are in ``common.py``, those of a system in a file of its own, with the conditions that must
+hold for them. A new system's options are such a file and one field of ``Config``. A wrong value raises
+:class:`ConfigError`, one line with the key, the value and what is allowed.
 
-This package is a leaf of the house: it imports nothing of ours, and everything above ``core`` may import it.
+This package imports no other package of fedprune, and all packages above ``core`` may import it.
 """
 
 from fedprune_app.config.baselines import FedSPAOptions

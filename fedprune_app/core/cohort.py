@@ -1,8 +1,8 @@
-"""A cohort is several clients of one process that train together: one that wants to train waits until all others do.
+"""Cohorts: clients of one process that train together; a client ready to train waits for all others.
 
-Each client of a cohort does its work in a thread of its own, as if it were alone. One thread works at a time, until it
-wants to train or is done. When no other is left to work, all that want to train are trained together, and go on. So
-no system has to know of cohorts. On a CPU a client's result does not depend on who trains beside it.
+Each client of a cohort runs in a thread of its own, as if it were alone. One thread runs at a time, until it has to
+train or is done. Once all remaining clients wait, they are trained together and resume. So no system has to know of
+cohorts. On a CPU a client's result does not depend on the others of its cohort.
 """
 
 import math
@@ -18,18 +18,18 @@ from fedprune_app.core.named import Values
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-# So many clients are trained together at most, if the configuration does not say. More gain little on a CPU; on a GPU
-# 32 of LeNet-5 take a third of the time of eight per client.
+# The default largest cohorts. Larger ones gain little on a CPU; on a GPU, a client in a cohort of 32 (LeNet-5) takes a
+# third of the time of one in a cohort of eight.
 LARGEST_COHORT, LARGEST_ON_GPU = 8, 32
 
 
 def train_in_cohort(
     request: Request, train_cohort: Callable[[Sequence[Request]], list[Result | Exception]], waits: bool = True
 ) -> Result:
-    """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
+    """Train with the other clients of this thread's cohort, or alone where there is none; return this client's result.
 
-    A client with which nobody can train has no reason to wait for the others: ``waits`` is then False. Raises the
-    exception that is this one's result.
+    ``waits`` is False for a client that cannot train with others and so need not wait. Raises this client's result if
+    it is an exception.
     """
     member = _member.get() if waits else None
     result = train_cohort([request])[0] if member is None else member.train(request, train_cohort)
@@ -39,9 +39,9 @@ def train_in_cohort(
 
 
 def run_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Result]]:
-    """Do several clients' works as a cohort; yield the number of each and what it returned, once it is done.
+    """Run the works of several clients as a cohort; yield each one's number and result once it is done.
 
-    The works handle their errors themselves: one that raises ends the cohort.
+    The works handle their own errors: an exception ends the cohort.
     """
     if len(works) == 1:
         yield 0, works[0]()
@@ -60,9 +60,9 @@ def run_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Res
 
 
 def messages_per_worker(num_messages: int, num_workers: int, max_size: int) -> int:
-    """Return how many of ``num_messages`` each worker without work gets now, from 1 to ``max_size``.
+    """Return how many of ``num_messages`` each idle worker gets now, from 1 to ``max_size``.
 
-    Where the workers have to go several times, each time is as long as the others, so that all end together.
+    Where the workers need several turns, the turns are of equal size, so that all workers end together.
     """
     times = max(1, math.ceil(num_messages / (num_workers * max_size)))
     return max(1, math.ceil(num_messages / (num_workers * times)))
@@ -75,7 +75,7 @@ def largest_cohort(run_config: Values) -> int:
 
 
 class _Member(Generic[Result]):
-    """A member works in a thread of its own while :meth:`go_on` waits, until it is done or wants to train."""
+    """One client's work in its own thread, which runs while :meth:`resume` waits, until it is done or has to train."""
 
     request: Any
     result: Any = None
@@ -100,7 +100,7 @@ class _Member(Generic[Result]):
         return self._outcome.result()
 
     def train(self, request: Any, train_cohort: Callable[[Sequence[Any]], list[Any]]) -> Any:
-        """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
+        """Block until the cohort has trained, and return this member's result; called from the member's own thread."""
         self.request, self.train_cohort = request, train_cohort
         self._stopped.release()
         self._may_go.acquire()

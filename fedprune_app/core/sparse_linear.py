@@ -1,9 +1,8 @@
-"""A linear layer with unstructured zeros is computed from its kept weights alone, on a CPU.
+"""Linear layers with unstructured zeros, computed on a CPU from their kept weights alone.
 
-One token at a time, a linear layer is as fast as its weights come from memory. A packed matrix has one bit for each
-entry and its kept values, so that fewer bytes have to come. The work is done by a small library in C,
-``native/sparse_linear.c``, which is compiled where fedprune is installed. Without a compiler there is no library, and
-linear layers stay dense.
+With one token at a time, a linear layer is as fast as its weights are read from memory. A packed matrix has one bit per
+entry and its kept values, so fewer bytes are read. A small library in C, ``native/sparse_linear.c``, does the work. It
+is compiled at installation; without a compiler, linear layers stay dense.
 """
 
 import ctypes
@@ -18,13 +17,13 @@ from torch.nn import functional as F
 
 from fedprune_app.core import compiled
 
-# The instructions that the library can use, by the number that it has for them.
+# The library's instruction sets, by their number in C.
 LEVELS = ("portable", "AVX2", "AVX-512")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WORD = 64  # entries of a row in one word of the mask
-_PADDING = 64  # values behind the last one, which the library reads and never uses
-_FEW = 16  # inputs that are multiplied with packed rows; for more it is faster to make the rows dense, some at a time
-_TILE = 1 << 22  # bytes of those dense rows, which stay in the processor's cache
+_PADDING = 64  # values after the last one, which the library reads and never uses
+_FEW = 16  # inputs that are multiplied with packed rows; for more, dense tiles of rows are faster
+_TILE = 1 << 22  # bytes of such a tile, which stays in the processor's cache
 _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -44,9 +43,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def instructions() -> str:
-    """Return the instructions that this processor multiplies packed matrices with, one of :data:`LEVELS`.
+    """Return the instruction set, one of :data:`LEVELS`, with which this processor multiplies packed matrices.
 
-    The text is empty where the library was not compiled.
+    Empty where the library was not compiled.
     """
     library = _library()
     return LEVELS[library.fedprune_level()] if library is not None else ""
@@ -54,10 +53,10 @@ def instructions() -> str:
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A packed matrix (rows, columns) holds one bit for each entry and its kept values, on the CPU.
+    """A pruned matrix (rows, columns) as one bit per entry and its kept values, on the CPU.
 
     ``words`` (rows, ceil(columns / 64)) has 64 entries of a row in each int64, the first in the lowest bit. ``values``
-    has the kept values row by row, in one of :data:`DTYPES`, and some zeros behind them. Those of row r begin at
+    has the kept values row by row, in one of :data:`DTYPES`, and some zeros after them. Those of row r begin at
     ``starts[r]``; ``starts`` (rows + 1,) is int64.
     """
 
@@ -76,7 +75,7 @@ class PackedMatrix:
 
 
 def pack(matrix: Tensor) -> PackedMatrix:
-    """Return ``matrix`` (rows, columns), of one of :data:`DTYPES`, packed: its entries that are not 0 are kept."""
+    """Pack ``matrix`` (rows, columns), of one of :data:`DTYPES`; its non-zero entries are kept."""
     mask = matrix.detach().cpu() != 0
     rows, columns = matrix.shape
     count = -(-columns // _WORD)
@@ -94,8 +93,8 @@ def linear(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, 
     """Return ``inputs`` (..., columns) times the transposed matrix, plus ``bias`` (rows,): (..., rows).
 
     The result has the inputs' dtype; sums are in float32 for a few inputs, and torch's own for many. There are no
-    gradients. The result is the same for any number of threads. ``level`` is the place in :data:`LEVELS` of the
-    instructions, by default the best of this processor.
+    gradients. The result does not depend on the number of threads. ``level`` is an index into :data:`LEVELS`, by
+    default the processor's best.
 
     Raises ``RuntimeError`` where the library was not compiled, or for inputs that need gradients or are not on the CPU.
     """
@@ -136,7 +135,7 @@ def linear(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, 
 
 
 def _tiles(library: ctypes.CDLL, matrix: PackedMatrix, level: int) -> Iterator[Tensor]:
-    """Yield the matrix as dense rows, some at a time, always in the same memory."""
+    """Yield the matrix as tiles of dense rows, always in the same memory."""
     size = matrix.values.element_size()
     num_rows = max(16, _TILE // max(1, matrix.columns * size))
     tile = torch.empty(min(num_rows, matrix.rows), matrix.columns, dtype=matrix.values.dtype)

@@ -1,4 +1,4 @@
-"""Further models are made of the sums of Hessians that a run of FedSpaLLM kept: no client is asked again."""
+"""Further models from the sums of Hessians that a run of FedSpaLLM kept, without its clients."""
 
 import hashlib
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _BITS, _SHAPE = "fedspallm.bits", ("density", "fedspallm.pattern", "fedspallm.re
 
 
 def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> dict[str, Any]:
-    """Make the model of a completed run anew with some settings changed, in the folder ``out``; return its run.json.
+    """Make the model of a completed run anew with ``changes`` of its settings, in ``out``; return its run.json.
 
-    Where the bits alone change, the run's own model is rounded, with its recovery. Else each layer is made of the dense
-    one, as a run with these settings makes it, and ``final_sha256`` is that run's. One layer is in memory at a time.
-    Raises ``ValueError`` in one line for a run that kept no sums, and for another setting.
+    If only the bits change, the run's own model is rounded, with its recovery. Otherwise each layer is made from the
+    dense one, as in a run with these settings, and ``final_sha256`` is that run's. One layer is in memory at a time.
+    Raises a one-line ``ValueError`` for a run without sums, and for another setting.
     """
     info = read_info(run)
     if info["status"] != "completed" or not info["config"].get("fedspallm.keep-sums"):

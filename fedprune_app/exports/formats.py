@@ -1,7 +1,7 @@
-"""An export is the smallest real model of a finished run, as one file; ``fedprune export`` writes it.
+"""Formats of ``fedprune export``, which writes the smallest real model of a finished run, and their costs.
 
-Removed channels are gone from the network. Weights that were pruned one by one are left out of the safetensors file,
-which holds kept values and entropy-coded masks. In ONNX files, which know dense tensors only, these weights are zeros.
+The network is without removed channels. Single pruned weights are left out of the safetensors file, which has kept
+values and entropy-coded masks. In ONNX files, which have only dense tensors, these weights are zeros.
 """
 
 import copy
@@ -39,11 +39,10 @@ Runner = Callable[[Tensor], Any]  # images (N, C, H, W) to logits (N, classes)
 
 @dataclass(frozen=True)
 class Size:
-    """A size says what a model costs: bytes of its file, parameters, FLOPs and milliseconds.
+    """Costs of a model: bytes of its file, parameters, FLOPs and milliseconds.
 
-    ``parameters`` counts those that are not pruned. ``flops`` are those of one example if only these parameters are
-    multiplied. ``milliseconds`` maps a batch size to the time of one forward pass, in the runtime of the exported
-    format.
+    ``parameters`` counts those that are not pruned. ``flops`` are those of one example with only these parameters.
+    ``milliseconds`` maps a batch size to the time of one forward pass in the runtime of the exported format.
     """
 
     file_bytes: int
@@ -53,7 +52,7 @@ class Size:
 
 
 def example_images(image_shape: tuple[int, int, int], batch: int) -> Tensor:
-    """Return random images of about the scale of normalised ones; the images are always the same."""
+    """Return random images, the same ones each time, of about the scale of normalised images."""
     return torch.randn(batch, *image_shape, generator=generator(0, "export", batch))
 
 
@@ -66,9 +65,9 @@ def latencies(
 ) -> dict[int, list[float]]:
     """Return for each batch size each runner's median milliseconds per batch, on one thread.
 
-    The times are processor time of that thread. On an idle machine that is the time on the clock. On a busy machine the
-    clock would measure which runner has to wait, even in the median. The runners take turns, after one turn each to
-    warm up. The median is of 3 to 100 turns, as many as fit into ``seconds``.
+    The times are processor time of that thread: on a busy machine wall time would measure how long a runner waits, even
+    in the median. The runners take turns, after one turn each to warm up. The median is over 3 to 100 turns, as many as
+    fit into ``seconds``.
     """
     with one_thread():
         return {batch: medians(runners, example_images(image_shape, batch), seconds) for batch in batches}
@@ -85,7 +84,7 @@ def one_thread() -> Iterator[None]:
 
 
 def medians(runners: Sequence[Runner], images: Tensor, seconds: float = 1.0) -> list[float]:
-    """Return each runner's median milliseconds of this thread's time, as :func:`latencies` has them."""
+    """Return each runner's median milliseconds of this thread's processor time, see :func:`latencies`."""
     for runner in runners:
         runner(images)
     turns: list[list[float]] = []
@@ -102,7 +101,7 @@ def _milliseconds(runner: Runner, images: Tensor) -> float:
 
 
 def machine() -> str:
-    """Return the machine that the times were taken on: its processor, and the PyTorch version."""
+    """Return the machine of the measured times: its processor, and the PyTorch version."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -112,7 +111,7 @@ def machine() -> str:
     return f"{processor}, PyTorch {torch.__version__}"
 
 
-SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
+SPARSE = "sparse"  # the safetensors file, with the times of load_model(file, sparse=True)
 GGUF = "gguf"  # of language models
 FORMATS = ("safetensors", SPARSE, "onnx")
 SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx"}
@@ -144,9 +143,9 @@ def export_model(
 ) -> tuple[ExportInfo, Size, Size]:
     """Write the personal model of ``client``, or the global one (None), to ``output``; nothing is written on error.
 
-    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. The
-    modules and files ``trusted`` may be imported, where the run had them as plug-ins. Returns what was written, and
-    what the full network and the exported one cost. Raises a one-line ``ValueError``.
+    ``state_dir`` and ``data_dir`` replace the run's settings of these names if its files have moved. The modules and
+    files ``trusted`` may be imported if they were the run's plug-ins. Return the description of the model, and the
+    costs of the full network and of the exported one. Raises a one-line ``ValueError``.
     """
     if format not in FORMATS:
         raise ConfigError("--format", format, ", ".join(FORMATS))
@@ -174,10 +173,7 @@ def export_model(
 
 
 def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """Return an ONNX file, and its runner: onnxruntime on one thread.
-
-    The file has the metadata as the model's property ``fedprune``.
-    """
+    """Return an ONNX file with ``info`` in its property ``fedprune``, and its runner: onnxruntime on one thread."""
     try:
         onnxruntime, *_ = [import_module(name) for name in ("onnxruntime", "onnx", "onnxscript")]
     except ImportError as error:
@@ -192,9 +188,9 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
             dynamo=True,
             verbose=False,
         )
-    assert program is not None  # None is returned only in a deprecated way to write files
+    assert program is not None  # None only in a deprecated mode
     for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
+        node.metadata_props.clear()  # stack traces, which have this machine's paths and are larger than small models
     program.model.metadata_props["fedprune"] = info.to_json()
     content = program.model_proto.SerializeToString()
     options = onnxruntime.SessionOptions()
@@ -204,10 +200,10 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
 
 
 def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
-    """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
+    """Return the content of the file, its runner, and the runner of the full network in the same runtime.
 
-    The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
-    largest logit. Otherwise ``ValueError`` is raised.
+    Raises ``ValueError`` unless the runtime's logits match PyTorch's for any batch size, with a largest error of at
+    most a ten-thousandth of the largest logit.
     """
     if format != "onnx":
         network = copy.deepcopy(model.network)
@@ -229,7 +225,7 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
 
 @dataclass(frozen=True)
 class Cost:
-    """A language model costs these bytes on disk and in memory, and these milliseconds for one token on one thread."""
+    """Bytes of a language model on disk and in memory, and milliseconds for one token on one thread."""
 
     disk: int
     memory: int
@@ -238,10 +234,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class Packed:
-    """A checkpoint was packed: what the ``dense`` model costs, and the ``sparse`` one.
+    """Costs of the ``dense`` language model and of the packed, ``sparse`` one.
 
-    ``density`` is the share of the prunable weights that is left. Of ``layers`` linear layers in the decoder,
-    ``sparse_layers`` are computed from packed weights on this machine; the others are faster dense.
+    ``density`` is the kept share of the prunable weights. Of the decoder's ``layers`` linear layers, ``sparse_layers``
+    are computed from packed weights on this machine; the others are faster dense.
     """
 
     dense: Cost
@@ -252,7 +248,7 @@ class Packed:
 
 
 def is_language_model(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, or a run that left one."""
+    """Return whether a folder is a checkpoint, or a run with one."""
     return any((place / "config.json").is_file() for place in (folder, folder / CHECKPOINT))
 
 
@@ -261,9 +257,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_options(output: Path, client: int | None, format: str, **options: object) -> None:
-    """Raise :class:`ConfigError` for options of ``fedprune export`` that a language model does not have.
+    """Raise :class:`ConfigError` for options of ``fedprune export`` that have no effect for a language model.
 
-    ``options`` are those without effect, by name; they are there where they are not empty.
+    ``options`` must all be empty.
     """
     condition = "with a language model"
     if client is not None:
@@ -278,11 +274,10 @@ def check_options(output: Path, client: int | None, format: str, **options: obje
 
 
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
-    """Write the packed model of a run, or of a checkpoint, to the folder ``output``, and measure both.
+    """Write the packed model of a run, or of a checkpoint, to the folder ``output``; return the costs of both.
 
-    A packed model has kept values and coded masks, which a CPU also computes with.
-
-    A weight that is exactly 0 counts as pruned. Raises a one-line ``ValueError``.
+    A packed model has kept values and coded masks, with which a CPU can also compute. A weight that is exactly 0 counts
+    as pruned. Raises a one-line ``ValueError``.
     """
     if output.exists() and not (force and (output / "packed.json").is_file()):
         raise ConfigError(
@@ -310,7 +305,7 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         Cost(_bytes(dense), _bytes(dense), times[0]),
         Cost(disk_bytes, _bytes(sparse), times[1]),
         counts["kept"] / max(1, counts["all"]),
-        max(0, len(linear_types) - 1),  # the head is no layer of the decoder
+        max(0, len(linear_types) - 1),  # without the head
         linear_types.count(SparseLinear),
     )
 

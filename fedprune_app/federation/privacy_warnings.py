@@ -1,4 +1,4 @@
-"""What makes a private run less than its settings seem to say; each is a line for the user."""
+"""Warnings of a private run about δ, budgets and noised accuracies; each is a line for the user."""
 
 from fedprune_app.config import Config
 from fedprune_app.core.bounds import rounded_up_text
@@ -7,7 +7,7 @@ from fedprune_app.results.statistics import noise_of_mean
 
 
 def privacy_warnings(config: Config, clients: Roster, headline: str) -> list[str]:
-    """Return doubts about δ, budgets and noised accuracies; ``headline`` is the number that the system is judged by."""
+    """Return the warnings; ``headline`` is the metric by which the system is judged."""
     dp = config.dp
     if not dp.enabled:
         return []
@@ -28,7 +28,7 @@ def privacy_warnings(config: Config, clients: Roster, headline: str) -> list[str
 
 
 def _noise_warnings(config: Config, clients: Roster, headline: str) -> list[str]:
-    """Say how much of a noised accuracy is noise, if that is more than a point of the mean over the clients."""
+    """Return a warning about the noise of accuracies, if it moves their mean by a point or more."""
     if config.dp.accuracies != "noised" or not config.evaluate_every or not headline.startswith("accuracy"):
         return []
     tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)

@@ -1,4 +1,4 @@
-"""A pruned language model is written to disk a layer at a time: as any transformers checkpoint, or packed."""
+"""Writing a pruned language model layer by layer, as a transformers checkpoint or packed, and loading it."""
 
 import copy
 import hashlib
@@ -25,19 +25,19 @@ from fedprune_app.models.llm import LanguageModel, decoder_layers
 from fedprune_app.models.sparse import Chooser
 from fedprune_app.models.transformers import import_transformers
 
-# A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer.
+# Returns the pruned matrices of decoder layer i with their masks; empty for a dense layer.
 PrunedLayers = Callable[[int], Payload]
 _PARTS = "packed.json"
-_COPIED = (  # files of the checkpoint's folder whose names begin so: tokenizer and generation settings
+_COPIED = (  # prefixes of the checkpoint's other files: tokenizer and generation settings
     "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
     "generation_config",
 )  # fmt: skip
 
 
 def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None = None) -> int:
-    """Write a folder that plain transformers load with ``from_pretrained``, one file a layer.
+    """Write a folder that plain transformers load with ``from_pretrained``, one file per layer.
 
-    With ``cut``, what it removed is not there. Return the bytes of its weights.
+    With ``cut``, the removed parts are left out. Return the bytes of its weights.
     """
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
@@ -58,7 +58,7 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path, c
 def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None = None) -> int:
     """Write the model as kept values and entropy-coded masks, for :func:`load_packed`.
 
-    With ``cut``, what it removed is not there. Return the bytes of its weights.
+    With ``cut``, the removed parts are left out. Return the bytes of its weights.
     """
     sizes, digests = {}, {}
     total = 0
@@ -77,7 +77,7 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: 
 
 
 def write_codes(folder: Path, model: LanguageModel, layer: int, quantized_of: Mapping[str, Quantized]) -> None:
-    """Write a layer's rounded matrices as the bytes that they are in a GGUF file, for :func:`read_codes`."""
+    """Write a layer's rounded matrices as bytes in a GGUF file's layout, for :func:`read_codes`."""
     packed = model.named(layer, {name: quantized.packed().cpu() for name, quantized in quantized_of.items()})
     kinds = dict(zip(packed, (quantized.grid.gguf_type for quantized in quantized_of.values()), strict=True))
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def write_codes(folder: Path, model: LanguageModel, layer: int, quantized_of: Ma
 
 
 def read_codes(folder: Path) -> dict[str, tuple[str, Tensor]]:
-    """Return, by transformers' name, the type of GGUF's blocks and the bytes (rows, bytes of a row) of all matrices."""
+    """Return, by transformers' name, GGUF's block type and the bytes (rows, bytes of a row) of all matrices."""
     codes: dict[str, tuple[str, Tensor]] = {}
     for path in sorted(folder.glob("layer-*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -96,12 +96,12 @@ def read_codes(folder: Path) -> dict[str, tuple[str, Tensor]]:
 def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
     """Return a transformers model from a folder of :func:`write_packed`, on the CPU, in evaluation mode.
 
-    With ``sparse`` the pruned matrices stay packed in memory wherever a token is computed faster so, see
-    :mod:`fedprune_app.models.sparse`. The matrices of one layer at a time are dense. Such a model is for inference.
-    Raises ``ValueError`` for another folder.
+    With ``sparse`` the pruned matrices stay packed in memory wherever this computes a token faster, see
+    :mod:`fedprune_app.models.sparse`. While loading, the matrices of one layer at a time are dense. Such a model is for
+    inference. Raises ``ValueError`` for another folder.
     """
     folder = as_path("folder", folder)
-    if not folder.is_dir():  # transformers would take it for a name on the hub
+    if not folder.is_dir():  # transformers would treat it as a name on the hub
         raise ValueError(f"packed model {str(folder)!r}: there is no such folder")
     try:
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -144,12 +144,12 @@ def _dtype(tensors: Tensors) -> torch.dtype:
 
 
 def _layer(template: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.Module:
-    """Return the decoder layer of a part, whose names begin with ``start``, sparse where that is faster."""
-    module = copy.deepcopy(template)  # on no device
+    """Return the decoder layer of a part with names that begin with ``start``, sparse where that is faster."""
+    module = copy.deepcopy(template)  # on the meta device
     tensors = {name.removeprefix(start): tensor for name, tensor in part.tensors.items()}
     for name in [name.removeprefix(start) for name in part.masks]:
         owner = name.removesuffix(".weight")
-        is_linear = owner != name and type(template.get_submodule(owner)) is nn.Linear  # others compute more than that
+        is_linear = owner != name and type(template.get_submodule(owner)) is nn.Linear  # subclasses may compute more
         if is_linear and (sparse_layer := chooser.layer(tensors[name], tensors.get(f"{owner}.bias"))):
             module.set_submodule(owner, sparse_layer)
             tensors = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] != owner}
@@ -159,7 +159,7 @@ def _layer(template: nn.Module, start: str, part: Payload, chooser: Chooser) -> 
 
 
 def _named_part(model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut | None) -> tuple[TensorDict, Tensors]:
-    """Return (tensors, masks) by full name: of a decoder layer, or for -1 of all the rest."""
+    """Return (tensors, masks) by full name of a decoder layer, or of the rest for -1."""
     if layer < 0:
         return model.shell_tensors(), {}
     pruned = layers(layer)
@@ -170,7 +170,7 @@ def _named_part(model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut
 
 
 def _write_config(model: LanguageModel, folder: Path, cut: Cut | None) -> None:
-    """Write the model's configuration, in the dtype that it has here, and its tokenizer."""
+    """Write the model's configuration, in its dtype here, and its tokenizer."""
     config = copy.deepcopy(model.config) if cut is None else cut.config(model.config)
     config.dtype = model.dtype
     config.save_pretrained(folder)

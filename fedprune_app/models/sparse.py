@@ -1,4 +1,4 @@
-"""Linear layers of a pruned model keep their kept weights alone in memory, where that is also faster."""
+"""Linear layers of a pruned model that keep only their kept weights in memory, where that is also faster."""
 
 import copy
 import statistics
@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from fedprune_app.core import sparse_linear
 from fedprune_app.core.sparse_linear import DTYPES, PackedMatrix, pack
 
-_MOST_KEPT = 0.9  # denser matrices are never smaller by enough to be faster
+_MOST_KEPT = 0.9  # denser matrices are never small enough to be faster
 _TURNS = 5
-_CACHES = 1 << 29  # bytes, more than the caches of processors hold
-_GAIN = 0.95  # share of the dense layer's time that a packed layer may take, given that times differ from turn to turn
+_CACHES = 1 << 29  # bytes, more than processors' caches hold
+_GAIN = 0.95  # a packed layer may take this share of the dense layer's time, since times vary between turns
 
 
 class SparseLinear(nn.Module):
-    """A sparse linear layer computes what ``nn.Linear`` computes, from a packed matrix, on the CPU.
+    """An inference-only ``nn.Linear`` that computes from a packed matrix, on the CPU.
 
     ``matrix`` is the packed weight (out_features, in_features), and ``bias`` has shape (out_features,). There are no
     gradients.
@@ -50,29 +50,29 @@ class SparseLinear(nn.Module):
         return sparse_linear.linear(inputs, self.matrix, self.bias)
 
     def extra_repr(self) -> str:
-        """Return what ``print(model)`` shows of the layer."""
+        """Return the layer's description in ``print(model)``."""
         density = f"density={self.matrix.density:.3f}"
         return f"in_features={self.in_features}, out_features={self.out_features}, {density}"
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of a linear layer for one input is in milliseconds, with its dense and with its packed weight."""
+    """Milliseconds of a linear layer for one input, with its dense and with its packed weight."""
 
     dense: float
     packed: float
 
     @property
     def is_packed_faster(self) -> bool:
-        """Return whether the packed weight is faster by more than the times differ from turn to turn."""
+        """Return whether the packed weight is faster by more than the variation between turns."""
         return self.packed <= _GAIN * self.dense
 
 
 class Chooser:
-    """A chooser says which linear layers of a model become sparse: those that are faster then, on this machine.
+    """Choose which linear layers of a model become sparse: those that are faster then, on this machine.
 
-    The model's matrices have ``num_bytes``: from one token to the next, a small model stays in the processor's caches,
-    and a large one does not. Layers of one shape, dtype, density to 5 % and number of threads are measured once.
+    The model's matrices have ``num_bytes``: between two tokens, a small model stays in the processor's caches, and a
+    large one does not. Layers of one shape, dtype, density to 5 % and number of threads are measured once.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Chooser:
         self._speeds: dict[tuple[object, ...], Speed] = {}
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> SparseLinear | None:
-        """Return a sparse layer of these, or None where the dense one is at least as fast."""
+        """Return a sparse layer, or None if the dense one is at least as fast."""
         if not sparse_linear.instructions() or weight.dtype not in DTYPES or weight.device.type != "cpu":
             return None
         density = float(torch.count_nonzero(weight)) / max(1, weight.numel())
@@ -94,10 +94,10 @@ class Chooser:
 
 
 def sparsify(model: nn.Module) -> list[str]:
-    """Replace the linear layers of ``model`` that are faster with their zeros left out; return the layers' names.
+    """Replace the linear layers of ``model`` that are faster when sparse; return the layers' names.
 
-    Each kind of layer is measured here, for one input. A layer stays dense where the dense one is as fast: with few
-    zeros, small, on a GPU, or without the library. The model is for inference from then on, and is changed in place.
+    Each type of layer is measured here, for one input. A layer stays dense if that is as fast: with few zeros, small,
+    on a GPU, or without the library. ``model`` is changed in place, and is then for inference only.
     """
     layers = {name: module for name, module in model.named_modules() if name and type(module) is nn.Linear}
     chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for module in layers.values()))
@@ -112,10 +112,10 @@ def sparsify(model: nn.Module) -> list[str]:
 def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
     """Return the median times of one input through the dense ``weight`` and through ``matrix``, in turns.
 
-    Copies of them are used one after the other, together as large as the model's ``num_bytes``. So the weights come
-    from the cache or the memory from which they come when the model computes.
+    Copies of them, together as large as the model's ``num_bytes``, are used in turn. So the weights come from the same
+    cache or memory as when the model computes.
     """
-    from torch.utils.benchmark import Timer  # whose import takes half a second
+    from torch.utils.benchmark import Timer  # its import takes half a second
 
     count = max(1, min(num_bytes, _CACHES) // (weight.numel() * weight.element_size()))
     inputs = torch.ones(1, weight.shape[1], dtype=weight.dtype)

@@ -1,4 +1,4 @@
-"""Code of others enters: it registers a system, a model, a dataset or a partition, and a run names it."""
+"""Plug-ins: users' code that registers systems, models, datasets or partitions, and that a run names."""
 
 from fedprune_app.plugins.loading import (
     Code,

@@ -1,4 +1,4 @@
-"""A plug-in registers a system, a model, a dataset or a partition under a name of its own."""
+"""Registration of a plug-in's systems, models, datasets and partitions under names of their own."""
 
 import re
 import sys
@@ -35,13 +35,13 @@ def register_system(
 ) -> None:
     """Add a system: its server half ``strategy`` and its client half ``client``.
 
-    * ``summary`` is one line for ``fedprune list``.
-    * ``options`` is a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
+    * ``summary``: one line for ``fedprune list``.
+    * ``options``: a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
       ``name.mu``; the halves read it as ``self.config.table(Options).mu``.
-    * ``uses`` are keys and tables of other systems that this one reads as well: ``("density", "dispfl")``.
-    * ``measures`` are numbers that the system reports beside fedprune's own.
+    * ``uses``: keys and tables of other systems that this one also reads: ``("density", "dispfl")``.
+    * ``metrics``: metrics that the system reports besides fedprune's own.
 
-    Raises :class:`ConfigError` for a name that is taken.
+    Raises :class:`ConfigError` for a name in use.
     """
     from clients.node import Node, declared
     from strategies.base import FederatedStrategy
@@ -70,8 +70,8 @@ def register_system(
 def register_model(name: str, build: Callable[[ImageShape, int], Any], summary: str) -> None:
     """Add a network: ``build(image_shape, num_classes)`` returns a ``torch.nn.Module`` that maps images to logits.
 
-    ``image_shape`` is (channels, height, width). The weights of its convolutions and linear layers can be pruned. The
-    function draws initial weights from PyTorch's global generator, which is seeded by the run.
+    ``image_shape`` is (channels, height, width). Weights of convolutions and linear layers can be pruned. The function
+    draws initial weights from PyTorch's global generator, which the run seeds.
     """
     _claim("model", name)
     BUILDERS[name], MODELS[name] = build, summary
@@ -80,23 +80,23 @@ def register_model(name: str, build: Callable[[ImageShape, int], Any], summary: 
 def register_dataset(name: str, load: Callable[[str], Any], summary: str, *, model: str = "lenet5") -> None:
     """Add a dataset: ``load(data_dir)`` returns its training and test part (:mod:`fedprune_app.data.plugin_datasets`).
 
-    ``model`` is the network that ``model=auto`` means with it.
+    ``model`` is its network for ``model=auto``.
     """
     _claim("dataset", name)
     LOADERS[name], DATASETS[name], AUTO[name] = load, summary, model
 
 
 def register_partition(name: str, deal: Callable[..., Any], summary: str) -> None:
-    """Add a partition: ``deal(labels, num_clients, rng)`` returns each client's indices of its examples.
+    """Add a partition: ``deal(labels, num_clients, rng)`` returns by client the indices of its examples.
 
-    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends on the run's seed alone.
+    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends only on the run's seed.
     """
     _claim("partition", name)
     DEALERS[name], PARTITIONS[name] = deal, summary
 
 
 def _claim(key: str, name: str) -> None:
-    """Let the module that calls register a name, anew if it registered the name before."""
+    """Reserve a name for the calling module; it may register the same name again."""
     origin = sys._getframe(2).f_globals["__name__"]
     where = f"plug-in {origin}"
     earlier_origin = origins.get((key, name))

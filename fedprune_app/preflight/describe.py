@@ -1,4 +1,4 @@
-"""What a run would work with is described before the run starts: data, clients, network, machine."""
+"""Descriptions of a run before it starts: data, clients, network, machine."""
 
 import statistics
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from fedprune_app.registry import SYSTEMS
 
 
 def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """Yield subject and words on what a run on this machine would work with; its data are read."""
+    """Yield (subject, text) on the system, data, model, device and rounds of a run; its data are read."""
     config, system, num_clients = prepared.config, prepared.system, prepared.placement.clients
     yield "system", f"{config.system}: {system.summary}"
     if not system.reads_text:
@@ -38,9 +38,9 @@ def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
 
 
 def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return subject and words on a run's data, and what may be wrong with them. Nothing is dealt to clients.
+    """Return (subject, text) rows on a run's data, and warnings about them. Nothing is dealt to clients.
 
-    Raises ``ValueError`` where the data cannot be read.
+    Raises ``ValueError`` if the data cannot be read.
     """
     if SYSTEMS[config.system].reads_text:
         return _text_data(config)
@@ -69,9 +69,9 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return subject and words on a run's text, and what may be wrong with it. Nothing is dealt to clients.
+    """Return (subject, text) rows on a run's text, and warnings about it. Nothing is dealt to clients.
 
-    The text is cut by the run's model. Raises ``ValueError`` where the text or the model cannot be read.
+    The run's model tokenizes the text. Raises ``ValueError`` if the text or the model cannot be read.
     """
     options = config.fedspallm
     if options.deal == "own" and config.dataset == "text":

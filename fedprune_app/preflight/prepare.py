@@ -1,4 +1,4 @@
-"""The one way from what is given to a run: settings are parsed, and all is checked that can be before it starts."""
+"""Preparation of a run: its inputs are parsed, and all that can be checked before its start is checked."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +26,9 @@ from fedprune_app.registry import SYSTEMS, System
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run is prepared when it may start, with these settings and at this place.
+    """A run that passed all checks, with its settings and its placement.
 
-    ``notes`` say in what the run is less than it seems. ``is_complete`` says that the folder holds the run with all of
-    its rounds.
+    ``notes`` are warnings for the user. With ``is_complete`` the folder has the run with all its rounds already.
     """
 
     config: Config
@@ -44,15 +43,15 @@ class Prepared:
 
 
 def prepare(inputs: RunInputs, placement: Placement | None = None) -> Prepared:
-    """Return the run that is given, or raise :class:`ConfigError` where it could not start at ``placement``.
+    """Return the prepared run, or raise :class:`ConfigError` if it could not start at ``placement``.
 
-    Without a ``placement`` nothing is to start: the settings alone are checked, as in a process of the run itself.
+    Without a ``placement`` only the settings are checked, as in a process of the run itself.
     """
     return prepare_all([inputs], placement)[0]
 
 
 def prepare_all(all_inputs: Sequence[RunInputs], placement: Placement | None = None) -> list[Prepared]:
-    """Return the runs that are given together: a setting needs to have an effect in one of the runs that have it."""
+    """Prepare several runs together: a setting must have an effect in at least one of the runs that have it."""
     runs = []
     for inputs in all_inputs:
         with naming_source(inputs.where):
@@ -99,9 +98,9 @@ def _prepared_run(inputs: RunInputs, placement: Placement | None) -> Prepared:
 
 
 def _recorded_info(inputs: RunInputs, placement: Placement | None) -> Values:
-    """Return the run.json of the run that is to continue.
+    """Return the run.json of the run to resume.
 
-    It is empty if run.json is on the server alone. Its ServerApp then compares the settings.
+    It is empty if run.json is only on the server, whose ServerApp then compares the settings.
     """
     from fedprune_app.results.reader import read_info
 
@@ -135,10 +134,9 @@ def check_out(folder: Path) -> None:
 
 
 def _idle_keys(all_inputs: Sequence[RunInputs], configs: Sequence[Config]) -> set[str]:
-    """Return the keys that have an effect in none of the runs to which they are given, but with their file alone.
+    """Return the keys without effect in all runs that have them, but with effect in their own file's settings.
 
-    A file may be meant for another system than the command line asks for. Raises :class:`ConfigError` for a key without
-    any effect.
+    A file may be for another system than the command line's. Raises :class:`ConfigError` for a key without any effect.
     """
     idle_keys = set()
     for key in dict.fromkeys(key for inputs in all_inputs for key in inputs.chosen):
@@ -158,7 +156,7 @@ def _idle_keys(all_inputs: Sequence[RunInputs], configs: Sequence[Config]) -> se
 
 
 def _notes(inputs: RunInputs, config: Config, idle: Collection[str]) -> Iterator[str]:
-    """Yield in what a run is less than its system's name says, and which of the given settings change nothing."""
+    """Yield warnings about a private system without privacy, and about settings without effect."""
     if SYSTEMS[config.system].is_private and not config.dp.enabled:
         yield f"dp.enabled is false, so this run of system {config.system!r} protects nobody"
     if keys := [key for key in inputs.chosen if key in idle]:

@@ -1,4 +1,4 @@
-"""The columns of the final table, each with the number of a run that it shows."""
+"""The columns of the final table, and the numbers of a run that they show."""
 
 import itertools
 import statistics
@@ -32,10 +32,10 @@ ACCURACIES = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the final table says which value of a run it shows and how a number is written.
+    """Shows one value of a run in the final table.
 
-    ``place`` orders the columns. Those that are declared have theirs in ``results/declarations.py``. The ``remark`` on
-    the number of one run, or on the mean of several, stands behind the number where people read it.
+    ``place`` orders the columns; declared ones have theirs in ``results/declarations.py``. The ``footnote`` on the
+    number of one run, or on the mean of several, follows the number in tables for people.
     """
 
     key: str
@@ -45,14 +45,11 @@ class Column:
     decimals: int = 1
     place: int = 0
     footnote: Callable[[Sequence[Run]], str] = lambda runs: ""
-    of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
+    of_headline: bool = False  # it shows each system's headline, which differs between systems
 
 
 def outcome(groups: Groups) -> tuple[Column, ...]:
-    """Return the columns of the table of final numbers: those that are declared, and those made of several numbers.
-
-    The systems of the ``groups`` may have declared numbers of their own.
-    """
+    """Return the columns of final numbers: declared ones, those of the groups' systems, and compound ones."""
     compound_columns = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_footnote, of_headline=True),
         Column(
@@ -95,9 +92,9 @@ def _declared_columns(is_cost: bool) -> Iterator[Column]:
 
 
 def system_metrics_of(groups: Groups) -> dict[str, SystemMetric]:
-    """Return the numbers that the systems of these groups declared, each under a key of its own.
+    """Return the metrics that the systems of these groups declared, each under a unique key.
 
-    Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
+    If systems declared different metrics of one name, the keys of the later ones end in ``_2`` and so on.
     """
     system_metrics = dict.fromkeys(metric for group in groups for run in group.runs for metric in run.system_metrics)
     keys: dict[str, SystemMetric] = {}
@@ -133,7 +130,7 @@ def _headline_footnote(runs: Sequence[Run]) -> str:
 
 
 def epsilon_footnote(groups: Groups) -> str:
-    """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
+    """Return the footnote on the epsilons of all these runs, for a title; possibly empty."""
     return last_footnote([run for group in groups for run in group.runs], "epsilon_max")
 
 
@@ -145,11 +142,10 @@ def accuracy(run: Run) -> float | None:
 
 
 def best_on_validation(run: Run) -> float | None:
-    """Return the headline (test) accuracy of the round that has the best validation accuracy.
+    """Return the headline (test) accuracy of the round with the best validation accuracy; None without validation.
 
-    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Of all evaluations only
-    those are compared in which most clients told both accuracies, since of fewer clients the luckiest would win. The
-    result is None if validation was not measured.
+    The round is chosen without test accuracy; of equal rounds it is the earliest. Only the evaluations with the most
+    clients that reported both accuracies are compared, since with fewer clients chance would decide.
     """
     best = _best_round(run)
     return None if best is None else float(best[run.headline])
@@ -160,7 +156,7 @@ def _best_round(run: Run) -> Row | None:
     evaluations = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
     largest_counts = max((_client_counts(row, names) for row in evaluations), default=(0, 0))
     if run.config.get("evaluate-clients") and largest_counts[0] < len(run.info.get("partition") or ()):
-        return None  # each evaluation asked clients of its own
+        return None  # each evaluation drew other clients
     rows = [row for row in evaluations if _client_counts(row, names) == largest_counts]
     return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None)
 
@@ -177,9 +173,9 @@ def _best_footnote(runs: Sequence[Run]) -> str:
 
 
 def paper_bytes(run: Run) -> float | None:
-    """Return the bytes that the paper's own formula charges for the whole run, in the directions that it counts.
+    """Return the bytes of the whole run by the paper's own formula, in the directions that it counts.
 
-    Between peers a link counts once: what one of them sends is what the other one receives.
+    Between peers a link counts once: one sends the bytes that the other receives.
     """
     is_star = run.total("peer_bytes") is None
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down") if is_star else None]
@@ -188,7 +184,7 @@ def paper_bytes(run: Run) -> float | None:
 
 
 def traffic_of(run: Run) -> float | None:
-    """Return the bytes of training, to and from the server, or over all links where models go from peer to peer."""
+    """Return the bytes of training, to and from the server, or over all links between peers."""
     peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
     if peers is not None:  # up and down together would count relayed bytes twice
         return peers
@@ -196,10 +192,9 @@ def traffic_of(run: Run) -> float | None:
 
 
 def flops_per_client(run: Run) -> float | None:
-    """Return the FLOPs of a client that trains in a round, as a mean over the rounds in which any client trained.
+    """Return the FLOPs of a client in a round: the mean over its clients, averaged over the rounds with training.
 
-    Each of these rounds counts with the mean over its clients. The result is None if a round's FLOPs or the number of
-    its clients were not measured.
+    The result is None if a round's FLOPs or the number of its clients were not measured.
     """
     flops_and_replies = [(row.get("flops"), row.get("replies")) for row in run.rounds]
     if any(flops is None or replies is None for flops, replies in flops_and_replies):

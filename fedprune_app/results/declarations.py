@@ -1,4 +1,4 @@
-"""All numbers of a run are declared here, in the order in which they are recorded: :data:`DECLARATIONS`."""
+"""The declarations of all metrics of a run, in the order in which they are recorded: :data:`DECLARATIONS`."""
 
 from functools import partial
 from typing import Literal
@@ -40,7 +40,7 @@ def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place:
 
 
 def _epsilon(name: str, table: InTable, line: InLine | None = None) -> ClientMetric:
-    """Declare an ε: the round has the largest of all clients, with a remark where noise derives from the seed."""
+    """Declare an ε: the round has the largest of all clients, with a footnote if noise derives from the seed."""
     column = Column(f"{name}_max", largest, table=table, line=line, footnote=noise_footnote)
     return ClientMetric(name, optional=_PRIVACY, least=0, columns=(column,))
 
@@ -49,7 +49,7 @@ DECLARATIONS = Declarations(
     (
         Column("round"),
         Column("seconds"),
-        # clients that trained and whose reply was used
+        # accepted replies of clients that trained
         Column("replies"),
         Column("failures", lost=Title("Failures", 10)),
         Column("stragglers", lost=Title("Stragglers", 20)),
@@ -60,13 +60,13 @@ DECLARATIONS = Declarations(
         Column("bytes_down", table=_megabytes("megabytes_down", "MB down", "total", 20)),
         Column("evaluation_bytes_up"),
         Column("evaluation_bytes_down"),
-        # bytes that all clients sent one another; null in a star
+        # bytes between peers; null in a star
         Column("peer_bytes", table=_megabytes("peer_megabytes", "MB, peer to peer", "total", 40)),
         # heavier direction of the busiest node: a star's server, else a client
         Column("busiest_node_bytes", table=_megabytes("busiest_megabytes", "Busiest node, MB/round", "mean", 50)),
-        # heavier direction of a client, mean over those that took part
+        # heavier direction of a client, mean over the participants
         Column("node_bytes_mean", table=_megabytes("node_megabytes", "Per node, MB/round", "mean", 70)),
-        # bytes that the paper's own formula charges for the round, and for its busiest node in one direction
+        # bytes by the paper's own formula for the round, and for its busiest node in one direction
         Column("paper_bytes_up"),
         Column("paper_bytes_down"),
         Column(
@@ -100,7 +100,7 @@ DECLARATIONS = Declarations(
                 ),
             ),
         ),
-        # accuracy of clients that were held out, after they joined
+        # accuracy of held-out clients, after they joined
         _told_sometimes(
             "accuracy_newcomer",
             least=0,
@@ -114,7 +114,7 @@ DECLARATIONS = Declarations(
                 ),
             ),
         ),
-        # accuracy after one more local phase of all clients, and what that cost
+        # accuracy after one more local phase of all clients, and the phase's costs
         _told_sometimes(
             "accuracy_last_phase",
             least=0,
@@ -142,7 +142,7 @@ DECLARATIONS = Declarations(
                     footnote=both(accuracy_footnote, partial(fewer_footnote, count_column="accuracy_received_clients")),
                     is_noised_mean=True,
                 ),
-                # where models go from peer to peer, clients receive one in the rounds alone in which they train
+                # in decentralised systems clients receive a model only in rounds in which they train
                 _sometimes("accuracy_received_clients", number),
             ),
         ),
@@ -185,7 +185,7 @@ DECLARATIONS = Declarations(
             least=0,
             columns=(_sometimes("accuracy_noise", noise_of_mean),),
         ),
-        # by column, where a number is of fewer clients than were evaluated: their count, and the noise in their mean
+        # by column over fewer clients than were evaluated: their number, and the noise in their mean
         _sometimes("clients_by_column", kind=FieldKind.BY_NAME),
         _sometimes("noise_by_column", kind=FieldKind.BY_NAME),
         # accuracy of the personal model on the client's test examples of each class, by the class's number
@@ -213,7 +213,7 @@ DECLARATIONS = Declarations(
                 Column("perplexity_personal_std"),
             ),
         ),
-        # number of clients in these means: those whose own model has every layer pruned
+        # number of clients in these means: those with all layers of their own model pruned
         Column("personal_models"),
         Column(
             "perplexity_global",
@@ -261,7 +261,7 @@ DECLARATIONS = Declarations(
                 ),
             ),
         ),
-        # share of convolution channels left; null where none are removed
+        # kept share of convolution channels; null if none are removed
         ClientMetric(
             "channel_density",
             optional=_EVALUATION,
@@ -284,7 +284,7 @@ DECLARATIONS = Declarations(
                 ),
             ),
         ),
-        # density of the global model's prunable weights, where it is pruned, and before the server expanded its masks
+        # density of a pruned global model's prunable weights, and before the server expanded its masks
         Column("density_global", table=InTable("global_density", "Density, pruned matrices", 3, place=100)),
         Column(
             "density_before_expansion",
@@ -303,7 +303,7 @@ DECLARATIONS = Declarations(
         _told_sometimes("flops", required=_TRAINING, least=0, columns=(Column("flops", sum),)),
         ClientMetric("bytes_up"),
         ClientMetric("bytes_down"),
-        # ε that each client has spent so far; null without dp.enabled
+        # each client's ε so far; null without dp.enabled
         _epsilon("epsilon", InTable("epsilon", "ε", place=120), InLine("epsilon", "ε", format=".3g")),
         # the same by each accountant: privacy loss distributions and Rényi divergences
         _epsilon("epsilon_pld", InTable("pld_epsilon", "ε by PLD", place=122)),
@@ -312,7 +312,7 @@ DECLARATIONS = Declarations(
         _epsilon("epsilon_second", InTable("second_epsilon", "ε at the second δ", place=130)),
         # Fed-LTP's printed formula, which is no guarantee
         _epsilon("epsilon_paper", InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)),
-        # 1 where the client's noise derives from the run's seed, 0 where it comes from the operating system
+        # 1 if the client's noise derives from the run's seed, 0 if it comes from the operating system
         _told_sometimes(
             "epsilon_simulated",
             optional=_PRIVACY,
@@ -321,20 +321,20 @@ DECLARATIONS = Declarations(
             is_count=True,
             columns=(_sometimes("epsilon_simulated", mean),),
         ),
-        # seconds of a client's work; how long the work takes may depend on the data
+        # seconds of a client's work, which may depend on the data
         ClientMetric("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
-        # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
+        # Fed-LTP: the round's score, a (noised) share of correct predictions, and the number of scores
         Column("validation_score"),
         Column("validations"),
         # within bytes_up and bytes_down
         Column("validation_bytes_up"),
         Column("validation_bytes_down"),
-        # the best round so far by validation_score: its model is evaluated, and is the final one
+        # the best round so far by validation_score, whose model is evaluated and is the final one
         Column("best_round"),
-        # clients that take part no more, because their privacy budget would not bear it
+        # number of clients whose privacy budget cannot pay for another round
         Column("budgets_spent"),
         _sometimes("failure_reasons", kind=FieldKind.TEXTS),
-        # FedSpaLLM: what was measured of each decoder layer, by its number
+        # FedSpaLLM: metrics of each decoder layer, by its number
         _sometimes("layers", kind=FieldKind.TABLE),
         _sometimes("evaluated"),  # clients, see evaluate-clients
         _sometimes("clients"),  # of the run
@@ -342,7 +342,7 @@ DECLARATIONS = Declarations(
         _sometimes("perplexity_by_text", kind=FieldKind.TABLE),
         _sometimes("evaluation_seconds"),
         _sometimes("notes", kind=FieldKind.TEXTS),
-        # how far a layer's output is from the dense layer's; told by those that prune it
+        # relative error of a layer's output against the dense layer's; reported by those that prune it
         ClientMetric("relative_error", least=0, recorded=Recorded.NEVER),
         _told_sometimes("layers_pruned"),
         # mean cross entropy of the next token, in nats, over the steps of a round of recovery

@@ -1,4 +1,4 @@
-"""What a reader of a number has to know stands in parentheses behind it: its noise, and of how many clients it is."""
+"""Footnotes, shown in parentheses after a number: its noise, and the number of its clients."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,9 +10,9 @@ from fedprune_app.results.statistics import noise_of_mean
 
 
 def noise_footnote(rows: Sequence[Row], column: str) -> str:
-    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it.
+    """Return whether the epsilons are simulated: anyone with the seed can subtract the noise that derives from it.
 
-    Say also what they protect, where that is no single example.
+    The protected unit is added if it is not a single example.
     """
     words = {None: "noise unknown", 0: "", 1: "simulated"}
     noise = [words.get(row.get("epsilon_simulated"), "partly simulated") for row in rows]
@@ -21,26 +21,26 @@ def noise_footnote(rows: Sequence[Row], column: str) -> str:
 
 
 def noise_in(rows: Sequence[Row], column: str) -> float:
-    """Return the standard deviation of the noise in the mean of the rows' accuracies; 0 where they have none."""
+    """Return the standard deviation of the noise in the mean of the rows' accuracies; 0 without noise."""
     deviations = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
     return noise_of_mean([deviation or 0 for deviation in deviations]) or 0.0
 
 
 def accuracy_footnote(rows: Sequence[Row], column: str) -> str:
-    """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
+    """Return the standard deviation of the noise in a mean of noised accuracies."""
     noise = noise_in(rows, column)
     return f"noise ± {100 * noise:.1f}" if noise else ""
 
 
 def noised_footnote(rows: Sequence[Row], column: str) -> str:
-    """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
+    """Return that a number comes from noised accuracies."""
     return _each_once("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
 def fewer_footnote(rows: Sequence[Row], column: str, count_column: str = "evaluated") -> str:
-    """Say over how many clients a mean is, where they are fewer than the run has.
+    """Return the number of clients in a mean, if it is smaller than the run's.
 
-    ``count_column`` names the column of their number, where no column ``clients_by_column`` tells it.
+    It is in ``clients_by_column``, or else in ``count_column``.
     """
 
     def footnote(row: Row) -> str:

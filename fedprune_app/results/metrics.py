@@ -1,16 +1,16 @@
-"""What a run reports is made of :class:`ClientMetric` and :class:`Column`, listed in ``results/declarations.py``.
+"""How metrics are declared: :class:`ClientMetric` and :class:`Column`, listed in ``results/declarations.py``.
 
-A new number costs two places: the client puts it into its reply under the name of its :class:`ClientMetric`, and its
-declaration says
+A new metric needs two places: the client puts it into its reply under the name of its :class:`ClientMetric`, and its
+declaration has
 
-* in which replies it is and between which bounds, so that the server checks it;
+* the replies that have it and its bounds, by which the server checks it;
 * whether each client's number is recorded in clients.jsonl;
 * how the numbers of all clients become columns of rounds.jsonl;
-* how such a column is shown: in the final table, in a figure, and in the line that tells of a round.
+* how such a column is shown: in the final table, in a figure, and in the line about a round.
 
-A number that the server itself counts or measures is a :class:`Column` alone. The order of the declarations is the
-order of the columns in both files. All numbers are shares in [0, 1], bytes, seconds or counts, and null where they were
-not measured. A plug-in declares its own numbers by ``results/system_metrics.py``.
+A number that the server itself counts or measures is only a :class:`Column`. The order of the declarations is the
+order of the columns in both files. All numbers are shares in [0, 1], bytes, seconds or counts, and null if they were
+not measured. A plug-in declares its own metrics by ``results/system_metrics.py``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,18 +24,17 @@ from fedprune_app.core.named import Values
 
 Row = Values
 Take = Callable[[Sequence[float]], float | None]
-# A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.
-# It is made of rows and of the column's name. The rows are one, or the last ones of several runs whose numbers are
-# shown as their mean.
+# Returns a word or two that a reader of a number has to know, or an empty text, from rows and the column's name. The
+# rows are one, or the last ones of several runs whose mean is shown.
 Footnote = Callable[[Sequence[Row], str], str]
-# The place of what is shown after all else.
+# The place of entries that are shown last.
 LAST = 1000
 # Bytes of a megabyte, as the papers count.
 MEGABYTE = 1e6
 
 
 class ReplyKind(Enum):
-    """A kind of reply says which numbers a client tells in it."""
+    """The occasion of a reply, which determines the metrics in it."""
 
     TRAINING = "after training"
     EVALUATION = "after an evaluation on images"
@@ -46,12 +45,12 @@ class ReplyKind(Enum):
 
     @property
     def is_evaluation(self) -> bool:
-        """The replies of an evaluation end a round, so that their numbers are the round's."""
+        """Whether the replies are those of an evaluation, which ends a round."""
         return self in (ReplyKind.EVALUATION, ReplyKind.PERPLEXITY)
 
 
 class FieldKind(Enum):
-    """A kind of field says what rounds.jsonl or clients.jsonl holds there."""
+    """The JSON type of a field in rounds.jsonl or clients.jsonl."""
 
     NUMBER = "a number"
     BY_NAME = "an object of numbers"
@@ -60,7 +59,7 @@ class FieldKind(Enum):
 
 
 class Recorded(Enum):
-    """A field is recorded in every row of its file, in some, or in none."""
+    """Which rows of its file have a field."""
 
     ALWAYS = "in every row, null where it was not measured"
     WHERE_MEASURED = "in those rows alone whose replies tell it"
@@ -72,10 +71,10 @@ class Recorded(Enum):
 
 @dataclass(frozen=True)
 class InTable:
-    """A column stands in the final table under a title, with one number for a whole run.
+    """How the final table shows a column, as one number for a whole run.
 
-    ``key`` names it in table.csv. ``of_rounds`` says which number of all rounds it is. A number is shown with
-    ``decimals`` after it was multiplied by ``scale``. Costs stand in a table of their own. ``place`` orders the titles.
+    ``key`` is its name in table.csv. ``of_rounds`` is how the numbers of all rounds become one. It is multiplied by
+    ``scale`` and shown with ``decimals``. Costs have a table of their own. ``place`` orders the titles.
     """
 
     key: str
@@ -89,7 +88,7 @@ class InTable:
 
 @dataclass(frozen=True)
 class Title:
-    """A title stands among others in the order of their ``place``."""
+    """The text above a view or loss; titles are ordered by ``place``."""
 
     text: str
     place: int = LAST
@@ -97,7 +96,7 @@ class Title:
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure of its own shows a column by round.
+    """A figure that shows only this column, by round.
 
     ``view`` names the number. With ``is_share`` the axis is in percent. ``place`` orders such figures.
     """
@@ -112,11 +111,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class InLine:
-    """A column stands in the line that tells of a round.
+    """How the line about a round shows a column.
 
-    ``log`` names it in the log. ``terminal`` names it beside the progress bar; a column without that name does not
-    stand there. The number is multiplied by ``scale``, written in the ``format`` and
-    followed by ``unit``. A number that was measured ``on_a_text`` is followed by that text.
+    ``log`` is its name in the log, ``terminal`` that beside the progress bar; without ``terminal`` it is not shown
+    there. The number is multiplied by ``scale``, written in ``format`` and followed by ``unit``. With ``on_a_text`` the
+    test text follows.
     """
 
     log: str
@@ -135,14 +134,14 @@ class InLine:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of rounds.jsonl is one number of each round.
+    """Declares one number per round, a column of rounds.jsonl.
 
-    ``take`` makes it of the clients' numbers, where it belongs to a :class:`ClientMetric`; a column without it is put
-    together by the code that measures the number. A run may be judged by a column that ``is_headline``. ``view`` titles
-    its view of the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that
-    title in the report's table of them. The ``remark`` on rows stands in parentheses wherever people read their number.
-    A column that ``is_noised_mean`` is a mean over clients of accuracies whose noise they tell: of those on test data.
-    One that ``needs_open`` numbers is not taken of noised ones: noise alone would spread them.
+    ``take`` computes it from the clients' numbers, if it belongs to a :class:`ClientMetric`; other columns are computed
+    by the code that measures them. A run may be judged by a column that ``is_headline``. ``view`` is its title in the
+    figures of accuracy. A column with ``lost`` counts lost replies, under that title in the report's table. The
+    ``footnote`` on rows is shown in parentheses after their number. A column that ``is_noised_mean`` is a mean over
+    clients of test accuracies whose noise is reported. One that ``needs_open`` is not computed from noised numbers,
+    whose noise would dominate their spread.
     """
 
     name: str
@@ -160,7 +159,7 @@ class Column:
     needs_open: bool = False
 
     def remarked(self, *rows: Row) -> str:
-        """Return the remark on those of the rows that have a number, ready to stand behind the number, or empty."""
+        """Return the footnote on the rows that have a number, in parentheses after a space, or an empty text."""
         measured_rows = [row for row in rows if row.get(self.name) is not None]
         footnote = self.footnote(measured_rows, self.name) if self.footnote else ""
         return f" ({footnote})" if footnote else ""
@@ -168,15 +167,15 @@ class Column:
 
 @dataclass(frozen=True)
 class ClientMetric:
-    """A measure is one number of each client.
+    """Declares one number per client and reply, and the columns made from it.
 
-    ``name`` is its column in clients.jsonl, and with dashes its field in a reply; ``field`` is another name for that
-    field. The number is ``required`` in some kinds of reply and ``optional`` in others; it lies between ``least`` and
-    ``most``. A count is made an integer. A number that is ``withheld`` is not looked at in a private run. One that
-    ``may_be_noised`` may lie out of these bounds by 1 in a private run. A number that is told ``by`` layer or class is
-    in several fields, as ``field/layer``. ``view`` is its view in the figure of all clients.
+    ``name`` is its column in clients.jsonl, and with dashes its field in a reply, unless ``field`` gives another name.
+    It is ``required`` or ``optional`` in these kinds of reply, from ``least`` to ``most``; a count becomes an integer.
+    In a private run a ``withheld`` number is ignored, and one that ``may_be_noised`` may exceed the bounds by 1. A
+    number ``by`` layer or class has several fields, as ``field/layer``. ``view`` is its title in the figure of all
+    clients.
 
-    The ``columns`` are taken over the replies of an evaluation if the number is in these, else over those of training.
+    The ``columns`` are over the replies of an evaluation if these have the number, else over those of training.
     """
 
     name: str
@@ -196,7 +195,7 @@ class ClientMetric:
 
     @property
     def wire_name(self) -> str:
-        """The number's field in a reply has the number's name with dashes, unless the declaration says another."""
+        """The name of its field in a reply: ``field``, or else ``name`` with dashes."""
         return self.field or self.name.replace("_", "-")
 
     @property
@@ -205,14 +204,14 @@ class ClientMetric:
 
     @property
     def is_evaluated(self) -> bool:
-        """The replies of an evaluation may tell the number, and then its columns are taken over them."""
+        """Whether replies of an evaluation may have the number; its columns are then over these."""
         return any(reply.is_evaluation for reply in self.replies)
 
     def of(self, fields: Row, *, about: str | None = None, most: float | None = None, private: bool = False) -> float:
         """Return the number from the fields of a reply, checked.
 
-        With ``about`` the number is the one told of that layer or text. ``most`` takes the place of the declared bound.
-        ``ValueError`` names the field that is missing or out of bounds.
+        With ``about`` it is the number of that layer or text. ``most`` replaces the declared bound. Raises
+        ``ValueError`` that names a field that is missing or out of bounds.
         """
         name = self.wire_name if about is None else f"{self.wire_name}/{about}"
         beyond = 1.0 if private and self.may_be_noised else 0.0
@@ -221,9 +220,9 @@ class ClientMetric:
         return int(value) if self.is_count else value
 
     def value_in(self, fields: Row, reply: ReplyKind, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
-        """Return what a reply of this kind tells: one number, or numbers by name, or None if it is optional there.
+        """Return the number, or numbers by name, in a reply of this kind; None for a missing optional one.
 
-        ``names`` says which layers and classes there are.
+        ``names`` has the names of all layers and classes.
         """
         if self.by:
             names_in_reply = (name for name in names.get(self.by, ()) if f"{self.wire_name}/{name}" in fields)
@@ -232,7 +231,7 @@ class ClientMetric:
 
 
 class Declarations(tuple[ClientMetric | Column, ...]):
-    """All declarations together say what the files, tables and figures hold."""
+    """All declarations of a run, with the fields, headlines and lines that follow from them."""
 
     @cached_property
     def of_clients(self) -> dict[str, ClientMetric]:
@@ -275,7 +274,7 @@ class Declarations(tuple[ClientMetric | Column, ...]):
 
     @cached_property
     def lines(self) -> tuple[tuple[Column, InLine, bool], ...]:
-        """These columns stand in the line that tells of a round, each with whether training tells the number."""
+        """The columns in the line about a round, each with whether it comes from training."""
         trained = {
             column.name
             for metric in self.of_clients.values()

@@ -1,4 +1,4 @@
-"""A plug-in's system declares numbers of its own; a run writes the declarations into its run.json."""
+"""Metrics that a plug-in's system declares; a run writes the declarations into its run.json."""
 
 import re
 from collections.abc import Iterable
@@ -33,26 +33,25 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class SystemMetric:
-    """A number that a plug-in's system reports: ``register_system(..., metrics=[...])``.
+    """Declares a metric of a plug-in's system: ``register_system(..., metrics=[...])``.
 
-    A run writes the declarations into its run.json. So a report of the run shows the numbers where the plug-in is not
-    installed, and imports no code.
+    A run writes the declaration into its run.json, so that a report shows the metric without the plug-in's code.
 
-    ``name`` is the number's name in replies and in clients.jsonl. The mean over clients is the column ``name_mean`` of
-    rounds.jsonl. ``title`` names the number in tables and figures.
+    ``name`` is the metric's name in replies and in clients.jsonl. The mean over clients is the column ``name_mean`` of
+    rounds.jsonl. ``title`` is its name in tables and figures.
 
-    * ``told`` says where the number comes from. With "training" or "evaluation" each client tells it, in what its
-      method ``report`` or ``evaluation`` returns. With "server" the strategy tells it by ``self.tell(round, name,
-      value)``, and ``name`` itself is the column.
-    * ``least`` and ``most`` bound the number. A reply with another number is refused.
-    * ``percent`` says that the number is a share, of which 1 is shown as 100 %.
-    * ``decimals`` is how many decimals are shown.
-    * ``over_rounds`` says what the table shows of all rounds: the "last" number, their "total" or their "mean". Total
-      and mean are shown where every round has the number.
-    * ``public`` says that the number does not depend on a client's data. A private run drops all other numbers before
+    * ``source``: who reports it. With "training" or "evaluation" each client does, in the result of its method
+      ``report`` or ``evaluation``. With "server" the strategy does, by ``self.record(round, name, value)``, and
+      ``name`` itself is the column.
+    * ``least``, ``most``: bounds. A reply with a value outside them is rejected.
+    * ``percent``: whether the metric is a share, of which 1 is shown as 100 %.
+    * ``decimals``: the number of decimals shown.
+    * ``over_rounds``: how the table combines all rounds: the "last" value, their "total" or their "mean". Total and
+      mean are shown only if every round has the metric.
+    * ``public``: whether the metric does not depend on a client's data. A private run drops all other metrics before
       the reply leaves the client.
 
-    Raises :class:`ConfigError` for a name that is taken, and for other values than these.
+    Raises :class:`ConfigError` for a name in use, and for other values than these.
     """
 
     name: str
@@ -109,7 +108,7 @@ class SystemMetric:
 
     @cached_property
     def declaration(self) -> ClientMetric | Column:
-        """The number is declared like fedprune's own, but no reply has to tell it."""
+        """The declaration among fedprune's own; the metric is optional in replies."""
         if self.source == "server":
             return self.shown
         return ClientMetric(
@@ -124,7 +123,7 @@ class SystemMetric:
         )
 
     def number(self, value: object, who: str) -> float:
-        """Return a value as a checked float; tensors and arrays of one number are numbers. ``who`` told it.
+        """Return a value as a checked float; a tensor or array of one number will do. Errors begin with ``who``.
 
         Raises ``ValueError``.
         """
@@ -146,7 +145,7 @@ _OTHER_NAMES = frozenset(
 
 
 def checked(system: str, metrics: Iterable[SystemMetric]) -> tuple[SystemMetric, ...]:
-    """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
+    """Return the metrics of a plug-in's ``system``, checked. Raises :class:`ConfigError` for a duplicate name."""
     all_measures = tuple(metrics)
     names = [name for metric in all_measures for name in {metric.name, metric.column}]
     if duplicates := sorted({name for name in names if names.count(name) > 1}):
@@ -159,9 +158,10 @@ def of_system(system: str) -> tuple[SystemMetric, ...]:
 
 
 def for_reply(system: str, fields: Values, is_private: bool, who: str) -> ValueDict:
-    """Return the fields of a client's reply with the numbers that the system declares checked; ``who`` tells them.
+    """Return the fields of a client's reply, with the system's own metrics checked. Errors begin with ``who``.
 
-    Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
+    Metrics that are None are left out; so are those of a private client that may depend on its data. Raises
+    ``ValueError``.
     """
     checked_fields = dict(fields)
     for metric in of_system(system):
@@ -181,10 +181,7 @@ def described(system: str) -> list[ValueDict]:
 
 
 def from_info(info: Values, where: str) -> tuple[SystemMetric, ...]:
-    """Return the declarations in a run.json, which a later version may refuse.
-
-    Raises a one-line ``ValueError`` that says ``where`` they are wrong.
-    """
+    """Return the declarations in a run.json. Raises a one-line ``ValueError`` with ``where`` for invalid ones."""
     declarations = info.get("measures") or []
     field_names = {field.name for field in fields(SystemMetric)}
     try:

@@ -1,4 +1,4 @@
-"""Results in words: test texts and models by name, and a round in one line."""
+"""Texts for results: names of test texts and models, and a line about a round."""
 
 import math
 
@@ -6,15 +6,15 @@ from fedprune_app.core.named import Values
 from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.metrics import MEGABYTE, Declarations, Row
 
-# In place of a test text's name: every client has measured its own model on its own text.
+# In place of a test text's name: every client's own text, on which its own model is evaluated.
 OWN_TEXT = "own"
 
 
 def windows_of_text(text: str, entry: Values) -> str:
-    """Return the name of a test text with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
+    """Return the name of a test text with its measured windows, such as ``ptb: 64 × 128 tokens``.
 
-    ``entry`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
-    ``ptb: first 64 of 900 × 128 tokens``. The windows of the clients' own texts are those of all clients together.
+    ``entry`` is the text's entry of ``perplexity_by_text``. If only some windows were measured, the result is
+    ``ptb: first 64 of 900 × 128 tokens``. Windows of the clients' own texts are counted over all clients.
     """
     windows, total = entry.get("windows"), entry.get("windows_in_text")
     extent = f"first {windows} of {total}" if windows and total and total > windows else windows
@@ -24,16 +24,15 @@ def windows_of_text(text: str, entry: Values) -> str:
 def own_models(round: int) -> str:
     """Return the name of the clients' own language models after ``round``.
 
-    The papers' standalone baseline knows nothing of other clients. From the second round on a client prunes what the
-    server made of all clients' layers.
+    Only in round 1 are they the papers' standalone baseline: from round 2 on a client prunes the merged layers.
     """
     return "standalone" if round == 1 else "clients' own"
 
 
 def tested_on(row: Values) -> str:
-    """Return the text that a round's ``perplexity_global`` was measured on, with its windows.
+    """Return the text of a round's ``perplexity_global``, with its windows; empty if no perplexity was measured.
 
-    That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.
+    It is the first text of ``row``, a row of rounds.jsonl.
     """
     return next((windows_of_text(text, entry) for text, entry in (row.get("perplexity_by_text") or {}).items()), "")
 
@@ -42,9 +41,9 @@ def tested_on(row: Values) -> str:
 
 
 def summary_line(row: Row, metrics: Declarations | None = None) -> str:
-    """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
+    """Return the log's line on a round: replies, metrics of training, costs, metrics of the evaluation.
 
-    ``measures`` are all numbers that there are, by default fedprune's own.
+    ``metrics`` are all declarations, by default fedprune's own.
     """
 
     def words(of_training: bool) -> list[str]:

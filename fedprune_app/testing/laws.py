@@ -1,14 +1,18 @@
-"""The laws that every system keeps, whatever it computes; a plug-in proves them with one line.
+"""The laws that every system must keep; a plug-in tests them with one line.
 
 >>> def test_my_system():
 ...     check_system("my-prox", plugins="my_prox.py")
 
-The laws are those of fedprune's own systems: a run completes and records what is declared; replies hold declared fields
-alone; the same settings give the same models, with clients trained one by one or in cohorts; a run that was killed
-after any round resumes to the same models and records; replies that are late, malformed, not finite, huge, for another
-message or sent twice leave everything as if their clients had not been asked; after the last round every client trains
-once more, those that are held out for the first time; every option is read; no pruned tensor is sent as a dense one.
-All runs are real ones, in this process and on the embedded digits unless ``settings`` say otherwise.
+The laws are those of fedprune's own systems:
+
+* A run completes and records only declared fields; replies have only declared fields.
+* Equal settings give equal models, with clients trained one by one or in cohorts.
+* A run that was killed after any round resumes to the same models and records.
+* Replies that are late, malformed, not finite, huge, for another message or sent twice have no effect.
+* After the last round every client trains once more, held-out clients for the first time.
+* Every option is read, and no pruned tensor is sent as a dense one.
+
+All runs are real ones, in this process, by default on the embedded digits.
 """
 
 import reprlib
@@ -52,7 +56,7 @@ from fedprune_app.testing.runs import (
     run_with,
 )
 
-_ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
+_ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that a rejected reply ends the run with its reason
 _KINDS: Mapping[str, ReplyKind] = {
     MessageType.QUERY: "registration",
     MessageType.TRAIN: "training",
@@ -60,7 +64,7 @@ _KINDS: Mapping[str, ReplyKind] = {
 }
 
 
-_LEAVES_MODEL = type(None)  # what a hook returns that leaves its result in self.model
+_LEAVES_MODEL = type(None)  # the return type of a hook whose result is self.model
 _OF_SERVER: Mapping[str, type] = {
     "state": State,
     "warnings": list,
@@ -83,7 +87,7 @@ _HANDING_ON = ("/fedprune_app/config/", "dataclasses.py", "<string>")  # code th
 
 
 class BrokenLawError(AssertionError):
-    """A system breaks a law; the message says which one, and how."""
+    """Raised by :func:`check_system` with the law that a system breaks, and how."""
 
 
 def check_system(
@@ -93,11 +97,11 @@ def check_system(
     engines: Iterable[str] = (),
     settings: Settings | None = None,
 ) -> None:
-    """Hold a system to all laws, in runs of five clients and three rounds.
+    """Check that a system keeps all laws, in runs of five clients and three rounds.
 
-    ``plugins`` are modules and files that register the system. ``settings`` are keys with values that the system needs
-    beside :data:`QUICK`. On each of the ``engines``, such as "ray", the run has to end with the same models as in this
-    process; that takes some seconds more. Raises :class:`BrokenLawError`.
+    ``plugins`` are modules and files that register the system. ``settings`` are those that the system needs besides
+    :data:`QUICK`. On each of the ``engines``, such as "ray", the run must give the same models as in this process,
+    which takes some seconds more. Raises :class:`BrokenLawError`.
     """
     files = [plugins] if isinstance(plugins, str) else list(plugins)
     with scratch_folder() as folder, simulated_grid.quiet():
@@ -158,7 +162,7 @@ class _Laws:
         )
 
     def replies_are_declared(self) -> None:
-        """Check that replies hold what the client's class declares; a private client's as much as any other's."""
+        """Check that replies have only fields that the client's class declares, with and without privacy."""
         prepared = prepare(RunInputs(self._settings))
         config, client = prepared.config, prepared.system.client
         runs = {config.dp.enabled: self._whole}
@@ -196,7 +200,7 @@ class _Laws:
                 _must(is_same, law, f"{name}.jsonl is another")
 
     def bad_replies_change_nothing(self) -> None:
-        """Bad replies leave everything as if their clients had not been asked, and a reply counts once."""
+        """Check that bad replies have no effect, and that a reply counts once."""
         settings: dict[str, Scalar] = {"deadline-seconds": 5.0, "evaluate-every": ROUNDS}
         with patient_clock():
             without, with_bad = (self._run(settings, grid) for grid in (Failing, Misbehaving))
@@ -211,7 +215,7 @@ class _Laws:
         )
 
     def all_train_in_the_end(self) -> None:
-        """After the last round a client that is held out trains, whom no round may ask, and all others do."""
+        """Check that a held-out client trains only after the last round, and that all others train once more."""
         config = prepare(RunInputs(self._settings)).config
         changes: dict[str, Scalar] = {"holdout-clients": 1, "last-phase": True}
         settings = {key: value for key, value in changes.items() if has_effect(key, config)}
@@ -247,7 +251,7 @@ class _Laws:
 
 @contextmanager
 def _check_returns(system: System) -> Iterator[None]:
-    """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
+    """Within the block, raise ``TypeError`` with the name of a hook that returns a wrong type."""
 
     def checked_hook(owner: type, name: str, kind: type) -> Callable[..., Any]:
         hook = getattr(owner, name)

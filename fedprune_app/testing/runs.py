@@ -1,4 +1,4 @@
-"""Quick runs in this process, and what they left in their folder."""
+"""Quick runs in this process, and their recorded results."""
 
 import json
 import re
@@ -59,7 +59,7 @@ NEEDED: Mapping[str, Settings] = {
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run is what it left in its folder."""
+    """Unchecked access to the records of a run's folder."""
 
     folder: Path
 
@@ -86,13 +86,13 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class ObservedRun(FinishedRun):
-    """An observed run also has the names of the fields of each reply that its server got, by kind of message."""
+    """A run whose replies were observed: the field names of each, by kind of message."""
 
     replies: Mapping[str, list[set[str]]]
 
 
 def listening(grid: type[InProcessGrid], replies: dict[str, list[set[str]]]) -> type[InProcessGrid]:
-    """Return ``grid``, which notes the names of the fields of every reply that is none of its misdeeds."""
+    """Return a subclass of ``grid`` that adds the field names of every reply without error to ``replies``."""
 
     class Listening(grid):  # type: ignore[misc, valid-type]
         def pull_messages(self, message_ids: Any) -> Any:
@@ -116,7 +116,7 @@ def run_with(
 
 
 def cut_after(whole: FinishedRun, round: int, folder: Path) -> Path:
-    """Copy a run's folder as a kill leaves it: checkpoints end with ``round``, and clients are ahead of them."""
+    """Copy a run's folder as if the run was killed: checkpoints end with ``round``, and clients' states are later."""
     copy = Path(shutil.copytree(whole.folder, folder))
     for later in range(round + 1, ROUNDS + 1):
         (copy / "checkpoints" / f"round-{later:05d}.safetensors").unlink()
@@ -125,10 +125,7 @@ def cut_after(whole: FinishedRun, round: int, folder: Path) -> Path:
 
 
 def lasting(recorded: Any) -> Any:
-    """Return records without times, without what a message weighs (one of its fields is a time), and without epsilons.
-
-    A private round that is repeated is charged twice.
-    """
+    """Return records without times, bytes (messages have times) and epsilons (a repeated round is charged twice)."""
     if isinstance(recorded, list):
         return [lasting(entry) for entry in recorded]
     if not isinstance(recorded, dict):
@@ -137,7 +134,7 @@ def lasting(recorded: Any) -> Any:
 
 
 def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Declarations = DECLARATIONS) -> list[str]:
-    """Return the names in recorded ``rows`` that are not declared as ``columns``, or not of the declared kind."""
+    """Return the names in recorded ``rows`` that are not in ``columns``, or not of the declared kind."""
     kinds = {name: kind for kind, names in declared.kinds.items() for name in names}
     names = set(columns)
     return sorted(

@@ -1,8 +1,7 @@
-"""Figures are plain plotly.js traces that say what is drawn; the page decides on colours, theme and size.
+"""All figures of a report, as plotly.js traces; the page sets colours, theme and size.
 
-Every trace says which ``series``
-(index into the groups) it belongs to. The page gives it that series' colour and dash, and hides it with the legend.
-All text is escaped, since plotly reads a little HTML.
+Every trace has its ``series``, an index into the groups. The page draws it in that series' colour and dash, and hides
+it with the legend. All text is escaped, since plotly interprets some HTML.
 """
 
 from fedprune_app.results.columns import epsilon_footnote
