@@ -23,15 +23,18 @@ from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
+    from fedprune_app.results.groups import Group
 
 app = typer.Typer()
-_MOST_TOKENS = 64  # of a text that `predict` continues
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+_MOST_TOKENS = 64  # that `predict` adds to a text
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
     watch: Annotated[
@@ -59,7 +62,7 @@ def report(
 
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write this file: .tex, .csv or .md. Default: print it.")
     ] = None,
@@ -73,7 +76,7 @@ def table(
         bool,
         typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a table for a paper.
 
@@ -81,11 +84,8 @@ def table(
     Each DIR is a run folder, or a folder of run folders.
     """
     from fedprune_app.files import replace_file
-    from fedprune_app.results.groups import group_runs
     from fedprune_app.results.ownership import check_new_file
-    from fedprune_app.results.reader import load_run
-    from fedprune_app.results.report import each_once, run_folders
-    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
+    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, table_text
 
     suffix = ".md" if output is None else output.suffix
     if suffix not in (".tex", ".csv", ".md"):
@@ -93,13 +93,58 @@ def table(
     if output is not None:
         check_new_file(output, force)
     keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
-    groups = group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
-    text = paper_table(suffix, *paper_rows(groups, keys, intervals, best_bold))
+    text = table_text(suffix, *paper_rows(_groups(folders), keys, intervals, best_bold))
     if output is None:
         typer.echo(text, nl=False)
         return
     replace_file(output, text.encode())
     echo(f": {output.resolve()}", "written", "green")
+
+
+@app.command()
+def figure(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR... FIGURE")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file: .pdf, .svg or .png.")],
+    view: Annotated[str, typer.Option("--view", help="A view of the figure, such as Personal. Default: first.")] = "",
+    force: Force = False,
+) -> None:
+    """Write a FIGURE of the report to a file, such as accuracy-by-bytes.
+
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.files import replace_file
+    from fedprune_app.results.ownership import check_new_file
+    from fedprune_app.results.paper import check_figure_file, drawn
+
+    check_figure_file(output)
+    check_new_file(output, force)
+    replace_file(output, drawn(_groups(folders[:-1]), str(folders[-1]), output.suffix[1:], view))
+    echo(f": {output.resolve()}", "written", "green")
+
+
+@app.command()
+def paper(
+    folders: Folders,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the files.")] = Path("paper"),
+    force: Force = False,
+) -> None:
+    """Write what a paper takes from runs.
+
+    The files are a figure, a table, a paragraph on the settings, and references.
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.results.paper import write_paper
+
+    for path in write_paper(_groups(folders), output, force):
+        echo(f": {path.resolve()}", "written", "green")
+
+
+def _groups(folders: Iterable[Path]) -> list[Group]:
+    from fedprune_app.results.groups import group_runs
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.report import each_once, run_folders
+
+    return group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
@@ -131,7 +176,7 @@ def export(
         str,
         typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
     ] = "",
