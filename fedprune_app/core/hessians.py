@@ -231,6 +231,18 @@ class HessianSum:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
         return upper
 
+    def include(self, other: Self, sign: int = 1) -> None:
+        """Add another sum or, with a ``sign`` of -1, take it away again: to the last bit what would never have had it.
+
+        Raises ``ValueError`` for a sum that would be too large to be exact.
+        """
+        self._whole += sign * other._whole
+        self._fraction += sign * other._fraction
+        self.weight += sign * other.weight
+        self.num_added += sign * other.num_added
+        if int(self._whole.abs().max()) > _LARGEST:
+            raise ValueError(f"a sum of Hessians is above {_LARGEST:g}, allowed: at most that")
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the sum as tensors, to be kept: :meth:`of` makes it of them again."""
         counts = torch.tensor([self.weight, self.num_added])

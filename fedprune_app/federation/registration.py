@@ -38,8 +38,9 @@ def register_clients(
     also asks each node that comes until ``startup_seconds`` are over, and again those that it left out, which their
     operators may have mended. A node with data of its own gets its number from the order of the node ids. ``numbers``
     (node id to number) gives the numbers of a run that is resumed; other nodes are then not asked. ``ids`` are the
-    clients of such a run, and any other client is left out. The run is about what most clients say
-    (:meth:`ClientInfo.common`). A client is left out if it fails, says something else, or claims another's number.
+    clients of such a run, or those of ``only-clients``; any other client is left out. The run is about what most
+    clients say (:meth:`ClientInfo.common`). A client is left out if it fails, says something else, or claims another's
+    number.
 
     Raises :class:`TooFewReplies` with the first reason where fewer than ``min_clients`` come or can take part. Where
     none of the first ``min_clients`` can start, the run itself is most likely wrong, so that is raised at once. Raises
@@ -157,7 +158,7 @@ def _select_clients(infos: Iterable[ClientInfo], ids: Collection[int] | None) ->
         if ids is None or info.id in ids:
             candidates.append(info)
         else:
-            errors.append(f"client {info.id} is no part of the run, allowed when resuming: the clients of run.json")
+            errors.append(f"client {info.id} is no part of the run, allowed: only-clients, or when resuming run.json's")
     members, misfits = _select_majority(candidates)
     errors += misfits
     claims = Counter(info.id for info in members)
