@@ -128,6 +128,9 @@ def export(
         str,
         typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
+    imatrix: Annotated[
+        bool, typer.Option("--imatrix", help="Write llama.cpp's importance matrix by kept sums, in place of the model.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
@@ -150,9 +153,13 @@ def export(
 
     if type and not is_gguf(output):
         raise ConfigError("--type", type, "none, since it has no effect", condition=f"with --output {str(output)!r}")
+    if imatrix and (type or not is_gguf(output) or not is_language_model(folder)):
+        raise ConfigError("--imatrix", True, "with RUN of a language model and -o FILE.gguf, without --type")
     if is_language_model(folder):
         check_options(output, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugin)
-        if is_gguf(output):
+        if imatrix:
+            _export_imatrix(folder, output.expanduser(), force)
+        elif is_gguf(output):
             _export_gguf(folder, output.expanduser(), type, force)
         else:
             _export_language_model(folder, output, force)
@@ -180,6 +187,15 @@ def export(
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
     say(f": {output.resolve()}", "exported", "green")
+
+
+def _export_imatrix(folder: Path, output: Path, force: bool) -> None:
+    from fedprune_app.exports.language import export_imatrix
+
+    with console.status(Text(f"writing {output}")):
+        segments = export_imatrix(folder, output, force=force)
+    say(f": {output.resolve()}, of {segments} segments that stayed with their clients", "exported", "green")
+    say(f"llama-quantize --imatrix {output} model.gguf model-q4.gguf Q4_K_M", "use:", "green")
 
 
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:

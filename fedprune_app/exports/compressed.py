@@ -33,7 +33,7 @@ def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> ValueDict:
     one, as a run with these settings makes it, and ``final_sha256`` is that run's. One layer is in memory at a time.
     Raises ``ValueError`` in one line for a run that kept no sums, and for another setting.
     """
-    source = _Source(run, changes)
+    source = SumsRun(run, changes)
     before, now = source.info["config"], source.config.to_dict()
     for key in changes.keys() - {_BITS, *_SHAPE}:
         raise ConfigError(key, changes[key], f"no value here; {', '.join((_BITS, *_SHAPE))} may change")
@@ -50,7 +50,7 @@ def combine(run: Path, clients: Path, out: Path, *, forgets: bool = False) -> Va
     ``final_sha256`` are those of a run of just these clients, with the settings of ``run``. Returns the new run.json.
     Raises ``ValueError`` in one line where the sums cannot be put together or taken apart.
     """
-    source, other = _Source(run, {}), _Source(clients, {})
+    source, other = SumsRun(run, {}), SumsRun(clients, {})
     before, sent = source.info["config"], other.info["config"]
     reason = ""
     if before[_LAYERS]:
@@ -78,7 +78,7 @@ def combine(run: Path, clients: Path, out: Path, *, forgets: bool = False) -> Va
     return source.make(out, sums, None, said, keeps_sums=True)
 
 
-class _Source:
+class SumsRun:
     """A completed run whose sums are there, and the settings and tools with which a model is made of them."""
 
     def __init__(self, run: Path, changes: Mapping[str, Scalar]) -> None:

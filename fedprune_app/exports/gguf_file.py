@@ -71,6 +71,28 @@ def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | 
     return layout.most
 
 
+def write_imatrix(model: LanguageModel, path: Path, squares: Mapping[str, tuple[Tensor, int]], length: int) -> None:
+    """Write llama.cpp's importance matrix of ``model`` to the GGUF file ``path``.
+
+    By the name of a matrix ``squares`` has its inputs' sums of squares (in,) and the number of segments that these are
+    over, of ``length`` tokens. Source: ``save_imatrix`` in llama.cpp's tools/imatrix. Errors are as in
+    :func:`write_gguf`.
+    """
+    layout = _Layout(model, "", {})
+    writer = layout.gguf.GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["texts of clients that stayed with them"])
+    writer.add_uint32("imatrix.chunk_count", max(count for _, count in squares.values()))
+    writer.add_uint32("imatrix.chunk_size", length)
+    for name, (total, count) in squares.items():
+        writer.add_tensor(f"{layout.name(name)}.in_sum2", total.float().numpy()[None])
+        writer.add_tensor(f"{layout.name(name)}.counts", np.array([[count * length]], dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 class _Layout:
     """The layout says where in a file, and how, each tensor of a model goes."""
 

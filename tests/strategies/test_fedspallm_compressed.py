@@ -290,3 +290,34 @@ def test_a_client_that_sends_again_elsewhere_is_forgotten_and_joins_to_the_same_
     assert forgotten["final_sha256"] == here[0, 2].info["final_sha256"]
     joined = combine(here[0, 2].folder, tmp_path / "client", tmp_path / "joined")
     assert joined["final_sha256"] == here[()].info["final_sha256"]
+
+
+@pytest.mark.parametrize("more", [{}, {"fedspallm_hessian_form": "diagonal"}, {"fedspallm_pattern": "cut"}], ids=str)
+def test_an_importance_matrix_has_the_squares_of_all_clients_inputs(alone, fedprune, tmp_path, more):
+    tiny(tmp_path / "llm")
+    result = alone(model=str(tmp_path / "llm"), **more)
+    code, said = fedprune("export", result.folder, "-o", "texts.gguf", "--imatrix")
+    assert (code, "of 12 segments" in said) == (0, True), said
+    reader = GGUFReader(tmp_path / "texts.gguf")
+    assert reader.fields["general.type"].contents() == "imatrix"
+    assert [reader.fields[f"imatrix.{key}"].contents() for key in ("chunk_count", "chunk_size")] == [12, 16]
+    found = {each.name: each.data for each in reader.tensors}
+    export_gguf(result.folder, tmp_path / "model.gguf")
+    matrices = {each.name: each for each in GGUFReader(tmp_path / "model.gguf").tensors if "_norm" not in each.name}
+    for name, matrix in matrices.items():
+        if name.startswith("blk."):  # as llama.cpp quantizes: a weight for each input
+            assert found[f"{name}.in_sum2"].shape == (1, matrix.shape[0]), name
+            assert found[f"{name}.counts"].tolist() == [[12 * 16]]
+    model, total = LanguageModel(tmp_path / "llm"), 0.0
+    for partition in range(3):
+        segments = FedSpaLLMClient(result.config, Place(partition, 3, tmp_path)).segments()[0]
+        total += model.layer(0, model.layer_tensors(0)).input_layernorm(model.embed(segments, 4)).square().sum((0, 1))
+    squares = torch.from_numpy(found["blk.0.attn_q.weight.in_sum2"].copy())[0]
+    torch.testing.assert_close(squares, total, rtol=1e-4, atol=1e-4)
+
+
+def test_an_importance_matrix_needs_kept_sums_and_a_gguf_file(run, fedprune):
+    folder = run(fedspallm_keep_sums=False).folder
+    assert fedprune("export", folder, "-o", "x.gguf", "--imatrix")[0] == 2
+    code, said = fedprune("export", folder, "-o", "x", "--imatrix")
+    assert (code, "--imatrix is true, allowed:" in said) == (2, True), said
