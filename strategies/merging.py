@@ -125,7 +125,9 @@ class Compression:
         found = {}
         for name, total in sums.items():
             hessian = total.matrix().to(self.dense.device)
-            if self.config.dp.enabled:
+            if self.options.hessian_form == "diagonal":
+                hessian.clamp_(min=0)  # what noise took below
+            elif self.config.dp.enabled:
                 std = self.std * math.sqrt(total.num_added) / max(1, total.weight)
                 hessian = hessians.denoised(hessian, std)
             found[name] = hessians.shrunk(hessian, self.options.shrinkage())

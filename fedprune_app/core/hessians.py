@@ -119,11 +119,18 @@ class ClippedMoments:
 
     A sequence with T tokens adds ``1/T Σ_t x_t x_tᵀ / ‖x_t‖²``, scaled down where its Frobenius norm is above
     ``clip_norm``. Each token counts alike, so that the same norm fits every layer: no sequence's is above 1. A sequence
-    with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation.
+    with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation. With
+    ``by_diagonal`` it is the diagonal's norm that is at most ``clip_norm``, for those who release nothing else.
     """
 
-    def __init__(self, num_inputs: int, device: torch.device | str = "cpu", clip_norm: float = 1.0) -> None:
-        self.clip_norm = clip_norm
+    def __init__(
+        self,
+        num_inputs: int,
+        device: torch.device | str = "cpu",
+        clip_norm: float = 1.0,
+        by_diagonal: bool = False,
+    ) -> None:
+        self.clip_norm, self.by_diagonal = clip_norm, by_diagonal
         self.matrix = torch.zeros(num_inputs, num_inputs, device=device)  # the sum (in, in)
 
     def add(self, inputs: Tensor) -> None:
@@ -136,6 +143,8 @@ class ClippedMoments:
         factors = tokens if tokens.shape[1] <= tokens.shape[2] else tokens.mT
         chunk_size = max(1, _PRODUCTS // factors.shape[1] ** 2)
         sizes = torch.cat([(chunk @ chunk.mT).flatten(1).norm(dim=1) for chunk in torch.split(factors, chunk_size)])
+        if self.by_diagonal:
+            sizes = tokens.square().sum(dim=1).norm(dim=1)
         # A norm of 0 is that of a sequence that adds nothing.
         shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
         rows = (tokens * shares[:, None, None]).flatten(0, 1)
