@@ -96,7 +96,7 @@ gallery: $(DEV_STAMP)
 lock: $(DEV_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/lock.py
 
-BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gallery_rows.py gpu.py groups.py llm_speed.py mask_likeness.py smollm.py zero_shot.py),$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gallery_rows.py gpu.py groups.py llm_speed.py mask_likeness.py one_upload.py smollm.py zero_shot.py),$(wildcard benchmarks/*.py))
 benchmarks: $(DEV_STAMP)
 	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 

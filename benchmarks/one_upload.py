@@ -5,8 +5,8 @@
 
 ``run`` goes on where it stopped, with the steps that decide claims first. A step is `fedprune run`, `fedprune compress`
 or, for comparison, rounding to nearest on the same grids: GPTQ with the unit matrix for a Hessian. The claims stood
-here before the first run, with three seeds. Each compares logarithms of perplexities; Student's t interval decides
-it. Two more of the model cut to 0.7, recovered, in 4 bits were decided by a measurement of its file: at most 0.14 of the
+here before the first run, with three seeds. Each compares logarithms of perplexities; Student's t interval decides it.
+Two more of the model cut to 0.7, recovered, in 4 bits are decided by a measurement of its file: at most 0.14 of the
 dense float32 file's bytes, and at least 4 times as many tokens a second in llama.cpp.
 """
 

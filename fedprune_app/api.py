@@ -34,7 +34,6 @@ from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.models.saving import load_packed
-from fedprune_app.models.sparse import sparsify
 from fedprune_app.preflight.given import Given, Placement, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import Run
@@ -56,7 +55,6 @@ __all__ = [
     "predict",
     "report",
     "run",
-    "sparsify",
     "sweep",
 ]
 
@@ -326,9 +324,9 @@ def export(
 ) -> Path:
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
-    The ``format`` is safetensors, sparse or onnx; by default the suffix of ``output`` says it. A file of
+    The ``format`` is safetensors or onnx; by default the suffix of ``output`` says it. A file of
     safetensors is read by :func:`load_model`. For a language model, or a checkpoint of transformers in place of a run,
-    the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
+    the format is packed, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
     ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.
     """
     from fedprune_app.exports.formats import check_options, export_model, format_of, is_language_model, pack_model

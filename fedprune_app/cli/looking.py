@@ -122,7 +122,7 @@ def export(
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
-        typer.Option("--format", help="safetensors, sparse, onnx or gguf. Default: as the file's suffix says."),
+        typer.Option("--format", help="safetensors or onnx; packed or gguf. Default: as the file's suffix says."),
     ] = "",
     type: Annotated[
         str,
@@ -145,8 +145,7 @@ def export(
 
     RUN is the folder of a completed run.
     The command prints what the model saves, compared with the dense model.
-    With a format of sparse, a CPU computes with the kept weights alone.
-    For a language model the format is sparse, or gguf for llama.cpp and Ollama.
+    For a language model the format is packed, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
     from fedprune_app.exports.formats import check_options, export_model, format_of, is_gguf, is_language_model
@@ -203,15 +202,8 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
 
     with console.status(Text(f"packing {folder}")):
         packed_model = pack_model(folder, output.expanduser(), force=force)
-    dense, sparse = packed_model.dense, packed_model.sparse
-    rows = [
-        ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
-        ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
-        ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
-    ]
-    table = _costs(f"density {packed_model.density:.2f}", "sparse", rows)
-    table.add_row("sparse linear layers", "0", str(packed_model.sparse_layers), f"of {packed_model.layers}")
-    Terminal().print(table)
+    rows = [("bytes on disk", packed_model.dense_bytes, packed_model.packed_bytes, ",.0f")]
+    Terminal().print(_costs(f"density {packed_model.density:.2f}", "packed", rows))
     say(f": {output.resolve()}", "exported", "green")
 
 

@@ -38,7 +38,6 @@ from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
-from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import (
     Build,
     architecture,
@@ -140,14 +139,11 @@ def read_export_info(path: str | PathLike[str]) -> ExportInfo:
         return _read(Path(path))[0]
 
 
-def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse: bool = False) -> nn.Module:
+def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.Module:
     """Load the exported network on the CPU, in evaluation mode, with the logits of the model that was exported.
 
     A network of a plug-in is made by ``build(image_shape, num_classes)``, the plug-in's own function; where a plug-in
     registered the network under a name, it is enough to import the plug-in.
-
-    With ``sparse``, linear layers compute with their kept weights alone where that is faster on this machine, see
-    :func:`~fedprune_app.models.sparse.sparsify`.
 
     Pruned weights are zeros, and removed channels are not there. The file may come from a stranger: everything is
     checked before memory is taken for it, and the memory is never more than the full network would need. Raises a
@@ -165,10 +161,7 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
         # the values, and one byte per element of a mask
         num_bytes = sum(codec.counted(tensor.shape) * (tensor.element_size() + 1) for tensor in full.values())
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(num_bytes, MAX_FILE_BYTES))
-        network = network_of(info, payload, build)
-    if sparse:
-        sparsify(network)
-    return network
+        return network_of(info, payload, build)
 
 
 def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -> nn.Module:

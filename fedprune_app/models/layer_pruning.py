@@ -116,7 +116,8 @@ def input_matrices(
     """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
 
     With ``clip_norm`` they are :class:`ClippedMoments`, clipped as ``by_diagonal`` says. Matrices that are given one
-    tensor share a Hessian, under the name of the first of them. The module and the hidden states (sequences, length, width) stay as they are.
+    tensor share a Hessian, under the name of the first of them. The module and the hidden states (sequences, length,
+    width) stay as they are.
     """
     kind: Kind = Hessian
     if clip_norm is not None:

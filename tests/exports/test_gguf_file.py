@@ -207,7 +207,7 @@ def test_the_command_writes_the_file_and_says_how_to_use_it(fedprune, tmp_path, 
     for arguments, says in (
         ((path,), "exists, allowed: a new file"),
         ((tmp_path / "a.gguf", "--type", "Q3_K"), "--type is 'Q3_K'"),
-        ((tmp_path / "a.gguf", "--format", "sparse"), "--format is 'sparse'"),
+        ((tmp_path / "a.gguf", "--format", "packed"), "--format is 'packed'"),
         ((tmp_path / "a", "--type", "Q8_0"), "--type is 'Q8_0'"),
         ((tmp_path / "a.gguf", "--client", "1"), "--client is 1"),
     ):
