@@ -1,7 +1,8 @@
 """The data behind "What you can make of one upload" on docs/smollm.md: models from sums that clients sent once.
 
     python benchmarks/one_upload.py run --texts texts/articles --model MODEL.gguf --out runs/one-upload
-    python benchmarks/one_upload.py add runs/one-upload       # the rows of finished models
+    python benchmarks/one_upload.py add runs/one-upload       # the rows of finished models, and the tables of the page
+    python benchmarks/one_upload.py write                     # the tables alone
 
 ``run`` goes on where it stopped, with the steps that decide claims first. A step is `fedprune run`, `fedprune compress`
 or, for comparison, rounding to nearest on the same grids: GPTQ with the unit matrix for a Hessian. The claims stood
@@ -24,8 +25,8 @@ from math import log
 from pathlib import Path
 
 import torch
-from _rows import append_rows, read_rows
-from smollm import SEEDS, verdict
+from _rows import append_rows, as_csv, read_rows, with_tables
+from smollm import PAGE, SEEDS, verdict
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.files import replace_file
@@ -233,6 +234,7 @@ def rows_of(model: Model, seed: int, out: Path) -> list[dict[str, str]]:
             perplexity = {text: each["global"] for text, each in measured.items()}
     sent = load_run(out / f"{next(name for name in UPLOADS if _comes_from(model, name))}-{seed}")
     megabytes = sum(each["bytes_up"] for each in sent.rounds) / MEGABYTE / len(sent.info["partition"])
+    size = file.stat().st_size if (file := folder / "model.gguf").exists() else 0
     return [
         {
             "model": model.name,
@@ -241,6 +243,7 @@ def rows_of(model: Model, seed: int, out: Path) -> list[dict[str, str]]:
             "seed": str(seed),
             "text": text,
             "perplexity": f"{value:.3f}",
+            "megabytes_of_file": f"{size / MEGABYTE:.1f}" if size else "",
             "megabytes_of_a_client": f"{megabytes:.1f}",
             "minutes": f"{seconds / 60:.1f}",
             "final_sha256": info.get("final_sha256", ""),
@@ -292,6 +295,33 @@ def claims_table() -> str:
     return "\n".join(lines)
 
 
+def models_table() -> str:
+    """What seed 0's sums gave: perplexities by text, the file's size, and what a client sent."""
+    rows = [row for row in read_rows(DATA) if row["seed"] == "0"]
+    texts = sorted({row["text"] for row in rows}, reverse=True)
+    lines = [
+        f"| model | bits | MB of the file | {' | '.join(texts)} | MB that a client sent |",
+        f"| --- | ---: | ---: |{' ---: |' * len(texts)} ---: |",
+    ]
+    for model in MODELS:
+        of_text = {row["text"]: row for row in rows if row["model"] == model.name}
+        if of_text:
+            row = next(iter(of_text.values()))
+            said = model.shape + ("" if model.changes or not model.source else ", rounded to nearest")
+            numbers = [f"{float(of_text[text]['perplexity']):.1f}" for text in texts]
+            cells = [said, row["bits"], row["megabytes_of_file"] or "–", *numbers, row["megabytes_of_a_client"]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"one-upload": models_table, "one-upload-claims": claims_table}
+
+
+def written(page: str) -> str:
+    """The page with its tables made anew."""
+    return with_tables(page, "|".join(TABLES), lambda name: TABLES[name]())
+
+
 def main() -> None:
     """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -304,12 +334,16 @@ def main() -> None:
     running.add_argument("--seeds", type=int, default=SEEDS)
     adding = commands.add_parser("add", help="add the rows of finished models")
     adding.add_argument("out", type=Path)
+    commands.add_parser("write", help="write the tables of the page")
     asked = parser.parse_args()
     if asked.command == "run":
         given = {"data-dir": str(asked.texts.absolute()), "model": str(asked.model.absolute())}
         run(asked.out, given, asked.only, asked.seeds)
-    else:
+        return
+    if asked.command == "add":
         print(f"{add(asked.out)} rows added")
+    ALL_CLAIMS.write_text(as_csv(claims_table()))
+    PAGE.write_text(written(PAGE.read_text()))
 
 
 if __name__ == "__main__":
