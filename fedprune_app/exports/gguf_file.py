@@ -168,13 +168,13 @@ class _Layout:
         """Return a tensor as it is in the file."""
         unit_dim = _UNITS.get(_part(name))
         shape = [self.units if dim == unit_dim else size for dim, size in enumerate(tensor.shape)]
+        kind = self.kind(name, tensor)
+        if shape[-1] % self.gguf.GGML_QUANT_SIZES[kind][0]:
+            raise self._refused(f"of type {kind.name}: '{name}' has rows of {shape[-1]} weights, allowed: n x 32")
         if name in self.codes:
             data = self.codes[name][1].numpy()
         else:
-            values, kind = _padded(tensor.float().numpy(), shape), self.kind(name, tensor)
-            if shape[-1] % self.gguf.GGML_QUANT_SIZES[kind][0]:
-                raise self._refused(f"of type {kind.name}: '{name}' has rows of {shape[-1]} weights, allowed: n x 32")
-            data = self.gguf.quants.quantize(values, kind)
+            data = self.gguf.quants.quantize(_padded(tensor.float().numpy(), shape), kind)
         data = _padded(data, [shape[0], *data.shape[1:]])  # bytes of 0 are weights of 0
         return np.ascontiguousarray(self._turned(name, data, (2, -1)))
 
