@@ -166,8 +166,10 @@ def spent(found: Mapping[str, Mapping[int, Sequence[tuple[float, float, float]]]
     for number, (label, rounds) in enumerate(found.items()):
         means = [[sum(values) / len(values) for values in zip(*seeds, strict=True)] for seeds in rounds.values()]
         epsilon, megabytes, received = zip(*means, strict=True)
-        for panel, spending in zip(panels, (epsilon, megabytes), strict=True):
-            panel.plot(spending, received, marker="o", markersize=4, color=COLOURS[number % len(COLOURS)], label=label)
+        for panel, planned_releases in zip(panels, (epsilon, megabytes), strict=True):
+            panel.plot(
+                planned_releases, received, marker="o", markersize=4, color=COLOURS[number % len(COLOURS)], label=label
+            )
     panels[0].set_xlabel("largest ε of a client")
     panels[1].set_xlabel("MB of training, both ways")
     panels[0].set_ylabel("received model, accuracy, %")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedprune_app.core.aggregate import MaskedMean
-from fedprune_app.core.cohort import work_in_cohort
+from fedprune_app.core.cohort import run_cohort
 from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.core.masks import prune_and_grow, random_masks
 from fedprune_app.core.payload import Payload
@@ -73,7 +73,7 @@ class Trained:
         works = [partial(self._train, number, recorder) for number in range(clients)]
         most = 1 << 62 if cohort else 0
         with patch.object(training, "MOST_FLOPS", most), patch.object(training, "MOST_PARAMETERS", most):
-            found = dict(work_in_cohort(works))
+            found = dict(run_cohort(works))
         return [found[number] for number in range(clients)]
 
     def _train(self, number: int, recorder: CudaGraphs | None) -> Tensor:

@@ -15,7 +15,7 @@ from _turns import Steps, clock_of, in_turns, measure_each, print_ratios, step_a
 from local_step import bare_loop
 from torch import nn
 
-from fedprune_app.core.cohort import work_in_cohort
+from fedprune_app.core.cohort import run_cohort
 from fedprune_app.core.rng import generator
 from fedprune_app.learning import training
 from fedprune_app.learning.train import train
@@ -43,7 +43,7 @@ def cohort(steps: Steps, size: int, **how: Any) -> Callable[[], object]:
 
     def run() -> None:
         with patch.object(training, "MOST_FLOPS", most), patch.object(training, "MOST_PARAMETERS", most):
-            list(work_in_cohort(works))
+            list(run_cohort(works))
 
     return run
 

@@ -54,9 +54,9 @@ from matplotlib.figure import Figure
 from scipy.special import stdtr, stdtrit
 
 from fedprune_app.config import DEFAULTS, OPTIONS
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.results.differences import Difference, Paired, difference
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.sweeps.matrix import matrix_of
 
@@ -74,7 +74,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-MEASURES = ("personal", "received")
+DECLARATIONS = ("personal", "received")
 LAST = ("last_phase", "last_megabytes_down", "last_megabytes_up", "last_teraflops")
 """More columns of runs whose clients all train once more in the end; clients have the first one."""
 
@@ -170,7 +170,7 @@ def add(name: str, folders: Iterable[Path]) -> int:
         known.add((row["settings"], row["seed"]))
         key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
         last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
-        measures = (*MEASURES, LAST[0]) if run.config.get("last-phase") else MEASURES
+        measures = (*DECLARATIONS, LAST[0]) if run.config.get("last-phase") else DECLARATIONS
         clients = [
             {**key, "client": str(each["partition"]), **{name: _number(each[f"accuracy_{name}"]) for name in measures}}
             for each in run.clients
@@ -217,7 +217,7 @@ def missing(name: str, path: Path) -> list[tuple[Any, int, str]]:
     known = {(row["settings"], row["seed"]) for row in read(name)}
     asked = product(document["systems"], document["datasets"], document["seeds"])  # the order of the cells
     found = []
-    for (system, _, seed), cell in zip(asked, matrix.cells(Given(out=path.parent)), strict=True):
+    for (system, _, seed), cell in zip(asked, matrix.cells(RunInputs(out=path.parent)), strict=True):
         settings = json.dumps(settings_of(cell.config.to_dict()), sort_keys=True)
         if (settings, str(seed)) not in known:
             found.append((system, seed, settings))

@@ -32,7 +32,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.files import replace_file
 from fedprune_app.learning.device import device_of, prepare_torch
 from fedprune_app.learning.language_models import language_model, perplexities
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.differences import Difference, Paired, difference
 from fedprune_app.results.measures import MEGABYTE

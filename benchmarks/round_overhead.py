@@ -53,7 +53,7 @@ from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import run
 
@@ -179,7 +179,7 @@ def bare_block(pipes: Sequence[Connection], num_rounds: int) -> dict[str, list[f
 def run_block(engine: str, config: Config, options: argparse.Namespace, console: Console) -> list[float]:
     """Seconds of the rounds of one run in a folder of its own."""
     folder = Path(config.out_dir)
-    prepared = prepare(Given(config.to_dict()), Placement(engine, options.clients, options.workers))
+    prepared = prepare(RunInputs(config.to_dict()), Placement(engine, options.clients, options.workers))
     run(prepared, folder, console)
     rows = _rows(folder / "rounds.jsonl")
     for row in rows:

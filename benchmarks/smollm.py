@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from fedprune_app.data.text import calibration_documents, perplexity_texts
 from fedprune_app.results.differences import Difference, Paired, difference
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
 
 ROOT = Path(__file__).parents[1]

@@ -1,8 +1,8 @@
-"""The client half that all image systems share: local training, what it costs, and the evaluation of its models.
+"""The client half that all image systems share: local training, its costs, and the evaluation of its models.
 
-A system overrides what differs: where training starts (:meth:`ImageClient.begin`), what happens between epochs and
-after the last (:meth:`ImageClient.local_update`), and for which model the client answers
-(:meth:`ImageClient.personal_model`). Each of them is given the task, which says what is asked, and the client's state.
+A system overrides what differs: the start of training (:meth:`ImageClient.begin`), the training and the update
+(:meth:`ImageClient.local_update`), and the model that the client evaluates (:meth:`ImageClient.personal_model`). Each
+method has the message as a :class:`Task`, and the client's state.
 """
 
 import json
@@ -15,16 +15,16 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from clients.context import NodeContext
 from clients.images import SAID_OF_IMAGES, Images
 from clients.node import Node, ReplyFields
-from clients.place import Place
-from clients.privacy import Dependencies, Spending, own_settings
+from clients.privacy import Dependencies, PlannedReleases, own_settings
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
@@ -32,14 +32,14 @@ from fedprune_app.files import replace_file
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.evaluate import Evaluation, evaluate
 from fedprune_app.learning.sgd import SGD
-from fedprune_app.learning.train import HowToTrain, train
+from fedprune_app.learning.train import TrainingSettings, train
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names, trains_on_one
 
 
 def sgd(config: Config, dataset: Dataset, learning_rate: float, **fields: Any) -> SGD:
-    """Return the run's settings of SGD with this learning rate; ``fields`` are others."""
+    """Return the run's settings of SGD with this learning rate and other ``fields``."""
     can_train_on_one = trains_on_one(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
     steps = config.steps_per_epoch
     return SGD(
@@ -48,7 +48,7 @@ def sgd(config: Config, dataset: Dataset, learning_rate: float, **fields: Any) -
 
 
 class Costs:
-    """The costs of a client with so many examples to train on."""
+    """Computing costs of a client with ``num_examples`` examples to train on."""
 
     def __init__(self, config: Config, dataset: Dataset, num_examples: int) -> None:
         self.config, self.dataset, self.num_examples = config, dataset, num_examples
@@ -59,18 +59,18 @@ class Costs:
         return layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
 
     def training(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
-        """Return the FLOPs of training for so many epochs, by default a round's, under these masks."""
+        """Return the FLOPs of training for ``epochs``, by default a round's, under these masks."""
         return training_flops(self.by_layer, self.examples(epochs), masks)
 
     def gradient(self, num_examples: int) -> float:
-        """Return the FLOPs of one dense gradient of so many examples."""
+        """Return the FLOPs of one dense gradient of ``num_examples`` examples."""
         return training_flops(self.by_layer, num_examples)
 
     def examples(self, epochs: int | None = None) -> int:
-        """Return how many examples so many epochs take, by default a round's, counting one as often as it is taken.
+        """Return the number of examples in ``epochs``, by default a round's; a repeated example counts each time.
 
-        The batches of a private step differ in size. Their expected size is counted, which is public. A group counts as
-        if it had dp.group-limit examples: its size is private.
+        Sizes of private batches vary, so their expected size counts, which is public. A group counts as
+        ``dp.group-limit`` examples, since its size is private.
         """
         config, settings = self.config, sgd(self.config, self.dataset, self.config.learning_rate)
         per_epoch = settings.examples_per_epoch(self.num_examples)
@@ -87,7 +87,7 @@ Scores = dict[str, float | None]
 
 
 def remembered_scores(path: Path, digest: str) -> Scores | None:
-    """Return the scores in a file, if they are of what has this digest; None if not, or if it is damaged."""
+    """Return the scores in a file; None if its digest differs, or if it is damaged."""
     try:
         content = json.loads(path.read_text())
         check_json(content)
@@ -97,25 +97,25 @@ def remembered_scores(path: Path, digest: str) -> Scores | None:
 
 
 def remember_scores(path: Path, digest: str, scores: Mapping[str, float | None]) -> None:
-    """Write scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
+    """Write scores to a file. A full disk leaves the file unchanged, since it must not stop an evaluation."""
     with suppress(OSError):
-        content = json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode()
+        content = json.dumps(json_with_digest({"digest": digest, "scores": dict(scores)})).encode()
         replace_file(path, content, durable=False, private=True)
 
 
 @dataclass(frozen=True)
 class Update:
-    """An update is the outcome of a local update: what is sent, what is kept, and how training went."""
+    """Outcome of local training: the payload to send, the state to keep, and the training's result and cost."""
 
     payload: Payload
     state: State
     training: TrainingResult
     flops: float  # of the whole local phase
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # more to tell the server
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # further fields of the reply
 
 
-class LocalTraining(HowToTrain, total=False):
-    """These are the arguments of :meth:`ImageClient.train` beside the task, for systems that pass them on."""
+class LocalTraining(TrainingSettings, total=False):
+    """Keyword arguments of :meth:`ImageClient.train`, for systems that pass them on."""
 
     role: str
     epochs: int | None
@@ -124,19 +124,19 @@ class LocalTraining(HowToTrain, total=False):
 
 
 class ImageClient(Node):
-    """An image client trains a network on its own images, and answers for one personal model.
+    """Base class of clients that train a network on their own images and evaluate one personal model.
 
-    * ``data``, a part of ``dataset``: what it trains, decides and is tested on; ``images`` says more of them.
-    * ``model``: the network that is at work. At first it is the run's initial model, the same on every client and on
-      the server, since it is drawn from the run's seed alone.
-    * ``origin``: which network that is, by its name, and the dataset's name, image shape and number of classes.
+    * ``data``: the client's part of ``dataset``, for training, validation and test; ``images`` describes it.
+    * ``model``: the network whose tensors are loaded now. At first it is the run's initial model, the same on every
+      client and on the server, since only the run's seed draws it.
+    * ``origin``: the network's name, and the dataset's name, image shape and number of classes.
     * ``shared``: the names of the tensors that travel; ``prunable``: those of convolutions' and linear layers' weights.
     * ``sizes``: the number of elements of each parameter, by name.
-    * ``costs``: what training costs.
+    * ``costs``: the computing costs of training.
     """
 
     state_waits_for_checkpoint = True
-    # the model whose validation accuracy picks the best round: "personal", "received" or "global"
+    # the model whose validation accuracy selects the best round: "personal", "received" or "global"
     validates = "personal"
     declares: ClassVar = SAID_OF_IMAGES | ReplyFields(
         training=frozenset({"density", "flops", "loss"}),
@@ -151,11 +151,11 @@ class ImageClient(Node):
         only_when_private=frozenset({"accuracy-noise"}),
     )
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.images = self.local_images()
         self.dataset, self.data = self.images.dataset, self.images.data
-        self.kept_facts = self.images.facts_to_keep()
+        self.kept_properties = self.images.properties_to_keep()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.origin = config.model, config.dataset, shape, num_classes
         self.model = initial_model(*self.origin, init=config.init, seed=config.seed)
@@ -165,26 +165,26 @@ class ImageClient(Node):
         self.unshared = {name: tensor for name, tensor in initial.items() if name not in self.shared}
         self.prunable = vision.prunable_names(self.model)
         self.costs = Costs(config, self.dataset, self.num_examples)
-        self.tested = Evaluation(0, 0, 0.0)  # the last test of a model, as it was counted
+        self.tested = Evaluation(0, 0, 0.0)  # the last evaluation, before noise
         self.privacy = self.open_privacy(self.images.record_digests, config.partition)
 
     def local_images(self) -> Images:
-        """Return what the client learns from, decides by and is tested on."""
-        return Images(self.config, self.place, self.device)
+        """Return the client's data for training, validation and test."""
+        return Images(self.config, self.context, self.device)
 
     @property
     def num_examples(self) -> int:
         return self.images.sizes["train"]
 
-    def introduction(self) -> dict[str, Any]:
-        return {**super().introduction(), **self.images.introduction()}
+    def registration(self) -> dict[str, Any]:
+        return {**super().registration(), **self.images.registration()}
 
     def message_schema(self) -> Schema:
-        """Describe a dense model."""
+        """Return the schema of a dense model."""
         return Schema.like(vision.named_tensors(self.model))
 
     def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
-        """Describe a payload of the shared tensors, with masks for the tensors in ``masked``."""
+        """Return the schema of the shared tensors, with masks for the tensors in ``masked``."""
         tensors = vision.named_tensors(self.model)
         return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
 
@@ -197,13 +197,10 @@ class ImageClient(Node):
     def check_state(self, round: int) -> None:
         self.images.check_kept(self.store.read(round).meta)
 
-    # --- what a system says -------------------------------------------------------------------------------------
+    # --- what a system overrides --------------------------------------------------------------------------------
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """Return the tensors that local training starts from.
-
-        They are what was received, and what is the client's own (local norms).
-        """
+        """Return the tensors that local training starts from: the received ones and the client's own (local norms)."""
         return {**state.group("weights"), **task.payload.tensors}
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
@@ -211,33 +208,30 @@ class ImageClient(Node):
         return {}
 
     def local_update(self, task: Task, state: State) -> Update:
-        """Train from :meth:`begin`, send the shared tensors, and keep all of them."""
+        """Train from :meth:`begin`, send the shared tensors, and keep all tensors."""
         return self.dense_update(task, state, self.shared)
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        """Return what was sent in the coordinates of the model, as an onlooker reads it who knows the task.
+        """Return the sent payload in the model's coordinates, as an observer who knows the message reads it.
 
-        Masks say which coordinates were sent. The others are as in ``before``, the model before training. By default
-        it is what was sent.
+        Masks mark the coordinates that were sent. The others are as in ``before``, the model before training. By
+        default it is the payload itself.
         """
         return sent
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        """Return the model for which the client answers.
-
-        It is its last local one, or where training would start if the client never trained.
-        """
+        """Return the client's own model: its last local one, or the start of training if it never trained."""
         return state.group("weights") or self.begin(task, state)
 
     @classmethod
     def names_from_server(
         cls, config: Config, names: Iterable[str], prunable: Iterable[str], trained_in: int
     ) -> list[str]:
-        """Return the names of a personal model's tensors that are the server's; by default there are none."""
+        """Return the names of a personal model's tensors that come from the server; by default none."""
         return []
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """Return accuracies of what was received: as this client would start from it, and as it is for all."""
+        """Return accuracies of the received model: as this client would start from it, and unchanged."""
         begin, masks = {**self.local_norms(state), **self.begin(task, state)}, self.masks(task, state)
         scores = {"accuracy-received": self.test_accuracy(task, begin, masks)}
         if self.validates == "received":
@@ -249,9 +243,11 @@ class ImageClient(Node):
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
-    def spending(self) -> Spending:
-        """Plan personal, received and validation accuracy, and the global one where masks make it another."""
-        return Spending(self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks))
+    def planned_releases(self) -> PlannedReleases:
+        """Plan personal, received and validation accuracy, and the global one if masks make it different."""
+        return PlannedReleases(
+            self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks)
+        )
 
     # --- local work ---------------------------------------------------------------------------------------------
 
@@ -264,7 +260,7 @@ class ImageClient(Node):
     def train_from_start(
         self, task: Task, state: State, **how: Unpack[LocalTraining]
     ) -> tuple[TrainingResult, dict[str, Tensor]]:
-        """Train from :meth:`begin`, and return how training went and all tensors after it."""
+        """Train from :meth:`begin`, and return the training's result and all tensors after it."""
         vision.load_state_tensors(self.model, self.begin(task, state))
         result = self.train(task, **how)
         return result, vision.state_tensors(self.model, include_buffers=True)
@@ -277,12 +273,12 @@ class ImageClient(Node):
         epochs: int | None = None,
         learning_rate: float | None = None,
         depends_on: object = None,
-        **how: Unpack[HowToTrain],
+        **how: Unpack[TrainingSettings],
     ) -> TrainingResult:
-        """Train the model as it is, with the run's settings and the randomness of this role, client and round.
+        """Train the loaded model with the run's settings and the randomness of this role, client and round.
 
-        ``depends_on`` is what else the training depends on, beside the payloads of the task. Private noise is other
-        noise where this is other.
+        ``depends_on`` is anything else that determines the training besides the task's payloads. Seeded private noise
+        differs if it differs.
         """
         config = self.config
         settings = sgd(
@@ -321,7 +317,7 @@ class ImageClient(Node):
             private=private,
             device=self.device,
             precision=config.precision,
-            # on a GPU the bits of a cohort depend on who is in it, and that on which client comes first
+            # on a GPU a cohort's bits depend on its clients, and these on which client comes first
             grouped=config.training_form == "grouped" and not (config.deterministic and self.device.type == "cuda"),
             recorder=recorder_of(config, self.device),
             **how,
@@ -331,11 +327,10 @@ class ImageClient(Node):
         return result
 
     def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
-        """Return the accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None without images.
+        """Return the loaded model's accuracy in [0, 1] on ``validation`` or ``test``; None without images.
 
-        ``decides`` says that something that is released depends on the accuracy. With ``dp.enabled`` it is then always
-        a noised count, and charged. A mere evaluation is what ``dp.accuracies`` says, and None where the budget does
-        not bear it.
+        ``decides`` means that a release depends on the accuracy: with ``dp.enabled`` it is then always a noised count,
+        and charged. Otherwise ``dp.accuracies`` applies, and the result is None where the budget cannot pay for it.
         """
         if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
             return None
@@ -350,7 +345,7 @@ class ImageClient(Node):
         return count(result.correct, total, split, task.round, public)
 
     def evaluated(self, split: str) -> Evaluation:
-        """Evaluate the model as it is on ``validation`` or ``test``."""
+        """Evaluate the loaded model on ``validation`` or ``test``."""
         images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
         precision, groups = self.config.precision, self.images.groups.get(split)
         return evaluate(self.model, images, labels, device=self.device, precision=precision, groups=groups)
@@ -360,7 +355,7 @@ class ImageClient(Node):
     ) -> float | None:
         """Load ``tensors`` into the model, and return its accuracy in [0, 1] on the client's test data.
 
-        ``masks`` say where the tensors are 0, for systems that then compute with a smaller network.
+        ``masks`` mark where the tensors are 0, for systems that then compute with a smaller network.
         """
         vision.load_state_tensors(self.model, tensors)
         return self.accuracy(task, "test")
@@ -368,13 +363,13 @@ class ImageClient(Node):
     # --- its own model --------------------------------------------------------------------------------------------
 
     def own_model(self, state: State) -> dict[str, Tensor]:
-        """Return the client's own model as it was left: at first the initial one, which the network still holds."""
+        """Return the client's own model after its last training; at first the initial one, which is still loaded."""
         return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
 
     def local_norms(self, state: State) -> dict[str, Tensor]:
         """Return the tensors that never travel (``batch-norm=local``): the client's own, at first the initial ones.
 
-        A test of a received model needs them: the network holds those of the model that it tested before.
+        A test of a received model needs them, since the network holds those of the model tested before.
         """
         weights = state.group("weights")
         return {name: weights.get(name, initial) for name, initial in self.unshared.items()}
@@ -384,10 +379,10 @@ class ImageClient(Node):
         num_kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
         return num_kept / sum(self.sizes.values())
 
-    # --- what is told -------------------------------------------------------------------------------------------
+    # --- replies ------------------------------------------------------------------------------------------------
 
     def report(self, task: Task, update: Update) -> dict[str, Any]:
-        """Tell the loss, or what privacy cost, and density and FLOPs.
+        """Report the loss, or the privacy charged, and density and FLOPs.
 
         Raises ``ValueError`` when training diverged.
         """
@@ -398,16 +393,16 @@ class ImageClient(Node):
         return {**report, "density": self.density(self.masks(task, update.state)), "flops": update.flops}
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
-        """Tell accuracies of the personal, received and global model, on this client's own data."""
+        """Report accuracies of the personal, received and global model on this client's own data."""
         masks = self.masks(task, state)
         personal = Payload(self.personal_model(task, state), masks)
         own_names = {name for name in (*self.sizes, *vision.buffer_names(self.model)) if name not in self.unshared}
-        # what the network holds by chance would be tested
+        # else whatever the network holds there would be tested
         if missing_names := sorted(own_names - personal.tensors.keys()):
             raise ValueError(
                 f"{type(self).__name__}.personal_model() lacks tensor {missing_names[0]!r}, allowed: all tensors"
             )
-        for name, mask in masks.items():  # else the record would tell of a sparse model, and a dense one would answer
+        for name, mask in masks.items():  # else a sparse model would be recorded, and a dense one evaluated
             if bool(personal.tensors[name].masked_select(~mask.to(personal.tensors[name].device)).any()):
                 raise ValueError(
                     f"{type(self).__name__}.masks() says that weights of {name!r} are pruned, and personal_model() has "
@@ -426,13 +421,13 @@ class ImageClient(Node):
             if scores and self.config.dp.accuracies == "noised" and (num_tests := self.images.sizes["test"]):
                 # the standard deviation of the noise in each share
                 fields["accuracy-noise"] = self.config.dp.noise_of_accuracy(num_tests)
-            # which labels a client holds may decide how many test examples it has
+            # the number of test examples may depend on the client's labels
             return 0, fields | self.privacy.report(task.round)
         return len(self.data.test_labels), fields
 
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
-        """Return the personal model's accuracies, from disk if model and data are those of the last test."""
-        digest = f"{personal.digest()} {self.images.data_config} {self.place.share[1]}"
+        """Return the personal model's accuracies, from disk if neither model nor data have changed."""
+        digest = f"{personal.digest()} {self.images.data_config} {self.context.share[1]}"
         path = self.store.folder / "scores.json"
         scores = remembered_scores(path, digest)
         if scores is None:

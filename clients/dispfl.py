@@ -3,11 +3,11 @@
 Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
 Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where the text and the released code differ:
 
-* All clients start from one common model, as in the code; the text draws one each.
+* All clients start from one common model, as in the code; the text draws one for each.
 * With ``max-grad-norm`` the dense gradient is clipped, then masked, as in the code. The text does not clip.
-* Growth is by gradient, as in the text; ``dispfl.growth = "random"`` is what all released scripts do.
-* The prune rate is annealed over ``num-server-rounds``, or over ``dispfl.annealing-rounds`` where these are given;
-  after them masks stay as they are.
+* Growth is by gradient, as in the text; all released scripts use ``dispfl.growth = "random"``.
+* The prune rate is annealed over ``num-server-rounds``, or over ``dispfl.annealing-rounds`` if set; after them masks no
+  longer change.
 * Biases and norm scales are never pruned. ERK leaves them dense at every density that the paper tests.
 """
 
@@ -30,13 +30,13 @@ from fedprune_app.models import vision
 
 
 class DisPFLClient(GossipClient):
-    """A Dis-PFL client keeps a mask for each convolution and linear weight, of a density that never changes."""
+    """Train sparsely, with a mask for each convolution and linear weight, of constant density."""
 
     prunes = True
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """Decline growth by gradient, whose masks are made of raw gradients; others of draws and private weights."""
+        """Exclude growth by gradient, whose masks come from raw gradients, not from draws and private weights."""
         growth = config.dispfl.growth
         if growth == "random":
             return ""
@@ -45,11 +45,8 @@ class DisPFLClient(GossipClient):
         )
 
     def target_density(self) -> float:
-        """Return the density that the client can bear.
-
-        It is its node's ``capacity``, else its place in ``dispfl.densities``, else ``density``.
-        """
-        return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
+        """Return the node's ``capacity``, else the client's entry of ``dispfl.densities``, else ``density``."""
+        return self.context.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
     @cached_property
     def initial_masks(self) -> TensorDict:
@@ -70,7 +67,7 @@ class DisPFLClient(GossipClient):
         metrics = self.test_start(task, self.begin(task, state))  # lines 7 and 8
         result = self.train(task, masks=masks)  # lines 9 to 13
         tensors = vision.state_tensors(self.model, include_buffers=True)
-        # line 15; the weights keep their old support until the next average, which may fill in what has grown
+        # line 15; the weights keep their old support until the next average, which may fill the grown coordinates
         share = self.share_replaced(task.round)
         if result.diverged or not share:
             next_masks = {name: mask.clone() for name, mask in masks.items()}  # the state holds no tensor twice
@@ -78,18 +75,18 @@ class DisPFLClient(GossipClient):
             next_masks = self.search(tensors, masks, share, task.round)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
-        # FLOPs of the dense gradient, which is needed where weights are replaced, and not replaced at random
+        # only growth by gradient needs the dense gradient's FLOPs
         needs_gradient = share and self.config.dispfl.growth == "gradient"
         search_flops = self.costs.gradient(self._search_batch()) if needs_gradient else 0.0
         return Update(payload, state, result, self.costs.training(masks) + search_flops, metrics)
 
     def share_replaced(self, round: int) -> float:
-        """α_t, the share of each layer's weights that the search replaces after this round."""
+        """Return α_t, the share of each layer's weights that the search replaces after this round."""
         horizon = self.config.dispfl.annealing_rounds or self.config.num_server_rounds
         return cosine_fraction(self.config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
 
     def search(self, tensors: Tensors, masks: Tensors, share: float, round: int) -> TensorDict:
-        """Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
+        """Algorithm 2: prune the smallest α_t of each layer's weights, and grow as many by the largest gradients."""
         config = self.config
         draw = rng.generator(config.seed, "mask search", self.client_id, round)
         if config.dispfl.growth == "random":

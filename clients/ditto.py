@@ -1,4 +1,4 @@
-"""Ditto, the client half: some epochs on the global model, which is sent, and some on the personal one, which is not.
+"""Ditto, the client half: train the global model, which is sent, and the personal one, which stays.
 
 Li, Hu, Beirami, Smith, ICML 2021, Algorithm 1. As in Dis-PFL's released code the pull is decoupled from the step: first
 SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` with the updated v and the received w.
@@ -7,7 +7,7 @@ SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` w
 import torch
 
 from clients.base import ImageClient, Update
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
@@ -16,13 +16,13 @@ from fedprune_app.models import vision
 
 
 class DittoClient(ImageClient):
-    """The state holds the personal model's ``weights``, and ``local``, what of the global model stays (local norms)."""
+    """State: the personal model's ``weights``, and ``local``, the global model's tensors that stay (local norms)."""
 
-    not_private = ""  # both models are trained privately, and both are charged: the personal one is evaluated
+    not_private = ""  # both models are trained privately and charged, the personal one too since it is evaluated
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         options = self.config.ditto
-        return Spending(options.global_epochs + options.personal_epochs, evaluation_counts=3)
+        return PlannedReleases(options.global_epochs + options.personal_epochs, evaluation_counts=3)
 
     def begin(self, task: Task, state: State) -> TensorDict:
         return {**state.group("local"), **task.payload.tensors}

@@ -1,7 +1,7 @@
-"""D-PSGD, the client half: average, then local epochs; dense, or under a mask that is drawn once and stays.
+"""D-PSGD, the client half: average, then train local epochs, dense or under a fixed random mask.
 
 Lian et al., NeurIPS 2017, with local epochs, as in Dis-PFL. The fixed mask is that of Dis-PFL's Table 3: every layer at
-one density. Whether its clients share one is not said there; here they do.
+one density. The paper leaves open whether clients share one mask; here they do.
 """
 
 from clients.base import Update
@@ -16,11 +16,11 @@ from fedprune_app.models import vision
 
 
 class DPSGDClient(GossipClient):
-    """A D-PSGD client answers for its own model, and validates the consensus model."""
+    """Evaluate the client's own model, and validate the consensus model."""
 
     validates = "received"
 
-    not_private = ""  # a fixed mask is drawn without looking at data
+    not_private = ""  # a fixed mask does not depend on data
 
     @property
     def prunes(self) -> bool:

@@ -1,8 +1,8 @@
-"""D-PSGD-FT, the client half: D-PSGD's, and fine-tuning before it is evaluated."""
+"""D-PSGD-FT, the client half: D-PSGD's, with fine-tuning before an evaluation."""
 
 from clients.dpsgd import DPSGDClient
 from clients.fedavg_ft import FineTuned
 
 
 class DPSGDFTClient(FineTuned, DPSGDClient):
-    """A D-PSGD-FT client answers for the consensus model, fine-tuned on its own data."""
+    """Evaluate the consensus model, fine-tuned on the client's own data."""

@@ -1,13 +1,12 @@
 """FedCR, the client half: a variational encoder shared with all, a head of its own.
 
-Zhang, Li, Zhuo, Lin, ICML 2023, as the released code has it: the loss of a batch is the cross entropy, averaged over
-draws of the codes, plus β times the mean divergence between the label's prior and the encoder, KL(prior ‖ encoder) as
-coded, which is not the usual direction. In the last epoch the encoders of each class's images are multiplied; the
-products are sent.
+Zhang, Li, Zhuo, Lin, ICML 2023, as in the released code: a batch's loss is the cross entropy, averaged over draws of
+the codes, plus β times the mean divergence KL(prior ‖ encoder) from the label's prior, which is not the usual
+direction. In the last epoch the encoders of each class's images are multiplied; the products are sent.
 
-The divergence begins in the millions, since an untrained encoder has a σ of 0.007 where the prior has 1. The released
-code clips each step's gradient to a norm of 10. Without a limit a few steps throw σ so far that training diverges, so a
-run without ``max-grad-norm`` is refused.
+The divergence begins in the millions, since an untrained encoder has a σ of 0.007 and the prior one of 1. The released
+code clips each step's gradient to a norm of 10. Without a limit training diverges after a few steps, so
+``max-grad-norm`` is required.
 """
 
 from dataclasses import replace
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import LocalTraining, Update
+from clients.context import NodeContext
 from clients.fedp3 import FedP3Client
 from clients.node import never_private
-from clients.place import Place
 from clients.task import Task
 from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng
@@ -33,7 +32,7 @@ from fedprune_app.models.variational import Variational, experts_by_class, kl_di
 
 
 class FedCRClient(FedP3Client):
-    """The state is as FedP3's, with a personal head."""
+    """State: as FedP3's, with a personal head."""
 
     headless = frozenset({"prior.mean", "prior.std"})
 
@@ -41,8 +40,8 @@ class FedCRClient(FedP3Client):
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it sends products over the examples of each class")
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         if not isinstance(self.model, Variational):
             name = chosen_name(config.model, config.dataset)
             raise ValueError(
@@ -94,7 +93,7 @@ class FedCRClient(FedP3Client):
         return super().train(task, **how)
 
     def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
-        """Judge the mean prediction over draws of the code, which are the same draws each time."""
+        """Return the accuracy of the mean prediction over draws of the code, the same draws each time."""
         draw = rng.generator(self.config.seed, "codes to test", self.client_id)
         shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]
         self.network.noise = torch.randn(shape, generator=draw)

@@ -1,9 +1,9 @@
-"""FedFomo, the client half: weigh other clients' models by what they would do for this one, and move towards them.
+"""FedFomo, the client half: weigh other clients' models by their gain in validation loss, and move towards them.
 
 Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021, equations 3 and 4, as in Dis-PFL's released code: the client's own
-newly trained model is a candidate like the others', those are what the others held after their last round, losses are
-sums over the validation data. If no candidate helps, the client keeps the model from before its training. The server is
-told what the candidates were worth before negative values are set to 0 and the rest is divided by its sum.
+newly trained model is a candidate too; the others are other clients' models after their last round; losses are sums
+over the validation data. If no candidate helps, the client keeps the model from before its training. It reports the
+candidates' worths before negative values are set to 0 and the rest is normalised.
 """
 
 import math
@@ -24,7 +24,7 @@ from fedprune_app.models import vision
 
 
 class FedFomoClient(ImageClient):
-    """A FedFomo client decides on validation data, of which there must be some."""
+    """Mix candidate models by their worth on validation data, which must not be empty."""
 
     declares: ClassVar = ReplyFields(training=frozenset({"candidates", "worth"}))
 
@@ -52,7 +52,7 @@ class FedFomoClient(ImageClient):
         for k, candidate in candidates.items():
             distance = _norm(candidate, start, self.shared)
             gain = loss_before - self.validation_loss(candidate)
-            # eq. 3; a model so large that its losses overflow is worth nothing
+            # eq. 3; a model whose losses overflow has a worth of 0
             worth[k] = gain / distance if distance > 0 and math.isfinite(gain / distance) else 0.0
         total = sum(max(value, 0.0) for value in worth.values())
         weights = {k: max(value, 0.0) / total if total else 0.0 for k, value in worth.items()}

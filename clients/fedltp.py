@@ -2,8 +2,8 @@
 
 Shi et al., "Efficient Federated Learning with Enhanced Privacy via Lottery Ticket Pruning in Edge Computing",
 Algorithm 2, lines 11 to 18, and section 4.4. The text clips the gradient of a mini-batch and adds noise of σC to it,
-undivided: that bounds no example's influence. Here each example's gradient is masked, then clipped, and the noised sum
-is divided by the batch size.
+which bounds no example's influence. Here each example's gradient is masked, then clipped, and the noised sum is divided
+by the batch size.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from typing import ClassVar
 from clients.base import Scores, Update
 from clients.fedavg import FedAvgClient
 from clients.node import ReplyFields
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
@@ -24,15 +24,15 @@ from fedprune_app.models import vision
 
 
 class FedLTPClient(FedAvgClient):
-    """The state holds ``weights``, zero outside of ``masks``, which are those of the sub-model they were trained as."""
+    """State: ``weights``, zero outside of ``masks``, the masks of the client's sub-model."""
 
     declares: ClassVar = ReplyFields(evaluation=frozenset({"score", "num-validation", "declined"}))
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """Return no reason: the masks are public, and scores are noised.
+        """Require noised scores, or none.
 
-        The server makes the masks of public data, or at worst of what was released.
+        The masks need no noise: the server makes them from public data, or at worst from what was released.
         """
         if config.fedltp.validators == "none" or config.dp.count_scale > 0:
             return ""
@@ -41,15 +41,15 @@ class FedLTPClient(FedAvgClient):
             "dp.count-scale above 0 (scores are then noised, and charged)"
         )
 
-    def spending(self) -> Spending:
-        """Plan one score in every round of the run: a client is asked for at most one, and cannot know in which.
+    def planned_releases(self) -> PlannedReleases:
+        """Plan one score for every round of the run, since any round may request one.
 
-        What a client receives to be tested is the global model, so an evaluation asks for three counts.
+        A client tests the global model as received, so an evaluation needs three counts.
         """
         scores = int(self.config.fedltp.validators != "none")
         unjoined = self.config.num_server_rounds - planned_rounds(self.config)
         counts = {"round_counts": scores, "more_counts": unjoined * scores, "evaluation_counts": 3}
-        return replace(super().spending(), **counts)
+        return replace(super().planned_releases(), **counts)
 
     def masks(self, task: Task, state: State) -> TensorDict:
         return state.group("masks") or dict(task.payload.masks)
@@ -65,13 +65,13 @@ class FedLTPClient(FedAvgClient):
         return Payload(unpacked(sent.tensors, masks, before), masks)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """Test the global model as it is, whatever sub-model of it this client trains."""
+        """Test the global model itself, not the client's sub-model of it."""
         scores = {"accuracy-global": self.test_accuracy(task, self.begin(task, state), task.payload.masks)}
         scores["accuracy-validation"] = self.accuracy(task, "validation")
         return {**scores, "accuracy-received": scores["accuracy-global"]}
 
     def answer_evaluation(self, task: Task) -> tuple[int, ValueDict]:
-        """Answer as every client does, or with a score where the server asks for one."""
+        """Reply as every client does, or with a score if the server requests one."""
         if task.fields.get("asks") != "score":
             return super().answer_evaluation(task)
         state, _ = self.load_state(task)
@@ -79,11 +79,11 @@ class FedLTPClient(FedAvgClient):
         return self.num_examples, self.score(task)
 
     def score(self, task: Task) -> ValueDict:
-        """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
+        """Equation 17: return the loaded model's correct predictions on validation data, noised when private."""
         num_validation = self.images.sizes["validation"]
         if not num_validation:
             raise ValueError("the client has no validation examples to score with")
-        correct = min(self.evaluated("validation").correct, num_validation)  # a draw may have more than were planned
+        correct = min(self.evaluated("validation").correct, num_validation)  # a draw may have more than planned
         if self.privacy is None:
             return {"score": correct, "num-validation": num_validation}
         public = vision.state_tensors(self.model, include_buffers=True)

@@ -1,13 +1,13 @@
-"""FedP3, the client half: train its own layers and what is left of the others, send its own layers alone.
+"""FedP3, the client half: train its own layers and the kept weights of the others, send only its own layers.
 
 Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algorithm 2. Where text and code differ:
 
-* What the server pruned stays pruned while the client trains, as in Algorithm 2; the code lets it grow back until the
-  next round overwrites it.
-* ``Q_i`` says which part of the network one local step trains, as FjORD's ordered dropout does. Each call draws
+* Weights that the server pruned stay pruned while the client trains, as in Algorithm 2; in the code they grow back
+  until the next round overwrites them.
+* ``Q_i`` selects the part of the network that a local step trains, as FjORD's ordered dropout does. Each call draws
   the part of one step. The client's own layers are always trained in full.
-* All layers are trained, those that are not sent too, as in both. In its last round the code trains the last layer
-  alone, for 10 epochs; the text knows nothing of it, and it is not done here.
+* All layers are trained, those that are not sent too, as in both. In its last round the code trains only the last
+  layer, for 10 epochs; the text does not mention it, and it is not done here.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from clients.base import ImageClient, Scores, Update
+from clients.context import NodeContext
 from clients.node import parts_not_private
-from clients.place import Place
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
@@ -39,14 +39,12 @@ Law = Callable[[np.random.Generator], float]
 
 
 def share_law(minimum: float) -> Law:
-    """Return the law by which a step's share q is drawn: uniformly in [least, 1]."""
+    """Return the distribution of a step's share q: uniform in [minimum, 1]."""
     return lambda draw: minimum + (1 - minimum) * draw.random()
 
 
 class UniformPruning:
-    """Uniform pruning keeps each weight of these names with probability q, to 2^-16.
-
-    Where ``masks`` are False there is no weight to keep.
+    """Q_i that keeps each weight of these names with probability q, rounded to 2^-16, where ``masks`` are True.
 
     Source: FedP3, section 2, "uniform pruning".
     """
@@ -76,11 +74,10 @@ class UniformPruning:
 
 
 class OrderedDropout:
-    """Ordered dropout keeps the first ``ceil(q · size)`` of each group of hidden units.
+    """Q_i that keeps the first ``ceil(q · size)`` of each group of hidden units.
 
-    A group that only ``full_layers`` touch stays whole.
-
-    A layer in ``full_layers`` keeps its units unless the next layer, not being full, takes in only the first ones.
+    A group stays whole only if all its layers are in ``full_layers``: a full layer loses units if the next layer, which
+    is not full, uses only the first ones.
     Source: FedP3, section 2, "uniform ordered dropout"; Horváth et al., "FjORD", NeurIPS 2021.
     """
 
@@ -104,7 +101,7 @@ class OrderedDropout:
         self.flops = 0.0
 
     def sized(self, share: float) -> Part:
-        """Return the part of the network that has this share of units."""
+        """Return the part of the network with this share of units."""
         shares = {group.name: 1.0 if group.name in self.whole else share for group in self.groups}
         reach, norm_groups = leading_part(self.model, self.groups, shares)
         return Part(extents=reach, norm_groups=norm_groups)
@@ -121,21 +118,21 @@ class OrderedDropout:
 
 
 class FedP3Client(ImageClient):
-    """The state holds all ``weights``, and ``masks``, the P_i under which they were trained."""
+    """State: all ``weights``, and ``masks``, the P_i under which they were trained."""
 
-    headless: frozenset[str] = frozenset()  # tensors of no layer, which are received alone
+    headless: frozenset[str] = frozenset()  # tensors that belong to no layer, which are only received
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """Layers and masks come from the server, which has nothing but what was released."""
+        """Layers and masks need no noise: the server makes them from released values only."""
         return parts_not_private(config, f"fedp3.local {config.fedp3.local!r}") if config.fedp3.local != "fixed" else ""
 
     @property
     def options(self) -> FedP3Options:
         return self.config.fedp3
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         names = [name for name in vision.named_tensors(self.model) if name not in self.headless]
         self.layers = layers_of(names, self.prunable)
         self.head = list(self.layers)[-1]
@@ -143,12 +140,12 @@ class FedP3Client(ImageClient):
         if self.options.personal_head:
             self.shared = [name for name in self.shared if name not in self.layers[self.head]]
 
-    # --- what is asked for ------------------------------------------------------------------------------------------
+    # --- requested layers -------------------------------------------------------------------------------------------
 
     def own_layers(self, task: Task, state: State) -> list[str]:
-        """L_i, as the server asks for it, and the last layer.
+        """Return L_i, as requested by the server, and the last layer.
 
-        Raises ``ValueError`` where the server asks for more than it may.
+        Raises ``ValueError`` for layers that the server must not request.
         """
         layer_names = list(task.fields["layers"])
         if unknown_names := [layer for layer in layer_names if layer not in self.layers]:
@@ -157,7 +154,7 @@ class FedP3Client(ImageClient):
         if len(layer_names) not in counts:
             allowed = f"with fedp3.layer-set {self.options.layer_set!r}: {' or '.join(map(str, counts))}"
             raise ValueError(f"{len(layer_names)} layers are asked for, allowed {allowed}")
-        latest = None if state.tensors else self.store.load()  # a server may say that nothing was done yet
+        latest = None if state.tensors else self.store.load()  # a server may claim that the client never trained
         last_names = (latest[1] if latest else state).meta.get("layers", layer_names)
         if last_names != layer_names and self.options.assignment != "per-round":
             allowed = f"{', '.join(last_names)}, as before: with others in turn the server would see the whole model"
@@ -165,7 +162,7 @@ class FedP3Client(ImageClient):
         return [*layer_names, self.head]
 
     def global_masks(self, task: Task) -> TensorDict:
-        """P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
+        """Return P_i: as received, or by the server's own rule for a dense model that is evaluated."""
         if task.payload.masks or not task.payload.tensors or "density" not in task.fields:
             return dict(task.payload.masks)
         density = float(task.fields["density"])
@@ -179,14 +176,14 @@ class FedP3Client(ImageClient):
         return state.group("masks") if state.tensors else self.global_masks(task)
 
     def begin(self, task: Task, state: State) -> TensorDict:
-        """Line 8; what is never sent (a personal head, local norms) is the client's own."""
+        """Line 8; tensors that are never sent (a personal head, local norms) are the client's own."""
         start = {**self.own_model(state), **task.payload.tensors}
         return start | pruned(start, self.global_masks(task))
 
     def received_scores(self, task: Task, state: State) -> Scores:
         start = self.begin(task, state)
         scores = {"accuracy-received": self.test_accuracy(task, start)}
-        if not self.options.personal_head:  # with a personal head nobody has a whole one
+        if not self.options.personal_head:  # with a personal head no global model is complete
             dense = {**start, **task.payload.tensors}
             has_pruned = bool(self.global_masks(task))
             scores["accuracy-global"] = self.test_accuracy(task, dense) if has_pruned else scores["accuracy-received"]
@@ -209,7 +206,7 @@ class FedP3Client(ImageClient):
     def local_pruning(
         self, own_layers: list[str], masks: Tensors, round: int
     ) -> UniformPruning | OrderedDropout | None:
-        """Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
+        """Return Q_i, which prunes each step's network further outside the client's own layers; None if fixed."""
         options = self.options
         if options.local == "fixed":
             return None

@@ -12,7 +12,7 @@ from fedprune_app.learning.training import TrainingResult, proximal
 
 
 class FedProxClient(FedAvgClient):
-    """The gradient of the proximal term, ``μ (w − w_t)``, is added exactly, not by a step of its own."""
+    """Add the gradient of the proximal term, ``μ (w − w_t)``, exactly, not as a separate step."""
 
     def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
         mu = self.config.fedprox.mu

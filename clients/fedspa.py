@@ -1,7 +1,7 @@
-"""Fed-SPA, the client half: DP-SGD on a random set of coordinates, all others stay where the server has them.
+"""Fed-SPA, the client half: DP-SGD on a random set of coordinates; all others keep the server's values.
 
-Hu, Gong, Guo, IJCAI 2021. Each example's gradient is cut down to the set before it is clipped, and noise falls on the
-set alone. Nothing is pruned: the client computes with, and receives, the whole network.
+Hu, Gong, Guo, IJCAI 2021. Each example's gradient is restricted to the set before it is clipped, and only the set gets
+noise. Nothing is pruned: the client receives the whole network and computes with it.
 """
 
 from clients.base import Update
@@ -16,12 +16,12 @@ from fedprune_app.models import vision
 
 
 class FedSPAClient(FedAvgClient):
-    """A Fed-SPA client sends the values of its round's coordinates, in their order; the server has drawn the same."""
+    """Train and send the round's coordinates, in their order; the server draws the same ones."""
 
-    not_private = ""  # coordinates follow from a number of the server's, which has only what was released
+    not_private = ""  # coordinates follow from the server's seed, which does not depend on private data
 
     def coordinates(self, task: Task) -> TensorDict:
-        """Return the round's set of coordinates. Raises ``ValueError`` for a seed that cannot be."""
+        """Return the round's set of coordinates. Raises ``ValueError`` for an invalid seed."""
         seed = int(wire.number(task.fields, "coordinates", 0, 2**63 - 1))
         tensors = vision.named_tensors(self.model)
         return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)

@@ -1,11 +1,11 @@
-"""FedSpaLLM, the client half: prune decoder layers, one after the other, with text that stays here.
+"""FedSpaLLM, the client half: prune decoder layers, one after the other, with private text.
 
 Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models", 2024: Algorithm 1, lines 10 to 16.
 
-A message is about one decoder layer. What the client keeps between messages is on its disk: the hidden states that its
-segments have reached, and its own pruned layers, packed. So a message may be answered by a fresh process, and memory
-holds the model's embeddings, one layer, and that layer's Hessians. Layers that the client does not prune need no
-message: it runs its hidden states through its cached dense ones (equation 9) on the way to the next that it prunes.
+A message is about one decoder layer. Between messages the client's state is on disk: the hidden states of its segments,
+and its own pruned layers, packed. So a fresh process can reply to any message, and memory holds the model's embeddings,
+one layer, and that layer's Hessians. Layers that the client does not prune need no message: before the next layer that
+it prunes, its hidden states pass through the cached dense ones (equation 9).
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from clients.context import NodeContext
 from clients.node import Node, ReplyFields
-from clients.place import Place
-from clients.privacy import ClientPrivacy, Spending
+from clients.privacy import ClientPrivacy, PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
@@ -42,7 +42,7 @@ from fedprune_app.results.texts import OWN_TEXT
 
 
 def by_layer(payload: Payload) -> dict[int, Payload]:
-    """Return the decoder layers that a message holds, by number; a matrix is called NUMBER/NAME there."""
+    """Return the decoder layers of a message, by number; there a matrix's name is NUMBER/NAME."""
     layers: dict[int, Payload] = {}
     for full_name, tensor in payload.tensors.items():
         number, _, name = full_name.partition("/")
@@ -54,7 +54,7 @@ def by_layer(payload: Payload) -> dict[int, Payload]:
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server."""
+    """Outcome of one message: a layer's payload, the state after it, and further fields of the reply."""
 
     payload: Payload
     state: State
@@ -62,7 +62,7 @@ class LayerUpdate:
 
 
 class SegmentPrivacy(ClientPrivacy):
-    """An example is a calibration segment, and a group a document. All are in each release; an "epoch" is one."""
+    """Privacy of calibration segments, or of documents as groups. Each release uses all of them, and is an "epoch"."""
 
     has_paper_figure = False
 
@@ -72,26 +72,26 @@ class SegmentPrivacy(ClientPrivacy):
 
 
 class FedSpaLLMClient(Node):
-    """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
+    """State: ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
-    By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
+    By layer, ``pruned`` has the step that pruned it last, and ``removed`` the number of its pruned weights.
     """
 
     privacy_kind = SegmentPrivacy
     versions_kept = 1  # hidden states are large, and can be computed again
     declares: ClassVar = ReplyFields(
-        introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
+        registration=frozenset({"documents", "shell-digest", "layer-digests"}),
         training=frozenset({"density", "relative-error", "recovery-loss"}),
         evaluation=frozenset({"digest", "density", "pruned-layers", "perplexity/", "windows", "windows-in-text"}),
         withheld_when_private=frozenset({"documents", "relative-error", "recovery-loss"}),
     )
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.options = config.fedspallm
-        self.model = language_model(config, self.device, place.policy)
+        self.model = language_model(config, self.device, context.policy)
         self.layers = LayerFiles(
-            self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
+            self.store.folder / "layers", owner(f"layer of client {self.client_id}", context.run_key)
         )
         self.privacy = self.open_privacy(self.record_digests, self.options.deal)
 
@@ -99,7 +99,7 @@ class FedSpaLLMClient(Node):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """All that leaves is a noised sum for each layer and distinct input, which follows from what was released."""
+        """Require that the client sends only noised sums, one for each layer and distinct input."""
         options = config.fedspallm
         if options.merge != "hessians":
             allowed = "hessians, since masks and weights are chosen by the raw text"
@@ -114,15 +114,15 @@ class FedSpaLLMClient(Node):
 
     @cached_property
     def observed_matrices(self) -> list[str]:
-        """The matrices of a layer whose inputs the sums are of that a client sends."""
+        """The matrices of a layer whose inputs the client observes, to send their Hessians or noised sums."""
         return [name for names in observed_inputs(self.config, self.model) for name in names]
 
-    def spending(self) -> Spending:
+    def planned_releases(self) -> PlannedReleases:
         """Plan the sums that a client releases in a round, if it takes part in all layers."""
-        return Spending(self.model.num_layers * len(observed_inputs(self.config, self.model)))
+        return PlannedReleases(self.model.num_layers * len(observed_inputs(self.config, self.model)))
 
     def record_digests(self) -> list[bytes]:
-        """Return a digest of each record: a document of the client's own data, or a segment that was dealt."""
+        """Return a digest of each record: a document of the client's own data, or a dealt segment."""
         if self.own_text is not None:
             documents, test = self.own_text
             return [hashlib.sha256(text.encode()).digest() for text in [*(d.text for d in documents), test]]
@@ -140,22 +140,22 @@ class FedSpaLLMClient(Node):
 
     @property
     def has_own_text(self) -> bool:
-        """Say whether the client learns from text of its own, part of which it tests on."""
-        return self.place.has_own_data or (self.options.deal == "own" and self.config.dataset == "text")
+        """Return whether the client has text of its own, part of which is its test text."""
+        return self.context.has_own_data or (self.options.deal == "own" and self.config.dataset == "text")
 
     @cached_property
     def own_text(self) -> tuple[list[Document], str] | None:
-        """These are the documents that the client learns from, and its test text, where its data is its own."""
+        """The client's own documents to calibrate with, and its test text; None without text of its own."""
         if self.has_own_text:
             return text_cache.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
-        """Return the private text: token ids (segments, length), and the names of the documents they are from.
+        """Return the private text: token ids (segments, length), and the names of the segments' documents.
 
-        There are ``count`` segments, or for 0 as many as the client calibrates with. Private text of the client's own
-        may have fewer: how many lack is as secret as the text, so blanks are in their place. A blank adds nothing to a
-        sum, and is not made.
+        There are ``count`` segments, or for 0 as many as the client calibrates with. With ``dp.enabled`` text of the
+        client's own may have fewer: their number is secret, so the missing ones count as blanks. A blank adds nothing
+        to a sum, and is not returned.
         """
         options = self.options
         return text_cache.segments(
@@ -165,7 +165,7 @@ class FedSpaLLMClient(Node):
             self.config.test_fraction if self.has_own_text else None,
             deal="own" if self.has_own_text else options.deal,
             partition=self.client_id,
-            num_partitions=self.place.share[1],
+            num_partitions=self.context.share[1],
             count=count or self.num_examples,
             max_segments=max(self.num_examples, options.recovery_segments if options.recovery_rounds else 0),
             length=self.model.sequence_length(options.segment_length),
@@ -179,7 +179,7 @@ class FedSpaLLMClient(Node):
         return self.config.dp.enabled and self.config.dp.unit == "group"
 
     def by_document_size(self, states: Tensor) -> dict[int, Tensor]:
-        """Return the ``states`` of segments by how many segments their documents have, where these are protected."""
+        """Return the segments' ``states`` by the size of their document in segments; by 1 if segments are protected."""
         if not (self.protects_documents and len(self.segments()[0])):
             return {1: states}
         documents = self.segments()[1]
@@ -188,9 +188,9 @@ class FedSpaLLMClient(Node):
         return {size: states[sizes == size] for size in sorted({*counts.values()})}
 
     def read_text(self) -> list[str]:
-        """Read all text that the client learns from and tests on, and return the names of its documents.
+        """Read all calibration and test text, and return the names of its documents.
 
-        ``ValueError`` where there is too little, unless that is secret.
+        Raises ``ValueError`` if there is too little, unless that is secret.
         """
         _, documents = self.segments()
         if self.own_text and not self.config.dp.enabled:
@@ -200,7 +200,7 @@ class FedSpaLLMClient(Node):
     # --- pruning ------------------------------------------------------------------------------------------------
 
     def local_update(self, task: Task, state: State) -> LayerUpdate:
-        """Do lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
+        """Run lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
         if task.fields.get("recovers"):
             return self.recovered(task, state)
         if self.options.merge == "hessians":
@@ -233,14 +233,14 @@ class FedSpaLLMClient(Node):
         return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
 
     def observed(self, task: Task, state: State) -> LayerUpdate:
-        """Return the Hessians of a layer, which follows the pruned layers that came from the server.
+        """Return the Hessians of a layer behind the pruned layers that the server sent.
 
         The client prunes nothing. Its state holds the hidden states that enter the layer.
         """
         layer, of_round = int(task.fields["layer"]), int(task.fields["of-round"])
         meta = self._received_layers(task, state)
         if any(number < int(meta.get("next", 0)) for number in by_layer(task.payload)):
-            meta["of-round"] = 0  # the hidden states have passed a layer that is pruned now
+            meta["of-round"] = 0  # the hidden states have passed the layer before it was pruned: compute them anew
         hidden = self.hidden_states_before(layer, State(state.tensors, meta), of_round)
         module = self.model.layer(layer, self.model.layer_tensors(layer))
         meta |= {"of-round": of_round, "next": layer}
@@ -262,9 +262,9 @@ class FedSpaLLMClient(Node):
     ) -> Payload:
         """Return means of clipped second moments over the segments, noised and charged, in place of Hessians.
 
-        ``hidden`` are the hidden states that enter the layer, and ``meta`` is what the state says. One segment, or one
-        document by the mean over its segments, changes a sum by at most ``dp.clip-norm`` in the Frobenius norm. Where
-        diagonals alone travel, nothing else is noised, and the norm is that of a diagonal.
+        ``hidden`` are the hidden states that enter the layer, ``meta`` the state's values. One segment, or one document
+        by the mean over its segments, changes a sum by at most ``dp.clip-norm`` in the Frobenius norm. If only
+        diagonals travel, only they are noised, and the norm is that of the diagonal.
         """
         clip_norm, size = self.config.dp.clip_norm, self.config.batch_size
         by_diagonal = self.options.hessian_form == "diagonal"
@@ -299,9 +299,9 @@ class FedSpaLLMClient(Node):
         return Payload(tensors)
 
     def recovered(self, task: Task, state: State) -> LayerUpdate:
-        """Train the kept weights of the server's layers; the update has these weights alone, in a mask's order.
+        """Train the kept weights of the server's layers; the update has only these weights, in the mask's order.
 
-        What the client keeps stays as it is: where clients have pruned models of their own, these are not trained.
+        The client's state does not change: a pruned model of its own is not trained.
         """
         options = self.options
         schedule = Schedule(options.recovery_steps, self.config.batch_size, options.recovery_learning_rate)
@@ -317,7 +317,7 @@ class FedSpaLLMClient(Node):
         return LayerUpdate(Payload(kept_weights), State({}, dict(state.meta)), {"recovery-loss": loss})
 
     def _received_layers(self, task: Task, state: State) -> ValueDict:
-        """Keep the pruned layers of a message on disk, and return the state's JSON values with them."""
+        """Save the pruned layers of a message on disk, and return the state's JSON values with them."""
         meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
         removed_counts = meta["removed"] = dict(state.meta.get("removed", {}))
         if self.privacy is not None:
@@ -325,7 +325,7 @@ class FedSpaLLMClient(Node):
         for layer, payload in by_layer(task.payload).items():
             self.layers.save(layer, task.round, payload)
             if self.privacy is not None:
-                meta["received"][str(layer)] = payload.digest()  # noise depends on it
+                meta["received"][str(layer)] = payload.digest()  # part of the noise's key
             meta["pruned"][str(layer)] = task.round
             removed_counts[str(layer)] = payload.num_elements() - payload.num_kept()
         return meta
@@ -334,7 +334,7 @@ class FedSpaLLMClient(Node):
         """Return the hidden states that enter ``layer`` in round ``of_round``.
 
         They are computed from those in ``state``, if these are of the same round and of no later layer, else from the
-        text. The result takes the memory of the hidden states in ``state``, which are overwritten.
+        text. The hidden states in ``state`` are overwritten, to save memory.
         """
         if state.meta.get("of-round") == of_round and int(state.meta["next"]) <= layer:
             position, hidden = int(state.meta["next"]), state.tensors["hidden"]
@@ -344,11 +344,11 @@ class FedSpaLLMClient(Node):
             blanks = tokens if len(tokens) else tokens.new_zeros(1, tokens.shape[1])
             position, hidden = 0, self.model.embed(blanks, self.config.batch_size)[: len(tokens)]
         if layer:
-            text_cache.forget_documents()
+            text_cache.clear_cache()
         for earlier_layer in range(position, layer):
             tensors = self.model.layer_tensors(earlier_layer)  # line 12
             version = int(state.meta.get("pruned", {}).get(str(earlier_layer), 0))
-            # it pruned the layer in this round, or was sent it pruned, and so passed that
+            # the client pruned the layer in this round, or received it pruned
             if (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers:
                 tensors |= self.own_layer(earlier_layer, state).tensors
             module = self.model.layer(earlier_layer, tensors)
@@ -357,16 +357,13 @@ class FedSpaLLMClient(Node):
         return hidden
 
     def answer_training(self, task: Task) -> tuple[Payload, ValueDict]:
-        """Answer as every client does; a budget has to bear all layers from this one on, or the client declines."""
+        """Reply as every client does, but decline if the budget cannot pay for all layers from this one on."""
         if self.privacy is not None:
             self._plan_from(self.privacy, int(task.fields["layer"]))
         return super().answer_training(task)
 
     def _plan_from(self, privacy: ClientPrivacy, layer: int) -> None:
-        """Say at which layer the client is, so that its budget is asked for all layers from there on.
-
-        After the last layer the next one is the first.
-        """
+        """Set the round's cost to that of all layers from ``layer`` on; after the last layer comes the first."""
         layers = self.model.num_layers - layer % self.model.num_layers
         privacy.round_cost = dict(privacy.steps(layers * len(observed_inputs(self.config, self.model))))
 
@@ -381,7 +378,7 @@ class FedSpaLLMClient(Node):
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def own_layer(self, layer: int, state: State) -> Payload:
-        """Return the client's own version of a layer's matrices, empty where it never pruned them."""
+        """Return the client's own version of a layer's matrices; empty if it never pruned them."""
         version = state.meta.get("pruned", {}).get(str(layer))
         if version is None:
             return Payload({})
@@ -396,21 +393,20 @@ class FedSpaLLMClient(Node):
         removed_counts: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed_counts.values()) / self.model.num_parameters()[0]
 
-    def introduction(self) -> ValueDict:
-        """Tell also which documents the client's text is from, and which dense model the client has."""
-        documents = self.read_text()  # better now than after all pruning
+    def registration(self) -> ValueDict:
+        """Report also the documents of the client's text, and the digests of its dense model."""
+        documents = self.read_text()  # fails now, not after all pruning
         return {
-            **super().introduction(),
+            **super().registration(),
             **({} if self.config.dp.enabled else {"documents": [] if self.own_text else documents[:32]}),
             "shell-digest": self.model.shell_digest(),
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
         }
 
     def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
-        """Tell the perplexity of the client's own model on the test texts, or on its own text.
+        """Report the perplexity of the client's own model on the test texts, or on its own text.
 
-        After one round this is the paper's "standalone". From the second on a client prunes what the server made of all
-        clients' layers.
+        After one round this is the paper's "standalone". From the second on a client prunes the merged layers.
         """
         if self.options.merge == "hessians":
             state = State({}, self._received_layers(task, state))
@@ -424,7 +420,7 @@ class FedSpaLLMClient(Node):
         if self.privacy is not None:
             fields |= self.privacy.report(task.round)
             text = text if self.config.dp.accuracies == "open" else None
-        if text is None and self.options.merge == "hessians":  # the client has no model but the server's
+        if text is None and self.options.merge == "hessians":  # the client's model is the server's
             return self.num_examples, fields
         results = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, result in results.items():

@@ -1,17 +1,17 @@
-"""FjORD, the client half: ordered dropout within the widest sub-network that the client can bear.
+"""FjORD, the client half: ordered dropout within the widest sub-network that the client can train.
 
 Horváth et al., NeurIPS 2021, Algorithm 1. Each step draws a width p from {0.2, 0.4, ..., 1} up to the client's own and
-trains that sub-network, really a smaller one. The paper's optional self-distillation is not offered. The paper keeps
-BatchNorm statistics per width; here all widths share them.
+trains that sub-network, computed as a smaller network. The paper's optional self-distillation is not offered. The paper
+keeps BatchNorm statistics per width; here all widths share them.
 """
 
 import numpy as np
 from torch import nn
 
 from clients.base import ImageClient, Update
+from clients.context import NodeContext
 from clients.fedp3 import FJORD_SHARES, OrderedDropout
 from clients.node import parts_not_private
-from clients.place import Place
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import Config
@@ -33,23 +33,23 @@ from fedprune_app.models.names import chosen_name
 
 
 class FjORDClient(ImageClient):
-    """The state holds ``weights`` in the full network's coordinates, and ``masks``, False beyond the client's width."""
+    """State: ``weights`` in the full network's coordinates, and ``masks``, False beyond the client's width."""
 
-    validates = "global"  # as FjORD is judged: at full width, not at the client's
+    validates = "global"  # FjORD is judged at full width
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """Widths come from the server, and of each step's part the gradients are as private as of the whole."""
+        """Widths come from the server; a part's gradients are as private as the whole network's."""
         return parts_not_private(config, "system 'fjord'")
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         if any(isinstance(layer, nn.GroupNorm) for layer in self.model.modules()):
             name = chosen_name(config.model, config.dataset)
             raise ValueError(
                 f"model is {name!r}, which has GroupNorm, allowed with system 'fjord': one without, or with BatchNorm"
             )
-        if self.unshared:  # beyond its width a client trains none, so it could not tell the accuracy at full width
+        if self.unshared:  # a client trains none beyond its width, so it could not evaluate at full width
             raise ValueError("batch-norm is 'local', allowed with system 'fjord' and a model with BatchNorm: averaged")
         self.shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
         self.groups = units_of(*self.origin, alike=True)
@@ -62,7 +62,7 @@ class FjORDClient(ImageClient):
         return state.group("masks") or leading_masks(self.extents(task), self.shapes)
 
     def begin(self, task: Task, state: State) -> TensorDict:
-        """Return the sub-network in full coordinates; what is not sent (local norms) is the client's own."""
+        """Return the sub-network in full coordinates; tensors that are not sent (local norms) are the client's own."""
         start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
         return start | pruned(start, leading_masks(self.extents(task), self.shapes))
 

@@ -18,28 +18,31 @@ from fedprune_app.models import vision
 
 
 class GossipClient(ImageClient):
-    """The state holds ``weights``, those published last, and ``masks``, under which they were trained."""
+    """Base class of clients that average with neighbours.
+
+    State: ``weights``, those published last, and ``masks``, under which they were trained.
+    """
 
     declares: ClassVar = ReplyFields(training=frozenset({"accuracy-received"}))
 
     def peer_schema(self) -> Schema:
-        """Expect the shared tensors of a neighbour, with masks for the prunable ones where the system prunes."""
+        """Return the schema of a neighbour's update: the shared tensors, with masks if the system prunes."""
         return self.shared_schema(self.prunable if self.prunes else ())
 
     @property
     @abstractmethod
     def prunes(self) -> bool:
-        """Say whether the prunable tensors are masked."""
+        """Return whether the prunable tensors are masked."""
 
     @abstractmethod
     def start_masks(self, task: Task, state: State) -> TensorDict:
         """Return the masks to train under in this round."""
 
     def begin(self, task: Task, state: State) -> TensorDict:
-        """``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
+        """Return ``w_{k,t+1/2}``: the average of the neighbours' models and the client's own, under this round's masks.
 
-        A client that has nothing to average with goes on from its own model, at first the common initial one. A client
-        that has not trained has no model to average, and keeps its initial weights where no neighbour has a weight.
+        Without neighbours' models it is the client's own model, at first the common initial one. A client that has not
+        trained adds no model, and keeps its initial weights where no neighbour has a weight.
         """
         own_weights, start = state.group("weights"), self.own_model(state)
         tensors, held_masks, updates = task.payload.tensors, task.payload.masks, dict(task.peer_updates)
@@ -68,7 +71,7 @@ class GossipClient(ImageClient):
         return state.group("weights") or self.begin(replace(task, payload=Payload({}), peer_updates={}), state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """Test a consensus model, where the system has one; a start is tested when training starts."""
+        """Test the consensus model; the start of training is tested by :meth:`test_start`."""
         consensus = {**self.local_norms(state), **task.payload.tensors}
         scores = {"accuracy-global": self.test_accuracy(task, consensus)}
         if self.validates == "received":
@@ -76,9 +79,9 @@ class GossipClient(ImageClient):
         return scores
 
     def test_start(self, task: Task, start: Tensors) -> ValueDict:
-        """Load what training starts from, and test it first in rounds that end with an evaluation.
+        """Load the start of training, and test it in rounds that end with an evaluation.
 
-        A client whose budget bears the training, and no count beside it, does not test.
+        A client whose budget cannot pay for both training and a count does not test.
         """
         vision.load_state_tensors(self.model, start)
         is_tested = task.fields.get("evaluates") and (self.privacy is None or self.privacy.spares_count())

@@ -1,19 +1,20 @@
-"""LDP-FedP3, the client half: noise in every local step, and of the outcome one random part of n is sent.
+"""LDP-FedP3, the client half: train with noise in every local step, and send one of n random parts of the result.
 
-Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, lines 5 to 9. Where the text cannot be meant so:
+Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, lines 5 to 9. Where the text cannot hold as written:
 
-* Line 8 adds the noise to the weights after the step, not times the step size γ, though σ is for the mean gradient: 1/γ
-  too much. The proof (appendix D.2) reframes the step as ``w - γ (g - ζ)``; that is DP-SGD, and what is done here. With
-  several local steps ("maybe multiple") each has its own noise.
-* Nothing bounds an example's gradient there: Assumption 2 is of a client's. Here each is clipped to ``dp.clip-norm``.
-* Batches are Poisson samples of expected size ``batch-size``, as the accountant supposes, not of a fixed size b.
-* Theorem 2's σ² has log(1/ε), below 0 for ε > 1; its proof, equation 18, has log(1/δ). With a constant c that is not
-  given, neither is used: the noise is ``dp.noise-multiplier``, or what an accountant finds for ``dp.target-epsilon``.
+* Line 8 adds the noise to the weights after the step, without the step size γ, though σ is for the mean gradient: too
+  large by 1/γ. The proof (appendix D.2) has the step ``w - γ (g - ζ)``, which is DP-SGD; so is this one. With several
+  local steps ("maybe multiple") each has its own noise.
+* The text does not bound an example's gradient: Assumption 2 is about a client's. Here each example's is clipped to
+  ``dp.clip-norm``.
+* Batches are Poisson samples of expected size ``batch-size``, as the accountant assumes, not of a fixed size b.
+* Theorem 2's σ² has log(1/ε), below 0 for ε > 1; its proof, equation 18, has log(1/δ). The constant c is not given. So
+  neither is used: the noise is ``dp.noise-multiplier``, or found by an accountant for ``dp.target-epsilon``.
 * "Differ by one entry" would be one example replaced. Here one example is zeroed out, and the number of examples is
   known.
 
-What is charged is the training, as if all of ũ were sent: the sketch is made without data, so it costs and saves
-nothing. A server that feigns a round of one client and gets the whole learns no more than was paid for.
+The training is charged as if all of ũ were sent: the sketch does not depend on data, so it neither costs nor saves. A
+server that fakes a round of one client and receives all of ũ learns no more than was charged.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
-from clients.place import Place
+from clients.context import NodeContext
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
@@ -35,14 +36,14 @@ from fedprune_app.models.names import chosen_name
 
 
 class LDPFedP3Client(ImageClient):
-    """The state holds ``weights``, which are ũ_i as it was before the sketch."""
+    """State: ``weights``, which are ũ_i before the sketch."""
 
     validates = "received"
 
-    not_private = ""  # all that leaves is a part of the privately trained model, chosen without data
+    not_private = ""  # only a part of the privately trained model is sent, chosen without data
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         if untrained_names := [name for name in self.shared if name not in self.sizes]:
             raise ValueError(
                 f"model is {chosen_name(config.model, config.dataset)!r}, allowed with system 'ldp-fedp3': one whose "
@@ -73,11 +74,11 @@ class LDPFedP3Client(ImageClient):
     def sketch(self, task: Task) -> tuple[int, Tensor]:
         """Return n, and which coordinates are this client's: bool (d,).
 
-        Raises ``ValueError`` for a place that cannot be. A client with data of its own does not know how many clients
-        there are. The number of coordinates bounds them.
+        Raises ``ValueError`` for an impossible n or place. A client with data of its own does not know the number of
+        clients; the number of coordinates limits it.
         """
         num_clients, position = task.fields["clients"], task.fields["place"]
-        max_clients = self.dimension if self.place.has_own_data else self.place.num_clients
+        max_clients = self.dimension if self.context.has_own_data else self.context.num_clients
         are_whole = type(num_clients) is int and type(position) is int
         if not (are_whole and 1 <= num_clients <= max_clients and 0 <= position < num_clients):
             allowed = f"1 to {max_clients} clients, and a place below their number"

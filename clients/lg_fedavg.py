@@ -1,16 +1,16 @@
 """LG-FedAvg, the client half: train all layers, send the upper ones.
 
-Liang et al. 2020, Algorithm 1. How many layers are global is not said for these networks; two, as in the released code
-of FedCR (which shares fc2 and fc3 of its convolutional networks).
+Liang et al. 2020, Algorithm 1. The paper does not give the number of global layers for these networks; here two, as in
+the released code of FedCR (which shares fc2 and fc3 of its convolutional networks).
 
-A client answers for its own lower layers under the averaged upper ones, as the released code tests it. Its last local
-model, upper layers included, is FedAvg's after local training under another name.
+A client evaluates its own lower layers under the averaged upper ones, as the released code does. Its last local model,
+with its own upper layers, would be FedAvg's after local training.
 """
 
 from collections.abc import Iterable
 
 from clients.base import ImageClient, Scores, Update
-from clients.place import Place
+from clients.context import NodeContext
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers
@@ -19,9 +19,9 @@ from fedprune_app.engine.store import State
 
 
 class LGFedAvgClient(ImageClient):
-    """An LG-FedAvg client has its own lower layers under the server's upper ones."""
+    """Train all layers: the client's own lower ones under the server's upper ones."""
 
-    not_private = ""  # the layers that stay are trained privately too, since they are evaluated
+    not_private = ""  # the lower layers are trained privately too, since they are evaluated
 
     @classmethod
     def names_from_server(
@@ -31,8 +31,8 @@ class LGFedAvgClient(ImageClient):
             return list(names)
         return last_layers(list(names), frozenset(prunable), config.lgfedavg.global_layers)
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.all_names = self.shared
         number = self.config.lgfedavg.global_layers
         try:
@@ -44,7 +44,7 @@ class LGFedAvgClient(ImageClient):
         return {**self.own_model(state), **task.payload.tensors}
 
     def local_update(self, task: Task, state: State) -> Update:
-        """Send the upper layers; in the rounds of ``lgfedavg.pretrain-rounds`` all, as FedAvg does."""
+        """Send the upper layers; during ``lgfedavg.pretrain-rounds`` all layers, as FedAvg does."""
         is_whole = task.round <= self.config.lgfedavg.pretrain_rounds
         return self.dense_update(task, state, self.all_names if is_whole else self.shared)
 
@@ -52,5 +52,5 @@ class LGFedAvgClient(ImageClient):
         return self.begin(task, state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """There is no global accuracy, since no model is global as a whole."""
+        """Return no global accuracy, since no complete model is global."""
         return {"accuracy-received": self.test_accuracy(task, self.begin(task, state))}

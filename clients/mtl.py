@@ -8,9 +8,9 @@ from fedprune_app.learning.training import proximal
 
 
 class MTLClient(ImageClient):
-    """An MTL client goes on from its own model; other models act on it through the anchor alone."""
+    """Train the client's own model; other models affect it only through the anchor."""
 
-    not_private = ""  # the regulariser is made of what others released
+    not_private = ""  # the regulariser is made of released models
 
     def begin(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)

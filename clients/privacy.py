@@ -1,4 +1,4 @@
-"""With ``dp.enabled`` a client has this: noise, a ledger in its place, and what it can still afford."""
+"""A client's privacy with ``dp.enabled``: its noise, its ledger, and the remaining budget."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from clients.place import Place
+from clients.context import NodeContext
 from fedprune_app.config import NO_POLICY, OPTIONS, Config, Policy, Scalar, has_effect
 from fedprune_app.files import kept_secret
 from fedprune_app.learning.planned_noise import noise_multiplier, num_evaluations, planned_rounds
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.privacy import noise as noises
 
-if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
+if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do not need them
     from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.ledger import Data
 
 
-_ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
+_ROUNDING = 1e-6  # versions of a library may round differently; a lost charge is larger
 
 
 @dataclass(frozen=True)
-class Spending:
-    """What a client plans to release, for ``dp.target-epsilon`` and for its budget.
+class PlannedReleases:
+    """A client's plan for a run, from which noise is found for ``dp.target-epsilon`` and budgets are checked.
 
-    * ``round_epochs``: epochs of training in the local part of a round.
-    * ``round_counts``: noised counts of correct predictions that every round asks for, without an evaluation.
-    * ``evaluation_counts``: counts that an evaluation asks for at most.
-    * ``more_epochs``, ``more_counts``: those of the whole run beside its rounds and evaluations.
+    * ``round_epochs``: epochs of training in a round.
+    * ``round_counts``: noised counts of correct predictions in a round, without its evaluation.
+    * ``evaluation_counts``: the largest number of counts in an evaluation.
+    * ``more_epochs``, ``more_counts``: those of the whole run outside its rounds and evaluations.
     """
 
     round_epochs: int
@@ -45,20 +45,20 @@ class Spending:
 
 @dataclass(frozen=True)
 class Dependencies:
-    """The seeded noise of a training depends on these, beside seed, role, client, round and the tensors it begins with.
+    """Values in the key of a training's seeded noise, besides seed, role, client, round and the initial tensors.
 
-    Where one of them is other, the noise is other: two results under one noise would give their difference away. As
-    text they are a part of the noise's key, so that a change of the text changes all seeded private results.
+    If one of them differs, the noise differs: two results with equal noise would reveal their difference. Their text is
+    a part of the key, so a change of the text changes all seeded private results.
     """
 
     sgd: SGD
     task_digest: str  # of all payloads that the server sent
-    of_system: object  # what else the system says that its training depends on
+    of_system: object  # further dependencies that the system declares
     own_settings: list[tuple[str, Scalar]]
     noise_multiplier: float
     clip_norm: float
     sample_rate: float
-    units: str = ""  # how many examples of a group count, where any group has more than one
+    units: str = ""  # the limit of examples per group, if any group has more than one
 
     def __str__(self) -> str:
         own_text = (f" {self.own_settings}" if self.own_settings else "") + (f" {self.units}" if self.units else "")
@@ -67,7 +67,7 @@ class Dependencies:
 
 
 def own_settings(config: Config) -> list[tuple[str, Scalar]]:
-    """Return the settings of systems that are not at their default: seeded noise is other noise with others."""
+    """Return the systems' settings that are not at their default; they are part of the seeded noise's key."""
     settings = {
         key: value
         for key, value in config.to_dict().items()
@@ -75,22 +75,22 @@ def own_settings(config: Config) -> list[tuple[str, Scalar]]:
         and not key.startswith("dp.")
         and value != (option := OPTIONS[key]).default
         and option.changes_results
-        and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
+        and not option.resumable  # a resumed run may change it, and ends as if it had always had the new value
         and has_effect(key, config)
     }
     return sorted(settings.items())
 
 
 class ClientPrivacy:
-    """One client's privacy in one run.
+    """Noise, charges and remaining budget of one client in one run.
 
-    What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
-    place of one example, or with dp.unit "group" of all examples of one group. A blank has no gradient and is never
-    counted. ``num_units``, examples or groups to train on, are in both.
+    Guarantee: zero-out adjacency with known size. Neighbours differ in one example, or with ``dp.unit`` "group" in all
+    examples of one group, which is blank in one of them. A blank has no gradient and is never counted. Both have
+    ``num_units`` examples or groups to train on.
 
-    ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
-    damaged, or of other data. ``policy`` is the node's: its budget holds beside the run's, each at its own δ. Raises
-    :class:`~fedprune_app.config.PolicyError` where the noise for ``dp.target-epsilon`` is less than the node asks for.
+    ``ledger`` is the file with the charges of the client's ``data``. Raises ``ValueError`` if it is damaged, or of
+    other data. ``policy`` is the node's: its budget applies as well as the run's, each at its own δ. Raises
+    :class:`~fedprune_app.config.PolicyError` if the noise found for ``dp.target-epsilon`` is below the node's minimum.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ClientPrivacy:
         config: Config,
         client_id: int,
         num_units: int,
-        spending: Spending,
+        planned_releases: PlannedReleases,
         ledger: Path,
         data: Data,
         policy: Policy = NO_POLICY,
@@ -111,31 +111,31 @@ class ClientPrivacy:
         self.client_id, self.num_units = client_id, num_units
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_units)
         # at most, in the whole run
-        epochs = planned_rounds(config) * spending.round_epochs + spending.more_epochs
-        counts = planned_rounds(config) * spending.round_counts + spending.more_counts
+        epochs = planned_rounds(config) * planned_releases.round_epochs + planned_releases.more_epochs
+        counts = planned_rounds(config) * planned_releases.round_counts + planned_releases.more_counts
         if options.accuracies == "noised":
-            counts += num_evaluations(config) * spending.evaluation_counts
+            counts += num_evaluations(config) * planned_releases.evaluation_counts
         extra_releases = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
         self.noise_multiplier = noise_multiplier(
             config, self.sample_rate, epochs * self.steps_per_epoch, extra_releases
         )
         if options.target_epsilon:
             policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
-        self.round_scale = options.count_scale if spending.round_counts else 0.0
-        self.round_cost = dict(self.steps(spending.round_epochs))
-        if spending.round_counts:
-            self.round_cost[Laplace(options.count_scale, 1.0)] = spending.round_counts
+        self.round_scale = options.count_scale if planned_releases.round_counts else 0.0
+        self.round_cost = dict(self.steps(planned_releases.round_epochs))
+        if planned_releases.round_counts:
+            self.round_cost[Laplace(options.count_scale, 1.0)] = planned_releases.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budgets = [] if limit is None else [Budget(limit, options.delta)]
         if policy.epsilon_budget:
             budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
         self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)
 
-    has_paper_figure = True  # Fed-LTP's printed formula speaks of rounds of DP-SGD
+    has_paper_figure = True  # Fed-LTP's printed formula is for rounds of DP-SGD
 
     @staticmethod
     def sampling(config: Config, num_units: int) -> tuple[float, int]:
-        """Return the share of the examples or groups that a step draws, and how many steps an epoch has."""
+        """Return the share of the examples or groups that a step draws, and the number of steps in an epoch."""
         steps = config.steps_per_epoch or math.ceil(num_units / config.batch_size)
         return min(1.0, config.batch_size / num_units), steps
 
@@ -145,11 +145,11 @@ class ClientPrivacy:
 
     @property
     def affords_a_round(self) -> bool:
-        """Say whether the budget bears the training of one more round, with the counts that it asks for."""
+        """Whether the budget can pay for the training of one more round, with its counts."""
         return self.ledger.affords(self.round_cost)
 
     def round_epsilon(self) -> float:
-        """Return the ε of one round's training alone, with the counts that it asks for, at the run's δ."""
+        """Return the ε of one round's training alone, with its counts, at the run's δ."""
         from fedprune_app.privacy.accounting import epsilon
 
         return epsilon(self.round_cost, self.options.delta, self.options.accountant)
@@ -157,7 +157,7 @@ class ClientPrivacy:
     # --- training -------------------------------------------------------------------------------------------------
 
     def steps(self, epochs: int) -> Spent:
-        """Return what so many epochs release."""
+        """Return the charge of ``epochs`` of training."""
         from fedprune_app.privacy.accounting import Steps
 
         return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
@@ -171,11 +171,11 @@ class ClientPrivacy:
         dependencies: Dependencies,
         groups: Tensor | None = None,
     ) -> DPSGD:
-        """Say how the next training makes its gradients.
+        """Return the private gradients of the next training.
 
-        ``public`` and ``dependencies`` are all that the training starts from but the data, whose ``groups`` are given
-        where these are protected. Raises :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is done,
-        where the budget does not bear it.
+        ``public`` and ``dependencies`` are everything but the data that the training depends on. ``groups`` are those
+        of the data, if groups are protected. Raises :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is
+        done, if the budget cannot pay for it.
         """
         from fedprune_app.privacy.dpsgd import DPSGD
 
@@ -195,24 +195,23 @@ class ClientPrivacy:
         )
 
     def charge_steps(self, steps: int, note: str) -> None:
-        """Charge what ran: after it, and before anything of it is stored or sent."""
+        """Charge the steps of a training: after it, and before any of its results is stored or sent."""
         self.ledger.charge_steps(self.noise_multiplier, self.sample_rate, steps, note)
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
     def noised_count(self, correct: float, total: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
-        """Return a share of correct predictions in [0, 1], of a count that is noised and charged."""
+        """Return the share of correct predictions in [0, 1], from a count that is noised and charged."""
         score = self.noised_score(correct, split, round, public)
         return min(max(score, 0), total) / total
 
     def affordable_count(
         self, correct: float, total: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
-        """Return a share of correct predictions for people to read, or None where the budget bears no count.
+        """Return the share of correct predictions for reports, or None, uncharged, if the budget allows no count.
 
-        The share is :meth:`noised_score` over ``total``. It may lie below 0 or above 1, at most by 1, so that a mean
-        over clients has hardly any bias. If each share were cut to [0, 1], a mean of high accuracies would be too low.
-        Where None is returned, nothing is charged.
+        The share is :meth:`noised_score` over ``total``. It may be up to 1 below 0 or above 1, so that a mean over
+        clients has hardly any bias: with shares clipped to [0, 1], a mean of high accuracies would be too low.
         """
         from fedprune_app.privacy.ledger import Overspent
 
@@ -224,8 +223,8 @@ class ClientPrivacy:
     def noised_score(self, correct: float, split: str, round: int, public: Mapping[str, Tensor]) -> int:
         """Return a count of correct predictions, noised, rounded and charged. An example, or a group, counts once.
 
-        Simulated noise depends on the model that is tested, not on the round. A client that has lost its remembered
-        scores tests the same model again: that costs another charge, and gives the same number.
+        Simulated noise depends on the tested model, not on the round: a client that has lost its stored scores tests
+        the same model again, with another charge and the same result.
         """
         options = self.options
         if options.count_scale == 0:
@@ -235,7 +234,7 @@ class ClientPrivacy:
         return noises.noisy_count(correct, options.count_scale, noise)
 
     def spares_count(self) -> bool:
-        """Say whether the budget bears a count beside the training of a round, which then follows."""
+        """Return whether the budget can pay for a count and the training of a round after it."""
         from fedprune_app.privacy.accounting import Laplace, total
 
         scale = self.options.count_scale
@@ -243,14 +242,13 @@ class ClientPrivacy:
             total(self.round_cost, {Laplace(scale, 1.0): 1})
         )
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------------------------
 
     def require_memory(self, charges: int, known_epsilon: float) -> None:
-        """Raise ``ValueError`` where the ledger holds less than is known of it.
+        """Raise ``ValueError`` if the ledger has lost charges.
 
-        The client's state has seen ``charges``. The server remembers ``known_epsilon``, which the client has told,
-        since ledger and state may be lost together. That one is by Rényi divergences: adding them up rounds nothing
-        on a grid.
+        ``charges`` is their number in the client's state, ``known_epsilon`` the last one that the client reported to
+        the server: ledger and state may be lost together. It is by Rényi divergences, whose sums have no grid error.
         """
         epsilon = self.ledger.epsilon(self.options.delta, "rdp")
         if len(self.ledger) < charges or epsilon < known_epsilon * (1 - _ROUNDING):
@@ -261,14 +259,14 @@ class ClientPrivacy:
             )
 
     def declined(self, round: int, error: Exception) -> dict[str, Any]:
-        """Return the answer to a task that the budget does not bear: what was spent so far, and why it declines."""
+        """Return the fields of a reply that declines for lack of budget: the report so far, and the reason."""
         return {**self.report(round), "budget-spent": True, "declined": str(error)}
 
     def report(self, round: int) -> dict[str, Any]:
-        """Tell ε so far, by the run's accountant and by each, and whether the budget bears no other round.
+        """Report ε so far, by the run's accountant, by each one and by Fed-LTP's printed formula.
 
-        Fed-LTP's printed figure is beside them. ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0
-        where nobody else can know it.
+        ``budget-spent`` is true if the budget cannot pay for another round. ``epsilon-simulated`` is 1 if the noise
+        derives from the seed, and 0 if nobody else can know it.
         """
         from fedprune_app.privacy.accounting import ACCOUNTANTS, paper_epsilon
 
@@ -285,54 +283,53 @@ class ClientPrivacy:
         return fields | {"budget-spent": not self.affords_a_round}
 
 
-# --- where the ledger is, and whose -----------------------------------------------------------------------------------
+# --- which ledger, and where ------------------------------------------------------------------------------------------
 
 
-def split_secret(config: Config, place: Place) -> str:
-    """Return the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
+def split_secret(config: Config, context: NodeContext) -> str:
+    """Return the node's secret that draws the parts of its own data; empty if the run's seed draws them.
 
-    The secret is for private runs whose noise nobody else knows. It is made once, and is beside the ledger.
+    The secret is for private runs with secret noise. It is made once, and kept beside the ledger.
     """
     dp = config.dp
-    if not (place.has_own_data and dp.enabled and dp.secure_rng):
+    if not (context.has_own_data and dp.enabled and dp.secure_rng):
         return ""
-    return kept_secret(Path(dp.ledger_dir or place.state_dir) / "split.secret")
+    return kept_secret(Path(dp.ledger_dir or context.state_dir) / "split.secret")
 
 
-def data_of(config: Config, place: Place, records: list[bytes], dealing: str) -> Data:
-    """Say whose ledger the client's is: its data's, known by their content.
+def data_of(config: Config, context: NodeContext, records: list[bytes], dealing: str) -> Data:
+    """Return the identity of the client's data, by their content; it selects the ledger.
 
-    Where the node's operator says where the ledger is, there is one for all data. Elsewhere a client's own data may
-    change with time, and go on with the same ledger while they share a record with the data before. Data that are dealt
-    otherwise have another ledger.
+    If the node's operator sets the ledger's folder or a budget, one ledger serves all data. Otherwise a client's own
+    data may change, and keep their ledger while they share a record with the data before. Data dealt in another way
+    have another ledger.
     """
     from fedprune_app.privacy.ledger import Data
 
-    if place.has_own_data:
+    if context.has_own_data:
         about = "a folder of the client's own"
-        return Data.of(records, about, may_change=True, joins=_is_one_for_all(place), unit=config.protected_unit)
-    number, clients = place.share
+        return Data.of(records, about, may_change=True, joins=_is_one_for_all(context), unit=config.protected_unit)
+    number, clients = context.share
     about = f"client {number} of {clients}, {config.dataset} dealt by {dealing} with seed {config.seed}"
-    return Data.of(records, about, joins=_is_one_for_all(place), unit=config.protected_unit)
+    return Data.of(records, about, joins=_is_one_for_all(context), unit=config.protected_unit)
 
 
-def _is_one_for_all(place: Place) -> bool:
-    """Say whether the node's operator asks for one ledger, whatever the runs make of the node's data."""
-    return bool(place.policy.ledger_dir or place.policy.epsilon_budget)
+def _is_one_for_all(context: NodeContext) -> bool:
+    """Return whether the node's operator wants one ledger for all runs, however they deal the node's data."""
+    return bool(context.policy.ledger_dir or context.policy.epsilon_budget)
 
 
-def ledger_path(config: Config, place: Place, data: Data, folder: Path) -> Path:
+def ledger_path(config: Config, context: NodeContext, data: Data, folder: Path) -> Path:
     """Return the path of the client's ledger: in its ``folder``, or in ``dp.ledger-dir`` for all runs on the data.
 
-    The name of a ledger of own data follows from the data. The client's number, which the server gives, plays no part
-    in it.
+    The ledger of a client's own data is named by the data, not by the client's number, which the server chooses.
     """
     from fedprune_app.privacy.ledger import ledger_of
 
     shared_folder = config.dp.ledger_dir
-    if place.has_own_data:
-        return ledger_of(data, Path(shared_folder) if shared_folder else place.state_dir)
+    if context.has_own_data:
+        return ledger_of(data, Path(shared_folder) if shared_folder else context.state_dir)
     if not shared_folder:
         return folder / "ledger.jsonl"
-    dealing = "" if _is_one_for_all(place) else f"-{data.identity[:16]}"
-    return Path(shared_folder) / f"{place.client_id:05d}{dealing}.jsonl"
+    dealing = "" if _is_one_for_all(context) else f"-{data.identity[:16]}"
+    return Path(shared_folder) / f"{context.client_id:05d}{dealing}.jsonl"

@@ -1,9 +1,9 @@
-"""Standalone (Local), the client half: training goes on from the client's own model; nothing is sent."""
+"""Standalone (Local), the client half: train the client's own model; send nothing."""
 
 from dataclasses import replace
 
 from clients.base import ImageClient, Update
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
@@ -11,12 +11,12 @@ from fedprune_app.engine.store import State
 
 
 class StandaloneClient(ImageClient):
-    """A standalone client starts from the common initial model, and never hears of another."""
+    """Train from the common initial model on, without receiving any other."""
 
-    not_private = ""  # nothing leaves but evaluations; so training is private all the same
+    not_private = ""  # only evaluations are sent; for these the training is private
 
-    def spending(self) -> Spending:
-        return replace(super().spending(), evaluation_counts=2)  # nothing is received
+    def planned_releases(self) -> PlannedReleases:
+        return replace(super().planned_releases(), evaluation_counts=2)  # nothing is received
 
     def begin(self, task: Task, state: State) -> TensorDict:
         return self.own_model(state)

@@ -1,8 +1,9 @@
-"""Sub-FedAvg (Un), the client half: train the received model under the client's mask, then perhaps prune further.
+"""Sub-FedAvg (Un), the client half: train the received model under the client's mask, then prune further if allowed.
 
 Vahidian, Morafah, Lin, "Personalized Federated Learning by Structured and Unstructured Pruning under Data
-Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 11 to 18. Where the text and the released code differ, the code
-is followed, but for the gate: the code decides on test data, here validation data decides (``subfedavg.gate-split``).
+Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 11 to 18. Where the text and the released code differ, this
+follows the code, except for the gate: the code decides on test data, this on validation data
+(``subfedavg.gate-split``).
 """
 
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from clients.base import ImageClient, Update
-from clients.privacy import Spending
+from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
@@ -27,14 +28,14 @@ def pruned(tensors: Tensors, masks: Tensors) -> TensorDict:
 
 
 class SubFedAvgClient(ImageClient):
-    """A Sub-FedAvg client keeps a mask for each convolution and linear weight, all ones at first.
+    """Train under a mask for each convolution and linear weight, all ones at first.
 
     Biases and norms are never pruned.
     """
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """Masks are made of private weights; the gate asks held-out data, so it needs noise of its own."""
+        """Masks come from private weights; the gate reads held-out data, so it needs its own noise."""
         gate = config.subfedavg.gate_split
         if gate == "test" and config.test_split != "holdout":
             return (
@@ -48,16 +49,16 @@ class SubFedAvgClient(ImageClient):
             "(the gate then asks for a noised count of correct predictions, which is charged)"
         )
 
-    def spending(self) -> Spending:
-        """Plan for the gate, which asks for at most one count."""
-        return replace(super().spending(), round_counts=int(self.config.subfedavg.gate_split != "none"))
+    def planned_releases(self) -> PlannedReleases:
+        """Add the gate's count, at most one in a round."""
+        return replace(super().planned_releases(), round_counts=int(self.config.subfedavg.gate_split != "none"))
 
     def masks(self, task: Task, state: State) -> TensorDict:
         parameters = dict(self.model.named_parameters())
         return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})
 
     def begin(self, task: Task, state: State) -> TensorDict:
-        """``θ_k ← θ_g ⊙ m_k``, with biases as received."""
+        """Return ``θ_g ⊙ m_k``, with biases as received."""
         start = super().begin(task, state)
         return start | pruned(start, self.masks(task, state))
 
@@ -89,11 +90,8 @@ class SubFedAvgClient(ImageClient):
 
     @property
     def target_rate(self) -> float:
-        """The percentage of all parameters to prune in the end.
-
-        Where the node says what it can bear, it is what the node cannot bear.
-        """
-        return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
+        """The percentage of all parameters to prune in the end; a node's ``capacity`` takes precedence."""
+        return self.config.subfedavg.target_rate if self.context.capacity is None else 100 * (1 - self.context.capacity)
 
     def _percent_pruned(self, mask: TensorDict) -> float:
         """Return the pruned percentage of all parameters, biases included, as the released code counts."""
@@ -105,7 +103,7 @@ class SubFedAvgClient(ImageClient):
         return {name: tensors[name] for name in names}
 
     def is_accurate_enough(self, task: Task) -> bool:
-        """Say whether the model as it is passes the accuracy gate, where there is one: above the threshold."""
+        """Return whether the loaded model's accuracy is above the gate's threshold; true without a gate."""
         if self.config.subfedavg.gate_split == "none":
             return True
         split = self.config.subfedavg.gate_split
@@ -113,7 +111,7 @@ class SubFedAvgClient(ImageClient):
             task.notes.append(f"it has no {split} images to decide by, so it does not prune")
             return False
         accuracy = self.accuracy(task, split, decides=True)
-        # with room for float noise: 100 * (7 / 100) is more than 7
+        # tolerance for rounding: 100 * (7 / 100) is more than 7
         return accuracy is not None and 100 * accuracy - self.config.subfedavg.accuracy_threshold > 1e-9
 
     def mask_towards_target(self, mask: TensorDict, full_step: TensorDict, percent_pruned: float) -> TensorDict:
@@ -124,5 +122,5 @@ class SubFedAvgClient(ImageClient):
         return prune_percent(self.weights(mask), mask, self.last_step(missing, percent_pruned))
 
     def last_step(self, missing: float, percent_pruned: float) -> float:
-        """Return the percentage of the remaining weights that the last step prunes: what is missing, up to the cap."""
+        """Return the percentage of the remaining weights that the last step prunes: up to the target or the cap."""
         return min(missing / (100 - percent_pruned) * 100, self.config.subfedavg.final_step_cap)

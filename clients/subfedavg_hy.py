@@ -1,10 +1,10 @@
 """Sub-FedAvg (Hy), the client half: remove convolution channels by BatchNorm scale, prune linear layers by weight.
 
 Vahidian, Morafah, Lin, "Personalized Federated Learning by Structured and Unstructured Pruning under Data
-Heterogeneity", ICDCS workshops 2021, Algorithm 2, as the released code resolves it: the two gates are independent of
-each other, linear layers first; channels are ranked within their layer; thresholds are the code's (the text says 0.05).
+Heterogeneity", ICDCS workshops 2021, Algorithm 2, as in the released code: the two gates are independent of each other,
+linear layers first; channels are ranked within their layer; thresholds are the code's (the text has 0.05).
 
-A removed channel is gone: training and evaluation run on the small network. State and messages are in the full
+Training and evaluation run on the small network, without the removed channels. State and messages are in the full
 network's coordinates, which all clients share.
 """
 
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from clients.base import Update
+from clients.context import NodeContext
 from clients.node import ReplyFields, never_private
-from clients.place import Place
 from clients.subfedavg import SubFedAvgClient, pruned
 from clients.task import Task
 from fedprune_app.config import Config
@@ -40,7 +40,7 @@ from fedprune_app.models.initial import channels_of
 
 
 class SubFedAvgHyClient(SubFedAvgClient):
-    """The state holds ``weights`` in full coordinates, the ``channels`` kept per group, and the linear masks ``fc``."""
+    """State: ``weights`` in full coordinates, the ``channels`` kept per group, and the linear masks ``fc``."""
 
     declares: ClassVar = ReplyFields(evaluation=frozenset({"channel-density"}))
 
@@ -48,23 +48,23 @@ class SubFedAvgHyClient(SubFedAvgClient):
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it ranks channels by BatchNorm, which mixes the examples of a batch")
 
-    def __init__(self, config: Config, place: Place) -> None:
-        super().__init__(config, place)
+    def __init__(self, config: Config, context: NodeContext) -> None:
+        super().__init__(config, context)
         self.groups = channels_of(*self.origin)
-        self.full = self.model  # self.model is the network that is at work
+        self.full = self.model  # self.model is the small network from now on
         self.shapes = {name: t.shape for name, t in vision.state_tensors(self.full, include_buffers=True).items()}
         linear = [name for name, layer in self.full.named_modules() if isinstance(layer, nn.Linear)]
         self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
 
     def begin(self, task: Task, state: State) -> TensorDict:
-        """Return the client's norms. Where they stay local, they are the initial ones at first: nobody sends them."""
+        """Return the received tensors under the masks; local norms are the client's own, at first the initial ones."""
         initial = vision.state_tensors(self.full, include_buffers=True)
         return pruned({**initial, **state.group("weights"), **task.payload.tensors}, self.masks(task, state))
 
     # --- masks --------------------------------------------------------------------------------------------------
 
     def channels(self, state: State) -> Kept:
-        """Return which channels are left, bool, by the name of their norm; all of them at first."""
+        """Return masks of the kept channels, bool, by the name of their norm; all True at first."""
         return state.group("channels") or full_channels(self.groups)
 
     def evaluation(self, task: Task, state: State) -> tuple[int, ValueDict]:
@@ -80,14 +80,14 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return self.coordinates(self.channels(state), self.fc_masks(state))
 
     def coordinates(self, kept: Kept, fc: Tensors) -> TensorDict:
-        """Return masks of every full tensor: of those that removed channels cut, and of the linear weights."""
+        """Return masks of all full tensors, by the kept channels and the linear masks."""
         masks = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
         return masks | {name: masks[name] & mask for name, mask in fc.items()}
 
     # --- the small network ----------------------------------------------------------------------------------------
 
     def work_with(self, tensors: Tensors, kept: Kept) -> None:
-        """Make ``self.model`` the network of these channels, with these full tensors."""
+        """Set ``self.model`` to the network of these channels, with values from these full tensors."""
         self.model = shrink(copy.deepcopy(self.full), self.groups, kept)
         vision.load_state_tensors(self.model, gather(tensors, self.groups, kept))
 
@@ -148,7 +148,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return Update(payload, State(grouped(weights=tensors, channels=kept, fc=fc)), result, flops)
 
     def last_step(self, missing: float, percent_pruned: float) -> float:
-        """Return the step's percentage as the released code has it: no cap, 5 less above 16, and at least 0.01."""
+        """Return the step's percentage as in the released code: no cap, 5 less above 16, and at least 0.01."""
         percent = missing / (100 - percent_pruned) * 100
         percent = percent - 5 if percent > 16 else percent
         return percent if percent > 0 else 0.01

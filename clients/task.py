@@ -1,7 +1,7 @@
-"""A task is what a client is asked, as one value; here alone Flower's arrays and config become tasks, and back.
+"""A message to a client as one value, and its conversion from and to Flower's arrays and config.
 
-Flower's ``NumPyClient`` takes a list of arrays and a dictionary. The names of the arrays travel in the dictionary, and
-those of a neighbour's update, from client 3 say, begin with ``peer/3/``.
+Flower's ``NumPyClient`` takes a list of arrays and a dictionary. The names of the arrays travel in the dictionary;
+those of an update of client 3, for example, begin with ``peer/3/``.
 """
 
 from collections.abc import Mapping
@@ -16,42 +16,42 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 
 NDArrays = list[np.ndarray[Any, Any]]
-_NOTES = "refused"  # the name in Flower's config under which notes come
+_NOTES = "refused"  # the name of the notes in Flower's config
 _PEER = "peer/"
 _NAMES = ("tensor-names", "mask-names")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task is what the server asks of a client in one message.
+    """One message of the server, decoded for a client.
 
-    * ``round``: the round that the message is of.
-    * ``payload``: what the server sends, empty where it sends nothing.
-    * ``peer_updates``: what other clients published, by client, in systems where clients see each other's updates.
-    * ``fields``: the named values beside them.
-    * ``notes``: what the client writes down while it works. Its reply tells them.
+    * ``round``: the message's round.
+    * ``payload``: the server's tensors and masks, possibly none.
+    * ``peer_updates``: other clients' updates, by client, in systems where clients receive them.
+    * ``fields``: the message's named values.
+    * ``notes``: lines that the client adds while it works, for its reply.
     """
 
     round: int
-    payload: Payload = Payload({})  # noqa: RUF009 - frozen, and what it holds cannot be changed
+    payload: Payload = Payload({})  # noqa: RUF009 - frozen, and its content is immutable
     peer_updates: Mapping[int, Payload] = field(default_factory=dict)
     fields: Values = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def state_round(self) -> int:
-        """The round of the update that the server last took in from this client, 0 for none."""
+        """The round of this client's last accepted update, 0 for none."""
         return int(self.fields.get("state-round", 0))
 
     def digest(self) -> str:
         """Return the digest of all payloads together."""
         return self._as_one_payload().digest()
 
-    # --- the threshold ------------------------------------------------------------------------------------------
+    # --- conversion ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_message(cls, content: RecordDict, message_schema: wire.Schema, peer_schema: wire.Schema) -> Self:
-        """Read a message. An update of another client that does not fit is noted and left out.
+        """Decode a message. An update of another client that does not match its schema is noted and left out.
 
         Raises ``ValueError`` for a payload that cannot be decoded.
         """
@@ -96,15 +96,15 @@ def _split_payload(payload: Payload) -> tuple[Payload, dict[int, Payload]]:
 
 
 def names_of(payload: Payload) -> dict[str, list[str]]:
-    """Return the names that Flower's list of arrays lacks, as they travel beside the list."""
+    """Return the names of the arrays, which Flower's list lacks, for the config beside it."""
     return dict(zip(_NAMES, (list(payload.tensors), list(payload.masks)), strict=True))
 
 
 def payload_from_numpy(arrays: NDArrays, config: Values) -> Payload:
-    """Return the payload that Flower's list of arrays and the names in ``config`` make."""
+    """Return the payload of Flower's list of arrays and the names in ``config``."""
     return Payload.from_ndarrays(arrays, *(config[names] for names in _NAMES))
 
 
 def reply_from_numpy(arrays: NDArrays, metrics: Values) -> tuple[Payload, ValueDict]:
-    """Return what a client's ``fit`` answered: the payload, and the fields beside it."""
+    """Return the payload and the fields of a client's ``fit``."""
     return payload_from_numpy(arrays, metrics), {n: value for n, value in metrics.items() if n not in _NAMES}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from fedprune_app.cli.first_look import DEMO_SYSTEMS, demo_settings
+from fedprune_app.cli.demo import DEMO_SYSTEMS, demo_settings
 from fedprune_app.results.reader import load_run
 
 ROOT = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""fedprune is personalised federated pruning on Flower.
+"""fedprune: personalised federated pruning on Flower.
 
 The functions for scripts and notebooks are those of :mod:`fedprune_app.api`: ``fedprune_app.run(...)``.
 """
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Return a function of the API; torch and Flower, which take seconds to import, are imported only then."""
+    """Return a function of the API, importing torch and Flower, which takes seconds, only now."""
     if name not in __all__:
         raise AttributeError(f"module 'fedprune_app' has no attribute {name!r}")
     from fedprune_app import api

@@ -1,14 +1,14 @@
-"""The functions of ``import fedprune_app``: what the command line does, for scripts and notebooks.
+"""The functions of ``import fedprune_app``: the command line's commands, for scripts and notebooks.
 
 Examples:
     >>> import fedprune_app
     >>> run = fedprune_app.run(system="fedavg", clients=3, engine="inprocess", out="runs/x")  # doctest: +SKIP
     >>> run.frame().tail(1)  # doctest: +SKIP
 
-Errors are those of the command line, in which an option is called by the argument's name:
+Errors are those of the command line, but name Python's arguments instead of options:
 :class:`~fedprune_app.config.ConfigError` (a ``ValueError``) for a wrong setting,
-:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails. Where the file system refuses a
-path, the error is Python's ``OSError``.
+:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails. If the file system rejects a path,
+the error is Python's ``OSError``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.models.saving import load_packed
-from fedprune_app.preflight.given import Given, Placement, trusted_code, with_plugins
+from fedprune_app.preflight.inputs import Placement, RunInputs, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 def _in_python(function: Callable[P, T]) -> Callable[P, T]:
-    """Name the arguments in a function's errors as they are called in Python, not as options of the command line."""
+    """Name Python's arguments in a function's errors instead of options of the command line."""
 
     @wraps(function)
     def call(*arguments: P.args, **keywords: P.kwargs) -> T:
@@ -84,10 +84,10 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class RunsFailed(LaunchError):
-    """Runs of a sweep have failed, or all trials of a search.
+    """Raised when runs of a sweep, or all trials of a search, have failed.
 
-    ``runs`` are those that have finished, in the order of the matrix. ``failed`` says by the name of a run, or of a
-    search, why it failed.
+    ``runs`` are the completed ones, in the order of the matrix. ``failed`` maps the name of a run, or of a search, to
+    its error.
     """
 
     def __init__(self, message: str, runs: Sequence[Run], failed: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ class RunsFailed(LaunchError):
         self.failed = dict(failed)
 
     def __reduce__(self) -> tuple[type[RunsFailed], tuple[str, list[Run], dict[str, str]]]:
-        """Return what makes the error again, as a search does whose trials ran in other processes."""
+        """Return the arguments to unpickle the error, because trials of a search run in other processes."""
         return type(self), (str(self), self.runs, self.failed)
 
 
@@ -118,11 +118,11 @@ def run(
     progress: bool = True,
     **settings: object,
 ) -> Run:
-    """Run one federation in the folder ``out`` to its end, and return the content of that folder.
+    """Run one federation in the folder ``out`` to its end, and return the recorded run.
 
     ``config`` is a run-config file, the name of a shipped one (``"subfedavg"``), or a mapping of keys to values.
-    ``settings`` win over it. They are keys with underscores, and tables as mappings: ``learning_rate=0.1,
-    dispfl={"topology": "ring"}``. Relative paths begin at the current folder. The other arguments are the options of
+    ``settings`` override it. They are keys with underscores, and tables as mappings: ``learning_rate=0.1,
+    dispfl={"topology": "ring"}``. Relative paths start at the current folder. The other arguments are the options of
     ``fedprune run``: by default 20 ``clients``, or as many as a resumed run has.
 
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` for a run that
@@ -131,8 +131,8 @@ def run(
     from fedprune_app.running import run as run_prepared
 
     folder = _path("out", out).resolve()
-    given = _given(config, settings).for_run_in(folder, resume=resume)
-    prepared = prepare(given, Placement(engine, clients, workers, ray_address=ray_address))
+    inputs = _given(config, settings).for_run_in(folder, resume=resume)
+    prepared = prepare(inputs, Placement(engine, clients, workers, ray_address=ray_address))
     run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress))
     return load_run(folder)
 
@@ -151,17 +151,16 @@ def sweep(
     progress: bool = True,
     **settings: object,
 ) -> list[Run]:
-    """Make all runs of a matrix in folders below ``out``, write tables of them, and return the runs.
+    """Run all runs of a matrix in folders below ``out``, write tables of them, and return the runs.
 
     ``matrix`` is a YAML file, or a mapping with the same entries: ``{"systems": ["fedavg", "dispfl"], "seeds": [0, 1],
     "common": {"num-server-rounds": 5}}``. With an entry ``search`` settings are drawn, see
-    :mod:`fedprune_app.sweeps.sweep`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
-    that have finished before are kept. By default there are as many ``clients`` as a resumed sweep has, as the matrix
-    says, or 20.
+    :mod:`fedprune_app.sweeps.sweep`. ``settings`` apply to all runs, as for :func:`run`. With ``resume`` completed runs
+    are kept. The default number of ``clients`` is that of a resumed sweep, that of the matrix, or 20.
 
-    Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`RunsFailed` at the end if
-    a run of the matrix failed. That error says why, and has the other runs. A trial of a search that fails counts for
-    nothing, and :class:`LaunchError` says that none succeeded.
+    Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`RunsFailed` at the end if a
+    run of the matrix failed. That error has the reasons, and the other runs. A failed trial of a search is ignored;
+    :class:`LaunchError` is raised if none succeeded.
     """
     from fedprune_app.sweeps.matrix import matrix_of, read_matrix
     from fedprune_app.sweeps.sweep import sweep as make
@@ -173,8 +172,8 @@ def sweep(
     )
     console = Terminal(stderr=True, quiet=not progress)
 
-    given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
-    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    inputs = _given(None, settings).for_run_in(_path("out", out), resume=resume)
+    outcome = make(parsed_matrix, inputs, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
         outcome.check()
     except LaunchError as error:
@@ -182,8 +181,8 @@ def sweep(
     return list(outcome.runs)
 
 
-def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
-    splits.forget()  # files may have changed since an earlier run of this process
+def _given(config: AnyPath | Settings | None, settings: Settings) -> RunInputs:
+    splits.clear_cache()  # files may have changed since an earlier run of this process
     files: list[dict[str, Scalar]] = []
     if isinstance(config, Mapping):
         files = [_flat(config)]
@@ -193,7 +192,7 @@ def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
 
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
-    """Return settings by key; the keys' types are checked where they are parsed."""
+    """Return settings by key; parsing checks the keys' types later."""
     flat: dict[str, Scalar] = _plain({str(name): value for name, value in flatten(dict(settings)).items()})
     if isinstance(names := flat.get("plugins"), list) and all(isinstance(name, str) for name in names):
         flat["plugins"] = ",".join(names)
@@ -201,9 +200,9 @@ def _flat(settings: Settings) -> dict[str, Scalar]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as a file of settings has it.
+    """Return a value in the form of a settings file.
 
-    Keys have dashes. A number of NumPy is a number, an array or a range is a list, and a path is a text.
+    Keys have dashes. A NumPy number is a number, an array or a range is a list, and a path is a text.
     """
     if isinstance(value, Mapping):
         keys = [key.replace("_", "-") if isinstance(key, str) else key for key in value]
@@ -226,10 +225,10 @@ def _path(name: str, value: object, alternative: str = "") -> Path:
 
 @_in_python
 def load_run(folder: AnyPath) -> Run:
-    """Read the run recorded in ``folder``; a last line of a record that a crash cut short is left out.
+    """Read the run recorded in ``folder``; an incomplete last line after a crash is left out.
 
-    The run's folder is an absolute path, so that it stays the same run where the current folder changes. Raises a
-    one-line ``ValueError`` that names the file for a folder without a run, and for a damaged one.
+    The run's folder is made absolute, so that it does not depend on the current folder. Raises a one-line
+    ``ValueError`` that names the file for a folder without a run, and for a damaged one.
     """
     run = read_run(_path("folder", folder))
     return replace(run, folder=run.folder.absolute())
@@ -239,9 +238,9 @@ def load_run(folder: AnyPath) -> Run:
 def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, force: bool = False) -> Path:
     """Compare runs, or run folders, in one self-contained HTML file, and return its path.
 
-    A folder of run folders stands for these. A folder that is damaged is left out; a warning and the page name it.
-    Raises ``ValueError`` for a folder without a run, and where none can be read. An ``output`` that exists and is no
-    report is replaced with ``force`` alone.
+    A folder of run folders stands for these. A damaged folder is left out; a warning and the page name it. Raises
+    ``ValueError`` for a folder without a run, and if none can be read. An existing ``output`` that is not a report is
+    replaced only with ``force``.
     """
     items = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
     folders = [run_folders(_folder("runs", item)) for item in items]
@@ -258,12 +257,12 @@ def model(
     data_dir: AnyPath = "",
     plugins: str | Sequence[str] = (),
 ) -> nn.Module:
-    """Return the final model of a ``client``, or the global one (None), of a completed run: on the CPU, to evaluate.
+    """Return a completed run's final model of a ``client``, or the global one (None): on the CPU, in evaluation mode.
 
-    Pruned weights are zeros, and removed channels are not there. The run's data are read where it did not record how
-    images become inputs. ``state_dir`` and ``data_dir`` say where the run's folders of these names are now, if they
-    have moved. ``plugins`` names the code that the run had as plug-ins, which is imported. Raises ``ValueError`` where
-    there is no such model.
+    Pruned weights are zeros, and removed channels are left out. The run's data are read if it did not record how images
+    become inputs. ``state_dir`` and ``data_dir`` are the current places of the run's folders of these names, if they
+    have moved. ``plugins`` names the run's plug-ins, which are imported. Raises ``ValueError`` if there is no such
+    model.
     """
     return _exportable(run, client, state_dir, data_dir, plugins).network
 
@@ -280,9 +279,9 @@ def masks(
 ) -> TensorDict:
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
-    A tensor without a mask is dense. Where channels were removed (Sub-FedAvg (Hy)) the masks are those of the small
-    network, so clients' masks have other shapes. With ``full`` they are those of the network before that, where removed
-    channels are False: two clients' masks can be compared. The other arguments and errors are those of :func:`model`.
+    A tensor without a mask is dense. If channels were removed (Sub-FedAvg (Hy)) the masks are those of the small
+    network, so clients' masks differ in shape. With ``full`` they are those of the full network, where removed channels
+    are False, so that clients' masks can be compared. The other arguments and errors are those of :func:`model`.
     """
     exportable = _exportable(run, client, state_dir, data_dir, plugins)
     return dict(exportable.masks if full else exportable.payload.masks)
@@ -302,7 +301,7 @@ def _exportable(
 
 
 def _present_folder(name: str, value: AnyPath) -> str:
-    """Return where a folder of a run is now; an empty text is where it was."""
+    """Return the current place of a run's folder; empty if it has not moved."""
     return str(_path(name, value)) if value else ""
 
 
@@ -324,10 +323,10 @@ def export(
 ) -> Path:
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
-    The ``format`` is safetensors or onnx; by default the suffix of ``output`` says it. A file of
-    safetensors is read by :func:`load_model`. For a language model, or a checkpoint of transformers in place of a run,
-    the format is packed, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
-    ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.
+    The ``format`` is safetensors or onnx, by default that of the suffix of ``output``. :func:`load_model` reads a
+    safetensors file. For a language model, or a checkpoint of transformers instead of a run, the format is packed,
+    and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and ``plugins`` are as for
+    :func:`model`. Raises ``ValueError`` if the export is not possible.
     """
     from fedprune_app.exports.formats import check_options, export_model, format_of, is_language_model, pack_model
 
@@ -348,10 +347,10 @@ def predict(
 ) -> list[Prediction]:
     """Return the ``top`` likeliest classes of each image, or of each row of a table, by a ``model`` of :func:`export`.
 
-    The files are images; for a model that was trained on a table they are CSV or Parquet files, whose columns are found
-    by their names. A prediction has the ``file``, the ``row`` from 1 on, which is None for an image, and ``classes``,
-    pairs of a name and a probability with the likeliest first. ``build`` is as for :func:`load_model`. Raises
-    ``ValueError`` naming the file that cannot be classified.
+    The files are images; for a model trained on a table they are CSV or Parquet files, whose columns are matched by
+    name. A prediction has the ``file``, the ``row`` counted from 1 (None for an image), and ``classes``, pairs of a
+    name and a probability, the likeliest first. ``build`` is as for :func:`load_model`. Raises ``ValueError`` naming
+    the file that cannot be classified.
     """
     from fedprune_app.exports.predict import predictions
 

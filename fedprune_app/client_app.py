@@ -1,4 +1,4 @@
-"""The ClientApp unpacks a message, calls the system's client, and packs the reply."""
+"""The ClientApp: it unpacks a message, calls the system's client, and packs the reply."""
 
 import logging
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from clients.context import NodeContext
 from clients.node import Node
-from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import PolicyError
 from fedprune_app.engine import wire
@@ -23,14 +23,14 @@ app = ClientApp()
 
 
 def make_client(context: Context, message: Message, kind: type[Node] | None = None) -> Node:
-    """Make the client that answers a message: of the system's class, or of the class ``kind``, as an audit asks."""
+    """Create the client that answers a message: of the system's class, or of ``kind``, for an audit."""
     keep_logs_printable()
     config, policy = node_settings(context.run_config, context.node_config)
     prepare_torch(config)
     fields = wire.fields_of(message.content)
     client_id, num_clients = number_of(context.node_config, fields, config.dataset)
     run_key = str(fields.get("run-key"))
-    place = Place(
+    place = NodeContext(
         client_id,
         num_clients,
         client_state_folder(config, context.run_id, run_key),
@@ -39,38 +39,39 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
         policy,
     )
     kind = kind or SYSTEMS[config.system].client
-    with _discreet(context):
+    with _redacted_logs(context):
         return kind(config, place)
 
 
 @contextmanager
-def _discreet(context: Context) -> Iterator[None]:
-    """Let no error say more than one fixed line on a node with data of its own, once these may have been read.
+def _redacted_logs(context: Context) -> Iterator[None]:
+    """Reduce errors to one fixed line on a node with its own data, once these may have been read.
 
-    Errors go to the server, which chooses what is done with the data. What a policy declines follows from what is told.
+    Errors are sent to the server, which chooses what is done with the data. A policy's error depends on disclosed
+    settings alone.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         if "partition-id" in context.node_config or isinstance(error, PolicyError):
             raise
-        log.error("%s", plugins.told(error))
+        log.error("%s", plugins.error_line(error))
         raise ValueError("the node cannot do this with data of its own; the node's log says why") from None
 
 
 @app.query()
 def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
-    """Answer the server's first message, which asks who is there.
+    """Answer the server's registration message.
 
-    Before a run is resumed, this also answers which versions of the client's state are lost.
+    Before a run is resumed, also report which versions of the client's state are lost.
     """
     with plugins.located():
         client = make_client(context, message, kind)
-        with _discreet(context):
+        with _redacted_logs(context):
             fields = wire.fields_of(message.content)
             versions = fields.get("states")
             answer = client.get_properties(fields) if versions is None else client.lost_states(map(int, versions))
-            return client.pack(message, "introduction", answer)
+            return client.pack(message, "registration", answer)
 
 
 @app.train()
@@ -78,8 +79,8 @@ def query(message: Message, context: Context, kind: type[Node] | None = None) ->
 def answer(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     with plugins.located():
         client = make_client(context, message, kind)
-        with _discreet(context):
+        with _redacted_logs(context):
             return client.reply_to(message)
 
 
-train = evaluate = answer  # by the type of the message
+train = evaluate = answer  # one name per type of message

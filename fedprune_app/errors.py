@@ -1,9 +1,9 @@
-"""These errors end a command with one line for the user, beside the ``ConfigError`` of a wrong setting."""
+"""Errors that end a command with one line for the user, in addition to ``ConfigError`` for a wrong setting."""
 
 
 class LaunchError(RuntimeError):
-    """The run could not be started or did not complete; the message is one line for the user."""
+    """Raised for a run that could not be started or did not complete; the message is one line for the user."""
 
 
-class LeftGoing(LaunchError):
-    """The run goes on without this process, on machines not ours; the message says how to see and stop the run."""
+class RunDetached(LaunchError):
+    """Raised when the run continues on remote machines without this process; the message says how to stop it."""

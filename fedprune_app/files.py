@@ -1,8 +1,8 @@
-"""All files are written in this one place, so that a crash, a full disk or another user does no harm.
+"""All writing of files, so that a crash, a full disk or another user does no harm.
 
 Content is first written under a temporary name. The name is random and new, follows no link, and its file has the final
-mode from the start. The temporary file is locked while its writer lives. So the next writer in the same folder can tell
-what a killed writer left there, and removes that.
+mode from the start. The temporary file is locked while its writer lives. So the next writer in the same folder can
+detect and remove the leftovers of a killed writer.
 """
 
 import errno
@@ -33,9 +33,9 @@ _QUIETLY_SECONDS = 1.0
 
 
 def as_path(name: str, value: object) -> Path:
-    """Return ``value``, which a caller in Python gave as ``name``, as a path; ``~`` is the home folder.
+    """Return ``value``, an argument called ``name`` in Python, as a path; ``~`` is the home folder.
 
-    ``ValueError`` where it is none.
+    ``ValueError`` if it is not a path.
     """
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):  # an empty one would be the current folder
         raise ValueError(f"{name} is {value!r}, allowed: a path")
@@ -44,16 +44,16 @@ def as_path(name: str, value: object) -> Path:
 
 @contextmanager
 def locked(path: Path | str, activity: str, patience_seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file until the block ends; ``activity`` says what the processes that want it do, one at a time.
+    """Hold a lock file within the context; ``activity`` describes, for the log, the work under the lock.
 
-    A process that has to wait says so. If it still waits after ``patience_seconds`` (-1: never), ``filelock.Timeout``
+    A process that has to wait logs this. If it still waits after ``patience_seconds`` (-1: never), ``filelock.Timeout``
     is raised.
     """
     lock = FileLock(path)
     try:
         lock.acquire(timeout=_QUIETLY_SECONDS)
     except Timeout:
-        say_waiting(activity)
+        log_waiting(activity)
         lock.acquire(timeout=patience_seconds)
     try:
         yield
@@ -61,32 +61,31 @@ def locked(path: Path | str, activity: str, patience_seconds: float = -1) -> Ite
         lock.release()
 
 
-def say_waiting(activity: str) -> None:
-    """Say that this process waits for another one, which does ``activity``."""
+def log_waiting(activity: str) -> None:
+    """Log that this process waits for another one, which does ``activity``."""
     _user_log.warning("waiting for another process, which %s", activity)
 
 
 class SharedFolderError(ValueError):
-    """A secret was to be written where other users could read, replace or redirect it; the message is one line."""
+    """Raised for a secret in a folder where other users could read, replace or redirect it; the message is one line."""
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True, private: bool = False) -> None:
-    """Write a file in one step: a reader, or a crash, finds the old file or the new one, never a part.
+    """Write a file atomically: a reader, or a crash, finds the old file or the new one, never a part.
 
-    Missing folders are made. ``mode`` says who may read and write the new file, less what the umask forbids; it holds
-    from the first byte on. A file that only its owner may use is a secret: :class:`SharedFolderError` is raised if its
-    folder belongs to others or others may write to it. A ``private`` file, and each folder that is made for it, is for
-    its owner alone, wherever it is. A file that is not ``durable`` is written faster, and may be lost when the power
-    fails.
+    Missing folders are created. ``mode`` is the new file's, less the umask; it holds from the first byte on. A file for
+    its owner alone is a secret: :class:`SharedFolderError` is raised if its folder belongs to others or others may
+    write to it. A ``private`` file, and each folder created for it, is for its owner alone, in any folder. A file that
+    is not ``durable`` is written faster, and may be lost at a power cut.
     """
     with replacing(path, mode, durable=durable, private=private) as file:
         file.write(content)
 
 
 def kept_secret(path: Path) -> str:
-    """Return the secret of 64 hexadecimal digits in a file, which is made at first, for its owner's eyes alone.
+    """Return the secret of 64 hexadecimal digits in a file, which is created first, for its owner alone.
 
-    Raises ``ValueError`` for a file that holds something else.
+    Raises ``ValueError`` for other content.
     """
     if not path.exists():
         make_private_folder(path.parent)
@@ -100,15 +99,15 @@ def kept_secret(path: Path) -> str:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone; folders that are there stay."""
+    """Create a folder, and missing ones above it, for this user alone; existing folders are not changed."""
     for missing in [path for path in (folder, *folder.parents) if not path.exists()][::-1]:
         missing.mkdir(0o700, exist_ok=True)
 
 
 def make_durable(paths: Iterable[Path]) -> None:
-    """Put files on disk that were written without being ``durable``; those that are not there are passed over.
+    """Sync files that were not written as ``durable``; missing ones are skipped.
 
-    Many at a time, since a file system writes its journal once for all that wait for it.
+    Many are synced at a time, because a file system writes its journal once for all that wait for it.
     """
 
     def sync(path: Path) -> None:
@@ -123,7 +122,7 @@ def make_durable(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, *, durable: bool = True, private: bool = False) -> Iterator[BinaryIO]:
-    """Open a file to write piece by piece, which is in its place when the block ends.
+    """Open a file to write piece by piece; it is in place when the context ends.
 
     The arguments and errors are those of :func:`replace_file`.
     """
@@ -153,10 +152,10 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True, private: b
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Make a new folder to fill, which takes the place of ``path``, and of all in ``path``, when the block ends.
+    """Create a new folder to fill, which replaces ``path`` and its content when the context ends.
 
-    If the block raises an error, the new folder is removed and ``path`` stays. A kill loses neither the old folder nor
-    the new one: between two renames it leaves the old folder beside ``path``, under a name that ends in ``.old``.
+    If the context raises an error, the new folder is removed and ``path`` is kept. A kill loses neither the old folder
+    nor the new one: between two renames it leaves the old folder next to ``path``, under a name that ends in ``.old``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _naming(path), _open_descriptor(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
@@ -165,21 +164,21 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             for name in (*names, "."):
                 with _open_descriptor(Path(inner) / name, 0) as descriptor:
                     _sync(descriptor)
-        old = f".{path.name}.{secrets.token_hex(8)}.old"  # no sweep removes it
+        old = f".{path.name}.{secrets.token_hex(8)}.old"  # no sweep removes this name
         with suppress(FileNotFoundError):
             os.rename(path.name, old, src_dir_fd=folder, dst_dir_fd=folder)
         os.rename(new.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         with suppress(FileNotFoundError):
-            os.rename(old, new.name, src_dir_fd=folder, dst_dir_fd=folder)  # what has this name is removed
+            os.rename(old, new.name, src_dir_fd=folder, dst_dir_fd=folder)  # what has this name is removed on exit
         _sync(folder)
 
 
 @contextmanager
 def scratch_folder(place: Path | None = None) -> Iterator[Path]:
-    """Make a folder for this process alone, which is gone when the block ends.
+    """Create a folder for this process alone, removed when the context ends.
 
-    The folder of a process that was killed goes when the next one is made. The folder is made in ``place``, or in the
-    system's folder for temporary files.
+    The folder of a killed process is removed when the next one is created. It is in ``place``, or in the system's
+    folder for temporary files.
     """
     place = place or Path(tempfile.gettempdir())
     with _open_descriptor(place) as folder, _new_folder(place, folder, 0o700) as new:
@@ -187,15 +186,15 @@ def scratch_folder(place: Path | None = None) -> Iterator[Path]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal digits; the file is read in pieces."""
+    """Return a file's SHA-256 in hexadecimal digits, reading it in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """Append lines to a file, which are on disk when this function returns.
+    """Append lines to a file; they are on disk when this function returns.
 
-    After a crash, or on a full disk, at most the last line lacks its end.
+    After a crash, or on a full disk, at most the last line is incomplete.
     """
     with _naming(path), appending(path) as file:
         file.write(lines)
@@ -205,9 +204,9 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 @contextmanager
 def next_folder(parent: Path) -> Iterator[Path]:
-    """Make the folder ``parent/<number>``, numbered one above the largest number there is, for this process alone.
+    """Create the folder ``parent/<number>``, one above the largest existing number, for this process alone.
 
-    If it is empty when the block ends, it is removed again, and so is an empty ``parent``.
+    If it is empty when the context ends, it is removed, and so is an empty ``parent``.
     """
     parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -225,7 +224,7 @@ def next_folder(parent: Path) -> Iterator[Path]:
 
 
 def point_to(link: Path, folder: Path) -> None:
-    """Let ``link`` lead to ``folder``, where links can be made; whatever else has that name stays."""
+    """Make ``link`` point to ``folder``, where links are supported; anything else of that name is kept."""
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.is_symlink():
         link.unlink()
@@ -235,13 +234,13 @@ def point_to(link: Path, folder: Path) -> None:
 
 
 def may_write(folder: Path) -> bool:
-    """Return whether this process may write to a folder, or make it with the folders above it."""
+    """Return whether this process may write to a folder, or create it with the folders above it."""
     ancestor = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     return ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK)
 
 
 def appending(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a file to add to its end, and make the file with ``mode`` if it is missing; a link is not followed."""
+    """Open a file for appending, and create it with ``mode`` if it is missing; links are not followed."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode))
 
 
@@ -263,13 +262,13 @@ def _new_file(folder: int, mode: int) -> tuple[str, int]:
 
 @contextmanager
 def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
-    """Make a new locked folder in ``place``, which is open as ``folder``.
+    """Create a new locked folder in ``place``, which is open as ``folder``.
 
-    What has its name when the block ends is removed: the new folder, or the one whose place it took.
+    When the context ends, whatever has its name is removed: the new folder, or the one that it replaced.
     """
     _sweep(folder)
     while True:
-        name = _random_name(4)  # short, since sockets may lie below it, whose paths have at most 107 characters
+        name = _random_name(4)  # short, because paths of sockets below it have at most 107 characters
         with suppress(FileExistsError, FileNotFoundError):  # another process swept the folder before it was locked
             os.mkdir(name, mode, dir_fd=folder)
             descriptor = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
@@ -286,9 +285,9 @@ def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file or folder that was just made.
+    """Lock a file or folder that was just created.
 
-    The result is False if a sweep took it for a leftover before it was locked, and removed it.
+    Return False if a sweep mistook it for a leftover before it was locked, and removed it.
     """
     with suppress(OSError):  # without locks on this file system nothing is swept either
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -296,7 +295,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _sweep(folder: int) -> None:
-    """Remove what killed writers of this user left in an open folder: all with a temporary name and no lock."""
+    """Remove the leftovers of this user's killed writers in an open folder: temporary names without a lock."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
     for name in names:
@@ -327,7 +326,7 @@ def _remove_leftover(folder: int, name: str) -> None:
 
 @contextmanager
 def _open_descriptor(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
-    """Open a folder, which stays the same one whatever others do to its name."""
+    """Open a folder, so that it stays the same one if others rename it."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         yield descriptor
@@ -336,7 +335,7 @@ def _open_descriptor(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
 
 
 def _require_own(path: Path, folder: os.stat_result) -> None:
-    """Raise :class:`SharedFolderError` where somebody else may put another file, or a link, in a secret's place."""
+    """Raise :class:`SharedFolderError` if another user could replace a secret by another file, or a link."""
     is_own = folder.st_uid in (os.geteuid(), 0)
     is_shared = folder.st_mode & _OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX
     if is_shared or not is_own:
@@ -356,9 +355,9 @@ def _sync(descriptor: int) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Make an error say which file could not be written.
+    """Make an error name the file that could not be written.
 
-    The system's own error names a temporary file, and for a failed write it names none.
+    The system's own error names a temporary file, or none for a failed write.
     """
     try:
         yield

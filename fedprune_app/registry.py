@@ -1,4 +1,4 @@
-"""The registry names all that can be chosen: the systems, and by reference the datasets, partitions and models."""
+"""The registry of systems, and by reference of datasets, partitions and models."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class System(Declared):
-    """A system has a server half, a client half, and one line for ``fedprune list``.
+    """A federated system: its server half, its client half, and one line for ``fedprune list``.
 
-    The halves are named as ``module:class`` below ``strategies`` and ``clients``. They are imported when they are asked
-    for, because that takes seconds and a process needs one system at most. A plug-in gives the classes themselves.
+    The halves are named as ``module:class`` below ``strategies`` and ``clients``. They are imported on first use,
+    because that takes seconds and a process needs one system at most. A plug-in passes the classes themselves.
     """
 
     server_half: str | type[FederatedStrategy]
     client_half: str | type[Node]
     summary: str
-    reads_text: bool = False  # and prunes a language model, where others train networks on images
-    is_private: bool = False  # in its paper, so that a run without dp.enabled is worth a word
+    reads_text: bool = False  # and prunes a language model; others train networks on images
+    is_private: bool = False  # in its paper, so that a run without dp.enabled has a warning
 
     @property
     def strategy(self) -> type[FederatedStrategy]:

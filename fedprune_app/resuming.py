@@ -1,9 +1,9 @@
-"""Where a run that stopped goes on.
+"""Choosing the point from which a stopped run resumes.
 
-It goes on from the latest point from which it ends as if it had never stopped. Nothing is written before. All that is
-needed is asked for and checked first: the checkpoint, the records up to it, what the system keeps on the server's disk,
-and each client's state, which the client itself checks. What is damaged is named, and an earlier point is taken. Where
-no point is whole, the run is refused, or it goes on with a loss that the user accepts.
+It resumes from the latest point from which it ends as if it had never stopped. Nothing is written before. Everything
+needed is checked first: the checkpoint, the records up to it, the system's files on the server's disk, and each
+client's state, which the client itself checks. Damaged files are reported, and an earlier point is chosen. If no point
+is intact, an error is raised, unless the user accepts the loss.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,20 +16,20 @@ from flwr.serverapp import Grid
 from fedprune_app.config import Config, ConfigError, check_resumable
 from fedprune_app.core.named import Values
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, message_to, send_and_receive
+from fedprune_app.engine.exchange import ReceivedReply, message_to, send_and_receive
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
 from fedprune_app.federation.clients import Roster
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_models, check_records, load_run, marks_of
 
 _NOTES = 20
-# the reason why a client's state is lost, by client and round
+# why a client's state is lost, by client and round
 LostStates = Mapping[int, Mapping[int, str]]
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The server's disk has ``points`` of a run to go on from, the latest first, and files that are ``damaged``."""
+    """The server's files of a stopped run: its ``points`` to resume from, latest first, and the ``damaged`` ones."""
 
     info: Values  # run.json
     points: list[ResumePoint]
@@ -39,9 +39,9 @@ class SavedRun:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice is the point that a run goes on from, which may be the run's start.
+    """The point from which a run resumes, which may be its start.
 
-    ``notes`` and ``losses`` are for run.json: what happened, and what is lost for good.
+    ``notes`` and ``losses`` are for run.json: events, and permanent losses.
     """
 
     point: ResumePoint
@@ -50,10 +50,10 @@ class Choice:
 
 
 def find(folder: Path, info: Values, config: Config) -> SavedRun:
-    """Look through a run folder, whose run.json is ``info``, for points to go on from.
+    """Search a run folder, whose run.json is ``info``, for points to resume from.
 
-    Raises :class:`ConfigError` where ``config`` is another run's, and where no checkpoint can be read after more than
-    one round.
+    Raises :class:`ConfigError` if ``config`` is another run's, and if no checkpoint can be read after more than one
+    round.
     """
     check_resumable(info["config"], config)
     run_key = str(info["run_key"])
@@ -99,10 +99,10 @@ def _spoilt_results(folder: Path, info: Values) -> list[str]:
     return problems + check_models(folder, info)
 
 
-def ask_for_states(
+def request_states(
     grid: Grid, roster: Roster, run_key: str, points: list[ResumePoint], deadline_seconds: float
 ) -> LostStates:
-    """Have every client check the versions of its state that any of the points needs; return those that are lost."""
+    """Request from every client a check of the versions of its state that any point needs; return the lost ones."""
     versions_by_client = {k: sorted({point.state_rounds.get(k, 0) for point in points} - {0}) for k in roster}
 
     def questions() -> Iterator[tuple[int, Message]]:
@@ -118,7 +118,7 @@ def ask_for_states(
     }
 
 
-def _lost_versions(answer: Answer, asked_versions: list[int]) -> dict[int, str]:
+def _lost_versions(answer: ReceivedReply, asked_versions: list[int]) -> dict[int, str]:
     try:
         if answer.content is None:
             raise ValueError(answer.error)
@@ -132,10 +132,10 @@ def _lost_versions(answer: Answer, asked_versions: list[int]) -> dict[int, str]:
 
 
 def choose(saved_run: SavedRun, lost_states: LostStates, *, accept_loss: bool) -> Choice:
-    """Return the latest point to which nothing is missing.
+    """Return the latest point without losses.
 
-    Where there is none, and with ``accept_loss``, the latest point that can be used at all is returned. Raises
-    :class:`ConfigError` with the first loss where there is no such point either; ``accept_loss`` is no help then.
+    If there is none, and with ``accept_loss``, return the latest usable point. Raises :class:`ConfigError` with the
+    first loss if there is no such point either; ``accept_loss`` does not help then.
     """
     reasons = list(saved_run.damaged)
     losses = {id(point): _losses(point, lost_states) for point in saved_run.points}

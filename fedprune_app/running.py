@@ -1,4 +1,4 @@
-"""A run goes from start to end, on any engine, in a folder of its own; its progress is shown, its outcome checked."""
+"""A run from start to end, on any engine, in its own folder: progress is shown, and the outcome checked."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rich.text import Text
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.store import exclusive
-from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.errors import LaunchError, RunDetached
 from fedprune_app.files import point_to, scratch_folder
 from fedprune_app.launching import processes, simulation
-from fedprune_app.launching.processes import Link, read_json, take_refusal
+from fedprune_app.launching.processes import Link, read_json, read_setting_error
 from fedprune_app.preflight import can_start
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import mark
@@ -39,7 +39,7 @@ from fedprune_app.results.texts import progress_line
 
 
 class RunProgress:
-    """The progress of a run is what its folder says, as a live bar: round, accuracy, bytes, time left."""
+    """A live bar of a run's progress, read from its folder: round, accuracy, bytes, time left."""
 
     def __init__(self, config: Config, folder: Path, console: Console) -> None:
         self._folder = folder
@@ -71,21 +71,18 @@ class RunProgress:
         self.update()
         self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def set_status(self, text: str) -> None:
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:
-        """Show the rounds that were written since the last call.
-
-        Where the system tells the progress of the current round, that is shown too.
-        """
+        """Show the rounds that were written since the last call, and the progress of the current round if reported."""
         state = read_json(self._folder / "progress.json")
         if "done" in state:
             self._counts_rounds = False
             said = f"{state['text']}  {self._accuracy}"
             self._bar.update(self._task, completed=state["done"], total=state["total"], said=said)
         elif state:
-            self.say(str(state.get("text")))
+            self.set_status(str(state.get("text")))
         try:
             with self._file.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._offset:
@@ -105,7 +102,7 @@ class RunProgress:
             self._accuracy = numbers
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
-        completed = row["round"] if self._counts_rounds else None  # None leaves it as it is
+        completed = row["round"] if self._counts_rounds else None  # None keeps the old value
         self._bar.update(self._task, completed=completed, said=text, failed=failed)
         if not self._is_live:
             line = f"{self._system}: round {row['round']} of {self._rounds}  {text}  {failed}".rstrip()
@@ -113,7 +110,7 @@ class RunProgress:
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
-        """Keep the bar alive while this thread runs the federation."""
+        """Update the bar while this thread runs the federation."""
         stop = threading.Event()
 
         def watch() -> None:
@@ -135,10 +132,7 @@ def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = 
 
 
 class Session(ExitStack):
-    """A session holds what several runs share: the staged app, and one deployment.
-
-    The deployment is started when the first run needs it.
-    """
+    """Resources shared by several runs: the staged app, and one deployment, started when first needed."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -169,28 +163,28 @@ class Session(ExitStack):
         return self._link
 
     def tell(self, notes: Iterable[str]) -> None:
-        """Print notes on a run, each of them once in a session."""
+        """Print notes on a run, each once per session."""
         for line in notes:
             if line not in self._printed_notes:
                 self._printed_notes.add(line)
                 self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
 
     def run(self, prepared: Prepared, folder: Path, link: Path | None = None) -> ValueDict:
-        """Run a federation to its end in ``folder`` and return its run.json; nothing is checked any more.
+        """Run a federation to its end in ``folder`` and return its run.json; no settings are checked any more.
 
-        The language model that the run needs is trained or fetched first. Then the ``link`` leads to the folder.
-        Raises :class:`LaunchError` with the run's own error if the run does not complete.
+        The language model that the run needs is first trained or downloaded. ``link`` then points to the folder. Raises
+        :class:`LaunchError` with the run's own error if the run does not complete.
         """
         config, place = prepared.config, prepared.placement
         self.tell(prepared.notes)
-        if not place.superlink:  # real nodes have models of their own
+        if not place.superlink:  # real nodes have their own models
             can_start.prepare_models([config], self.console)
         if place.deployment is not None:
             mark(folder, "run")  # the deployment writes there before the run does
         if link is not None:
             point_to(link, folder)
         earlier_info = read_json(folder / "run.json")
-        take_refusal(folder)  # remove what was left for a launcher that died before it read it
+        read_setting_error(folder)  # discard an error left for a launcher that died
         with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console) as progress:
             try:
                 if not place.is_simulation:
@@ -202,12 +196,12 @@ class Session(ExitStack):
             except BaseException as error:
                 self.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
-                # where run.json is unchanged, the run never began
-                if not isinstance(error, LeftGoing) and read_json(folder / "run.json") != earlier_info:
+                # if run.json is unchanged, the run never started
+                if not isinstance(error, RunDetached) and read_json(folder / "run.json") != earlier_info:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
-        if not info and place.superlink:  # the run folder is where the ServerApp ran
+        if not info and place.superlink:  # the run folder is on the ServerApp's machine
             return {"status": "completed", "rounds_completed": config.num_server_rounds}
         if info.get("status") != "completed":
             raise LaunchError(str(info.get("error") or "the run left no run.json"))
@@ -228,7 +222,7 @@ class Session(ExitStack):
                 raise LaunchError(_one_line(error)) from error
 
     def _simulate(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
-        progress.say("starting clients")
+        progress.set_status("starting clients")
         config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
         earlier_outcome = processes.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
@@ -240,13 +234,13 @@ class Session(ExitStack):
                 raise _failure(folder, earlier_outcome, lambda: processes.last_line(simulated_run.log_file))
 
     def _run_on_nodes(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
-        progress.say("starting Flower")
+        progress.set_status("starting Flower")
         place, run_file = prepared.placement, folder / "run.json"
         link = self._connect(place)
         earlier_outcome = processes.outcome_of(run_file)
         submission = _remote_submission if place.superlink else _own_submission
         with submission(link, lambda: processes.submit(link, self.app, with_carrier(prepared.config))) as run_id:
-            progress.say("starting clients")
+            progress.set_status("starting clients")
             status = processes.follow(link, run_id, folder, progress.update)
         if status != "finished:completed":
             raise _failure(folder, earlier_outcome, lambda: processes.failure(link, run_id))
@@ -255,10 +249,10 @@ class Session(ExitStack):
 def _failure(folder: Path, earlier_outcome: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
     """Return the error of a run that failed.
 
-    The error is a refused setting if there is one. Else it is what run.json says, if run.json has changed since
-    ``earlier_outcome``, and else what Flower says.
+    It is a rejected setting if there is one. Otherwise it is the error in run.json, if run.json has changed since
+    ``earlier_outcome``, or else Flower's.
     """
-    if refusal := take_refusal(folder):
+    if refusal := read_setting_error(folder):
         return ConfigError(refusal)
     message = ask_flower()
     if setting := refused(message):
@@ -272,10 +266,10 @@ _PROCESSES_PER_GPU = 8
 
 
 def _default_workers(config: Config, gpus: int) -> int:
-    """Return how many processes hold clients where nobody says.
+    """Return the default number of processes that run clients.
 
-    What a client does beside training (encoding, averages, files) takes a core longer than ResNet-18's training takes a
-    GPU. So processes share a GPU, but for language models, of which each process would hold a layer there.
+    A client's work in addition to training (encoding, averages, files) takes a core longer than ResNet-18's training
+    takes a GPU. So processes share a GPU, except for language models, where each process would hold a layer there.
     """
     cores = os.cpu_count() or 1
     return min(cores, gpus * (1 if SYSTEMS[config.system].reads_text else _PROCESSES_PER_GPU)) or cores
@@ -295,11 +289,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:
-    """Say in run.json how a run ended whose ServerApp could not say so itself.
+    """Record in run.json how a run ended whose ServerApp could not do so.
 
-    The run.json of another run that still goes on is left alone.
+    The run.json of another run that is still running is not changed.
     """
-    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal tells of a full disk
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal reports a full disk
         info = read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
@@ -308,7 +302,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
 @contextmanager
 def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """Submit a run to a SuperLink of our own, and stop the run when we stop following it, for whatever reason."""
+    """Submit a run to our own SuperLink, and stop the run when this process stops following it, for any reason."""
     run_id = submit()
     try:
         yield run_id
@@ -320,10 +314,10 @@ def _own_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 @contextmanager
 def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """Submit a run to machines that are not ours; Ctrl-C stops the run, and whatever else ends this process does not.
+    """Submit a run to remote machines; Ctrl-C stops the run, and any other end of this process does not.
 
-    Raises :class:`LeftGoing` where the run is left going. Signals wait while the run is being submitted: without its id
-    the run could not be stopped.
+    Raises :class:`RunDetached` if the run continues without this process. Signals are deferred during submission:
+    without its id the run could not be stopped.
     """
     numbers: list[int] = []
     with on_signals(ENDING, leave):
@@ -338,17 +332,17 @@ def _remote_submission(link: Link, submit: Callable[[], str]) -> Iterator[str]:
             try:
                 processes.stop_run(link, run_id)
             except (LaunchError, KeyboardInterrupt, Left) as error:
-                raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {advice}") from None
+                raise RunDetached(f"{_one_line(error)}; run {run_id} may still go on: {advice}") from None
             raise
         except (Left, Exception) as error:
-            raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {advice}") from error
+            raise RunDetached(f"{_one_line(error)}; run {run_id} was left going: {advice}") from error
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Left(BaseException):
-    """A signal came that ends this process, but not the run."""
+    """Raised by a signal that ends this process, but not the run."""
 
 
 def leave(number: int, frame: FrameType | None) -> None:
@@ -356,13 +350,13 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """End a run as Ctrl-C does, so that nothing is left running."""
+    """End a run as Ctrl-C does, so that no process is left."""
     raise KeyboardInterrupt
 
 
 @contextmanager
 def on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle the signals ``numbers`` with ``handler`` until the block ends.
+    """Handle the signals ``numbers`` with ``handler`` within the context.
 
     A signal that this process was started to ignore (nohup) stays ignored.
     """

@@ -1,4 +1,4 @@
-"""The ServerApp reads the configuration, meets the clients, runs the system's strategy and closes the run folder."""
+"""The ServerApp: it reads the configuration, registers the clients, runs the strategy and closes the run folder."""
 
 import hashlib
 import logging
@@ -10,7 +10,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedprune_app import plugins, resuming
-from fedprune_app.config import REFUSED, Config, ConfigError
+from fedprune_app.config import SETTING_ERROR, Config, ConfigError
 from fedprune_app.core import masked_tensors
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import add_exit_handler
@@ -29,12 +29,12 @@ from fedprune_app.federation.clients import ImageClientInfo, Roster, TextClientI
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import sha256_of
-from fedprune_app.launching.processes import CLIENTS_VARIABLE, tell_launcher, watch_launcher
+from fedprune_app.launching.processes import CLIENTS_VARIABLE, notify_launcher, watch_launcher
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results import own_measures
+from fedprune_app.results import system_metrics
 from fedprune_app.results.reader import marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
@@ -48,13 +48,13 @@ _at_work: WeakSet[Recorder] = WeakSet()  # a process may run many federations
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run one federation from start, or from the checkpoint in ``resume-from``, to its last round."""
+    """Run one federation from its start, or from the checkpoint in ``resume-from``, to its last round."""
     keep_logs_printable()
     watch_launcher()
     folder = None
     try:
         # A wrong setting raises here, before anything is written.
-        prepared = prepare(Given(context.run_config))
+        prepared = prepare(RunInputs(context.run_config))
         config = prepared.config
         prepare_torch(config)
         masked_tensors.use_threads(os.cpu_count() or 1)
@@ -64,10 +64,10 @@ def main(grid: Grid, context: Context) -> None:
             _run(grid, prepared, folder)
     except ConfigError as error:
         if folder is not None:
-            tell_launcher(folder, str(error))
-        # `flwr run` shows Flower's traceback after this line; our own commands show the error alone, and no warnings
+            notify_launcher(folder, str(error))
+        # `flwr run` shows Flower's traceback after this line; our own commands show only the error, without warnings
         log.warning("this setting is refused: %s", error)
-        error.mark = REFUSED
+        error.mark = SETTING_ERROR
         raise
 
 
@@ -84,8 +84,8 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
     else:
         values = config.to_dict()
         code: ValueDict = {"plugins": plugins.described(values)}
-        if measures := own_measures.described(config.system):
-            code["measures"] = measures
+        if metrics := system_metrics.described(config.system):
+            code["measures"] = metrics
         facts = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _num_simulated(grid)}
         recorder.start(values, config.seed, facts | code)
     _at_work.add(recorder)
@@ -95,13 +95,13 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         roster = _gather(grid, config, recorder, earlier_info)
         choice, point, state = None, START, None
         if saved_run is not None:
-            lost_states = resuming.ask_for_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
+            lost_states = resuming.request_states(grid, roster, run_key, saved_run.points, config.startup_seconds)
             choice = resuming.choose(saved_run, lost_states, accept_loss=config.accept_loss)
             point = choice.point
             state = checkpoints.read(point.round) if point.round else None
         strategy = build_strategy(RunContext(config, roster, recorder, checkpoints, run_key, point))
         if choice is not None:
-            # nothing is written before this line: what refuses to go on leaves the run as it was
+            # nothing is written before this line: a run that cannot resume is not changed
             _go_on(recorder, config, earlier_info, choice, state)
             checkpoints.drop_after(point.round)
             if state is not None:
@@ -141,18 +141,18 @@ def _write_model(strategy: FederatedStrategy, folder: Path) -> None:
 
 
 def _num_simulated(grid: Grid) -> int | None:
-    """Return how many clients a simulation has, or None for real nodes.
+    """Return the number of clients of a simulation, or None for real nodes.
 
-    A run that stops before its clients have registered goes on with as many.
+    A run that stops before its clients have registered resumes with as many.
     """
     return int(getattr(grid, "num_nodes", 0) or os.environ.get(CLIENTS_VARIABLE, 0)) or None
 
 
 def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values) -> Roster:
-    """Return the clients of the run.
+    """Return the registered clients of the run.
 
-    A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised. Clients
-    that it did not have are left out, as are those that ``only-clients`` does not name.
+    A resumed run must have the same clients with the same data, otherwise :class:`ConfigError` is raised. Additional
+    clients are left out, as are those that ``only-clients`` does not name.
     """
     system = SYSTEMS[config.system]
     numbers = {int(node): int(client) for node, client in earlier_info.get("nodes", {}).items()}
@@ -170,18 +170,18 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
             min_clients=len(ids) or config.min_clients,
             numbers=numbers or None,
             ids=ids or None,
-            say=recorder.waiting,
+            notify=recorder.waiting,
         )
     finally:
         recorder.done_waiting()
     partition = [{"partition": k, **info.description()} for k, info in roster.items()]
-    num_partitions = max(info.num_partitions for info in roster.values())  # all have the same
+    num_partitions = max(info.num_partitions for info in roster.values())  # all report the same
     old_partition, old_number = earlier_info.get("partition"), earlier_info.get("num_partitions") or num_partitions
     if old_partition is not None and (old_partition != partition or old_number != num_partitions):
         then, now = old_number or len(ids), num_partitions or len(partition)
         raise other_data(f"there were {then} clients, and now {now}" if then != now else "")
-    recorder.annotate(num_partitions=num_partitions or None)  # nodes with data of their own have no such number
-    # without partition-ids nothing else says which client has which data
+    recorder.annotate(num_partitions=num_partitions or None)  # nodes with their own data have no such number
+    # without partition ids nothing else maps clients to data
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     if config.dp.enabled:
@@ -192,11 +192,11 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
 
 
 def _go_on(recorder: Recorder, config: Config, earlier_info: Values, choice: Choice, state: State | None) -> None:
-    """Open the run folder again: from this call on the run differs from the run that stopped."""
+    """Reopen the run folder: from this call on the run differs from the stopped one."""
     values = config.to_dict()
     changes: ValueDict = {"config": {**values, "resume-from": "", "accept-loss": False}}
-    if measures := own_measures.described(config.system):
-        changes["measures"] = measures
+    if metrics := system_metrics.described(config.system):
+        changes["measures"] = metrics
     changed_plugins = plugins.changed(values, earlier_info.get("plugins", {}))
     notes = [*choice.notes, *changed_plugins.values()]
     if changed_plugins:
@@ -215,7 +215,7 @@ def _go_on(recorder: Recorder, config: Config, earlier_info: Values, choice: Cho
 
 
 def _close(recorder: Recorder, status: Status, error: str) -> None:
-    """Say in run.json how the run ended, once.
+    """Record in run.json how the run ended, once.
 
     On a full disk run.json cannot be written, which must not hide the run's own error.
     """
@@ -232,5 +232,5 @@ def _close_all() -> None:
         _close(recorder, "interrupted", "interrupted")
 
 
-# Flower does so before it ends the process on a signal, which may leave no time for anything else
+# Flower calls it before it ends the process on a signal, which may leave no time for anything else
 add_exit_handler(_close_all, run_before_force_exit=True)

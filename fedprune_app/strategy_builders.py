@@ -1,4 +1,4 @@
-"""A run's strategy is built from what its clients say of their data: over images, or over a language model."""
+"""Building a run's strategy from its clients' reports: over images, or over a language model."""
 
 import hashlib
 from collections import Counter
@@ -56,7 +56,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
 
 
 def _require_same_network(context: RunContext, layers: str) -> None:
-    """Raise :class:`ConfigError` where a run is resumed with a network of other layers, as its code has changed."""
+    """Raise :class:`ConfigError` if a resumed run's network has other layers, because its code has changed."""
     info = context.recorder.info
     if (info.get("model") or {}).get("layers_sha256", layers) != layers:
         changed = plugins.changed(context.config.to_dict(), info.get("plugins", {}))
@@ -71,7 +71,7 @@ def _require_same_network(context: RunContext, layers: str) -> None:
 
 
 def other_data(difference: str) -> ConfigError:
-    """Return the error of a resumed run whose clients do not have the data that it began with."""
+    """Return the error for a resumed run whose clients have other data than at its start."""
     return ConfigError(
         "the clients' data",
         ...,
@@ -82,21 +82,21 @@ def other_data(difference: str) -> ConfigError:
     )
 
 
-def _as_most_tell(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -> Any:
-    """Return a fact as most clients tell it, so that a single client that says something else changes nothing."""
+def _majority(context: RunContext, fact: Callable[[ImageClientInfo], Any]) -> Any:
+    """Return a fact as most clients report it, so that a single deviating client changes nothing."""
     told = [fact(info) for info in context.clients.values() if isinstance(info, ImageClientInfo)]
     ((value, _),) = Counter(told).most_common(1)
     return value
 
 
 def _facts_of_data(context: RunContext) -> ValueDict:
-    """Return what run.json tells of the data with the model, which are the facts that an export needs.
+    """Return the facts of the data for run.json's entry of the model, which an export needs.
 
-    These are how images are normalised, and a table's columns or a digest of them; what clients do not tell is left
-    out. Raises :class:`ConfigError` where a run is resumed with other columns, or with the same ones in another order.
+    These are the normalisation of images, and a table's columns or a digest of them; facts that clients do not report
+    are left out. Raises :class:`ConfigError` if a resumed run has other columns, or another order.
     """
-    means, stds = _as_most_tell(context, lambda info: (info.mean, info.std))
-    features, digest = _as_most_tell(context, lambda info: (info.features, info.features_digest))
+    means, stds = _majority(context, lambda info: (info.mean, info.std))
+    features, digest = _majority(context, lambda info: (info.features, info.features_digest))
     columns = {key: value for key, value in (("features", list(features)), ("features_digest", digest)) if value}
     recorded = context.recorder.info.get("model") or {}
     if any(recorded.get(key, value) != value for key, value in columns.items()):
@@ -105,11 +105,11 @@ def _facts_of_data(context: RunContext) -> ValueDict:
 
 
 def _digest_of_data(context: RunContext) -> str:
-    """Return the digest of the dealt data that most clients tell; empty where clients tell none.
+    """Return the digest of the dealt data that most clients report; empty if none do.
 
-    Raises :class:`ConfigError` where a run is resumed with other data, which may have the same labels.
+    Raises :class:`ConfigError` if a resumed run has other data, even with the same labels.
     """
-    digest: str = _as_most_tell(context, lambda info: info.data_sha256)
+    digest: str = _majority(context, lambda info: info.data_sha256)
     if digest and context.recorder.info.get("data_sha256", digest) != digest:
         raise other_data("its digest differs")
     return digest

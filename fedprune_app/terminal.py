@@ -1,4 +1,4 @@
-"""The one kind of console that fedprune shows anything on, and the options that all commands read alike."""
+"""The console of all output, and the options shared by all commands."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,13 +14,13 @@ from fedprune_app.engine.printable import printable
 
 
 class Terminal(Console):
-    """A terminal shows text as it is, whatever signs are in it: it takes no markup from a text, and no command."""
+    """A console that prints text literally: without markup, and without control sequences from the text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(printable(text), **options)  # before a table finds room for it
+        return super().render_str(printable(text), **options)  # before a table measures it
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
@@ -70,7 +70,7 @@ Engine = Annotated[
 ]
 
 
-def say(text: str, label: str = "", style: str = "") -> None:
+def echo(text: str, label: str = "", style: str = "") -> None:
     """Print one line to the terminal: a coloured ``label``, then ``text`` as it is."""
     console.print(Text.assemble((label, style), text), soft_wrap=True)
 

@@ -27,7 +27,7 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class AFLOptions(fp.Table):
-    """These options are AFL's."""
+    """The regulariser of the clients' moments, and whether the server removes it."""
 
     regulariser: float = fp.option(1.0, "What each client adds to the diagonal of its moments (γ).", least=0)
     removes_regulariser: bool = fp.option(True, "If true, the server takes all regularisers away before it solves.")
@@ -40,7 +40,7 @@ def solution(moments: Tensor, products: Tensor) -> Tensor:
 
 
 class AFL(fp.FedAvg):
-    """The server sums moments and solves for the last layer. A client counts once."""
+    """The server sums moments and solves for the last layer; each client is added once."""
 
     paper_formula = "64 bits per entry of C and W, up, once; 32 bits per weight of the last layer, down"
 
@@ -58,12 +58,12 @@ class AFL(fp.FedAvg):
         """Return what travels down."""
         return fp.Payload({name: self.model[name] for name in self.head})
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
         payload = self.last_layer()
-        return (fp.Outgoing(k, payload, fields={"counted": k in self.counted}) for k in round.participants)
+        return (fp.OutgoingMessage(k, payload, fields={"counted": k in self.counted}) for k in round.participants)
 
-    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(self.clients, self.last_layer())
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(self.clients, self.last_layer())
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like({} if client in self.counted else self.sums)
@@ -102,7 +102,7 @@ class AFL(fp.FedAvg):
 
 
 class AFLClient(fp.ImageClient):
-    """The state holds the model as last received, ``weights``, and how well the client's own solution fits."""
+    """State: the last received model, ``weights``, and the fit of the client's own solution."""
 
     validates = "received"
 

@@ -21,20 +21,20 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class APFLOptions(fp.Table):
-    """These options are APFL's."""
+    """The share of a client's own model in its mixture, and whether it is learned."""
 
     alpha: float = fp.option(0.5, "How much of a client's model is its own, at first (α).", above=0, most=1)
     adaptive: bool = fp.option(True, "If true, every client learns its α.")
 
 
 class APFL(fp.FedAvg):
-    """The server cannot tell it from FedAvg; it is judged by the clients' mixtures."""
+    """FedAvg on the server, judged by the clients' mixtures."""
 
     headline = "accuracy_personal_mean"
 
 
 class APFLClient(fp.ImageClient):
-    """The state holds the mixture ``weights`` v̄, the client's ``own`` model v, and α."""
+    """State: the mixture ``weights`` v̄, the client's ``own`` model v, and α."""
 
     def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         """Return the received model; what does not travel (local norms) is the mixture's."""
@@ -78,5 +78,5 @@ fp.register_system(
     client=APFLClient,
     summary="APFL: a mixture of the common model and a client's own",
     options=APFLOptions,
-    measures=[fp.OwnMeasure("alpha", "Own model's share α", least=0, most=1, decimals=3)],
+    metrics=[fp.SystemMetric("alpha", "Own model's share α", least=0, most=1, decimals=3)],
 )

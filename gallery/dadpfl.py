@@ -30,7 +30,7 @@ Named = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class DADPFLOptions(fp.Table):
-    """These options are DA-DPFL's; those of Dis-PFL are in its own table."""
+    """Waves, and when clients prune; Dis-PFL's options are in its own table."""
 
     waves: int = fp.option(3, "How many waves a round's clients are dealt into; with 1 nobody waits.", least=1)
     threshold: float = fp.option(0.02, "Pruning begins when half of the models change by at most this (δ).", least=0)
@@ -38,7 +38,7 @@ class DADPFLOptions(fp.Table):
 
 
 class DADPFL(fp.DisPFL):
-    """The server deals the waves, and remembers in which round pruning began."""
+    """The server deals the waves, and keeps the round in which pruning began."""
 
     began = 0
 
@@ -62,7 +62,7 @@ class DADPFL(fp.DisPFL):
             self.release_updates()
             super().train(replace(round, participants=wave))
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
         for message in super().send(round):
             yield replace(message, fields={"prunes": round.number in self.pruning_rounds()})
 
@@ -81,7 +81,7 @@ class DADPFL(fp.DisPFL):
 
 
 class DADPFLClient(fp.DisPFLClient):
-    """The state also says how far the model was from the initial one, first and last."""
+    """State: as Dis-PFL's, and the model's ``first`` and ``last`` distance from the initial one."""
 
     why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
 
@@ -118,5 +118,5 @@ fp.register_system(
     summary="DA-DPFL: Dis-PFL in waves, whose models become sparser",
     options=DADPFLOptions,
     uses=("density", "dispfl"),
-    measures=[fp.OwnMeasure("change", "Change of the distance", least=0, decimals=3)],
+    metrics=[fp.SystemMetric("change", "Change of the distance", least=0, decimals=3)],
 )

@@ -38,9 +38,9 @@ class FedBN(fp.FedAvg):
 
 
 class FedBNClient(fp.ImageClient):
-    """The client keeps all tensors, its norms among them, and sends the others."""
+    """The client keeps all tensors, and sends all but its norms."""
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.shared = without_norms(self.shared, self.prunable)
 

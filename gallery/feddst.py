@@ -24,7 +24,7 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class FedDSTOptions(fp.Table):
-    """These options are FedDST's; ``density`` is that of the weights of convolutions and linear layers."""
+    """When and how far masks move; ``density`` is that of the weights of convolutions and linear layers."""
 
     rounds_between: int = fp.option(10, "In every so many-th round clients move the mask (ΔR).", least=1)
     prune_rate: float = fp.option(0.5, "Its square is the share that is replaced at first (α).", least=0, most=1)
@@ -54,11 +54,11 @@ class FedDST(fp.FederatedStrategy):
         """Return masks of the largest weights of each layer."""
         return {n: fp.masks.magnitude_masks({n: model[n]}, share)[n] for n, share in self.densities.items()}
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(round.participants, fp.Payload(self.model, self.masks))
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(round.participants, fp.Payload(self.model, self.masks))
 
-    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(self.clients, fp.Payload(self.model, self.masks))
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(self.clients, fp.Payload(self.model, self.masks))
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like(self.model, masked=self.prunable)
@@ -89,7 +89,7 @@ class FedDST(fp.FederatedStrategy):
 
 
 class FedDSTClient(fp.ImageClient):
-    """The state holds the last local ``weights`` and ``masks``."""
+    """State: the last local ``weights`` and ``masks``."""
 
     validates = "received"
 

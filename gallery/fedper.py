@@ -21,7 +21,7 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class FedPerOptions(fp.Table):
-    """These options are FedPer's."""
+    """Which layers stay with the client, and how they are trained."""
 
     personal_layers: int = fp.option(1, "How many of the last layers stay with the client (K_P).", least=1)
     head_epochs: int = fp.option(
@@ -32,7 +32,7 @@ class FedPerOptions(fp.Table):
 
 
 class FedPer(fp.FedAvg):
-    """The server's model is the base layers, and it averages them as FedAvg does."""
+    """The server averages the base layers, as FedAvg does; they are its whole model."""
 
     headline = "accuracy_personal_mean"
 
@@ -45,7 +45,7 @@ class FedPer(fp.FedAvg):
 class FedPerClient(fp.ImageClient):
     """The client keeps all tensors and sends those of the base layers."""
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         count = self.config.table(FedPerOptions).personal_layers
         self.own = set(fp.layers.last_layers(self.shared, self.prunable, count))

@@ -28,7 +28,7 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class FedRTSOptions(fp.Table):
-    """These options are FedRTS's; ``density`` is that of the weights of convolutions and linear layers."""
+    """When and how masks move; ``density`` is that of the weights of convolutions and linear layers."""
 
     rounds_between: int = fp.option(10, "After every so many rounds the mask moves (ΔT).", least=1)
     adjusted: float = fp.option(0.4, "The share of a layer's kept weights that are not its core, at first.", most=1)
@@ -77,11 +77,11 @@ class FedRTS(fp.FedAvg):
         """Return the masks of the largest scores of each layer."""
         return {n: fp.masks.magnitude_masks({n: scores[n]}, share)[n] for n, share in self.densities.items()}
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(round.participants, fp.Payload(self.model, self.masks))
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(round.participants, fp.Payload(self.model, self.masks))
 
-    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(self.clients, fp.Payload(self.model, self.masks))
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(self.clients, fp.Payload(self.model, self.masks))
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         votes = self.masks if moves(self.config, round.number) else {}
@@ -146,7 +146,7 @@ class FedRTS(fp.FedAvg):
 
 
 class FedRTSClient(fp.ImageClient):
-    """The state holds the last local ``weights`` and the ``masks`` under which they were trained."""
+    """State: the last local ``weights`` and the ``masks`` under which they were trained."""
 
     validates = "received"
 

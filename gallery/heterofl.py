@@ -29,13 +29,13 @@ from fedprune_app import extend as fp
 
 
 class HeteroFL(fp.FjORD):
-    """The server is FjORD's, but all clients count alike."""
+    """FjORD's server with equal weights of all clients."""
 
     by_examples = False
 
 
 class FedRolex(HeteroFL):
-    """The server has one model of full width; ``first`` is the unit with which this round's windows begin."""
+    """The server has one model of full width; ``first`` is the first unit of this round's windows."""
 
     first = 0
 
@@ -61,11 +61,11 @@ class FedRolex(HeteroFL):
 
 
 class HeteroFLClient(fp.FjORDClient):
-    """Every step is of the client's whole width."""
+    """Every step trains the client's whole width."""
 
     why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.width = 1.0
         self.present = torch.bincount(self.data.train_labels, minlength=self.dataset.num_classes) > 0

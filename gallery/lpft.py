@@ -21,13 +21,13 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class LPFTOptions(fp.Table):
-    """These options are LP-FT's."""
+    """Number of epochs in which only the last layer is trained."""
 
     head_epochs: int = fp.option(0, "The epochs on the last layer alone; 0 means local-epochs.", least=0)
 
 
 class LPFTClient(fp.FedAvgFTClient):
-    """The client answers for the received model after both phases, which nobody else ever sees."""
+    """Evaluate the received model after both phases; the result never leaves the client."""
 
     not_private = "nobody has examined what it releases"
 

@@ -38,8 +38,8 @@ class Scaffold(fp.FedAvg):
         """Return x and c as they travel."""
         return fp.grouped(model=self.model, control=self.control)
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(round.participants, fp.Payload(self.both()))
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(round.participants, fp.Payload(self.both()))
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         return fp.Schema.like(self.both())
@@ -65,7 +65,7 @@ class Scaffold(fp.FedAvg):
 
 
 class ScaffoldClient(fp.ImageClient):
-    """The state holds the last local ``weights`` and the client's ``control`` variate c_i."""
+    """State: the last local ``weights`` and the client's ``control`` variate c_i."""
 
     validates = "global"
 

@@ -25,7 +25,7 @@ from fedprune_app import extend as fp
 
 @dataclass(frozen=True)
 class SparsyFedOptions(fp.Table):
-    """These options are SparsyFed's; ``density`` is that of the weights of convolutions and linear layers."""
+    """Exponent of the weights; ``density`` is that of the weights of convolutions and linear layers."""
 
     exponent: float = fp.option(1.25, "The power that makes weights of parameters (β); with 1 they are alike.", least=1)
 
@@ -56,11 +56,11 @@ class SparsyFed(fp.FedAvg):
 
 
 class SparsyFedClient(fp.ImageClient):
-    """The state holds the last local ``weights`` and their ``masks``."""
+    """State: the last local ``weights`` and their ``masks``."""
 
     validates = "received"
 
-    def __init__(self, config: fp.Config, place: fp.Place) -> None:
+    def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.saving: list[saved_tensors_hooks] = []
         self.inputs: dict[str, float] = {}  # by weight, the share of the layer's inputs that its gradient sees

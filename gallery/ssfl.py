@@ -38,9 +38,9 @@ class SSFL(fp.FedAvg):
         scores = {name: tensor for name, tensor in self.model.items() if name in self.prunable}
         most = max(self.clients[client].num_examples for client in self.members)
         mean = fp.aggregate.MaskedMean(len(self.members), most)
-        outgoing = fp.Outgoing.to_each(self.members, fp.Payload(self.model))
-        for reply in fp.ask_for(round, "saliency", outgoing, fp.Schema.like(scores)):
-            with round.log.refusing(reply):
+        outgoing = fp.OutgoingMessage.to_each(self.members, fp.Payload(self.model))
+        for reply in fp.request_payloads(round, "saliency", outgoing, fp.Schema.like(scores)):
+            with round.log.rejecting(reply):
                 mean.add(reply.update, reply.num_examples)
         self.masks = fp.masks.magnitude_masks_across(mean.mean(scores), self.config.density)
         self.model = dict(fp.Payload.pruned(self.model, self.masks).tensors)
@@ -49,11 +49,11 @@ class SSFL(fp.FedAvg):
         """Return the model with its masks."""
         return fp.Payload(self.model, self.masks)
 
-    def send(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(round.participants, self.sparse())
+    def send(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(round.participants, self.sparse())
 
-    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.Outgoing]:
-        return fp.Outgoing.to_each(self.clients, self.sparse())
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        return fp.OutgoingMessage.to_each(self.clients, self.sparse())
 
     def expect(self, round: fp.Round, client: int) -> fp.Schema:
         """Expect the values of the kept weights; the server knows their places."""
@@ -77,7 +77,7 @@ class SSFL(fp.FedAvg):
 
 
 class SSFLClient(fp.ImageClient):
-    """The state holds the last local ``weights``; the mask comes with each message."""
+    """State: the last local ``weights``; each message has the mask."""
 
     validates = "received"
 

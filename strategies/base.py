@@ -1,7 +1,7 @@
-"""The server half that all systems share: hooks that say what a system does in a round, and Flower's door to them.
+"""The server half that all systems share: the hooks of a round, and Flower's interface to them.
 
-A system's file holds only what is particular to that system. ``fedprune_app/federation`` runs the rounds and calls the
-hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
+A system's file implements the hooks. ``fedprune_app/federation`` runs the rounds and calls them;
+:meth:`FederatedStrategy.run` is the entry point for Flower's grid.
 """
 
 import logging
@@ -22,21 +22,21 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
 from fedprune_app.federation import loop
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.doubts import privacy_doubts
 from fedprune_app.federation.exchanges import exchange
 from fedprune_app.federation.metrics import ImageMetrics, Metrics
 from fedprune_app.federation.participation import Participation, check_min_replies
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
-from fedprune_app.results import own_measures
+from fedprune_app.federation.privacy_warnings import privacy_warnings
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
+from fedprune_app.results import system_metrics
 
 log = logging.getLogger("flwr.fedprune")
 
 
 class StreamedStrategy(Strategy):
-    """A strategy whose rounds are streamed: :meth:`start` runs them all.
+    """The part of Flower's interface for rounds whose replies are processed one at a time.
 
-    Flower's own ``start`` holds all replies of a round at once and hands them to four methods as lists. These methods
-    refuse, so that nobody runs a round without the checks, records and checkpoints of a streamed one.
+    Flower's own ``start`` holds all replies of a round in memory and passes them to four methods as lists. These
+    methods raise here: a round that they ran would have no checks, records or checkpoints.
     """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class StreamedStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Any = None,
     ) -> Result:
-        """Run all rounds. What they give is in the run folder and in the strategy, not in the result."""
+        """Run all rounds. The results are in the run folder and in the strategy; the returned object is empty."""
         self.run(grid, num_rounds=num_rounds)
         return Result()
 
@@ -67,14 +67,14 @@ class StreamedStrategy(Strategy):
 
 
 class FederatedStrategy(StreamedStrategy):
-    """A Flower strategy over streamed, checked :class:`Payload` replies.
+    """Base class of all systems: a Flower strategy that receives checked :class:`Payload` replies one at a time.
 
     ``model`` is the server's model: every tensor that the clients share, by name. ``prunable`` names the tensors that
-    systems may prune (weights of convolutions and linear layers). Clients, seeds and records go by the client's number,
-    never by Flower's random node ids, so that a run is the same on every engine.
+    systems may prune (weights of convolutions and linear layers). Clients, seeds and records use the client's number,
+    never Flower's random node ids, so that a run is the same on every engine.
     """
 
-    headline = "accuracy_personal_mean"  # the number that the system is judged by
+    headline = "accuracy_personal_mean"  # the metric by which the system is judged
     has_global_model = True
     fine_tunes = False  # whether clients train once more for every test
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
@@ -90,76 +90,76 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
-        self.members = self.participation.members  # the clients that rounds may ask; the others join after the last one
+        self.members = self.participation.members  # clients that rounds may sample; held-out ones join after the last
         check_min_replies(self.config, self.participation.most, len(self.members))
-        self.measures = own_measures.all_of(self.config.system)
-        self.metrics: Metrics = ImageMetrics(context, prunable, self.measures)
-        self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
+        self.declarations = system_metrics.all_of(self.config.system)
+        self.metrics: Metrics = ImageMetrics(context, prunable, self.declarations)
+        self.state_rounds: dict[int, int] = {}  # by client, the round of its last accepted update
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 
-    def doubts(self) -> list[str]:
-        """Return what makes the run less than its settings seem to say; each is a line for the user.
+    def warnings(self) -> list[str]:
+        """Return one line for each thing that makes the run less than its settings promise.
 
-        They are said before the run begins, and are in its record.
+        They are shown before the run begins, and recorded.
         """
-        return privacy_doubts(self.config, self.clients, self.headline)
+        return privacy_warnings(self.config, self.clients, self.headline)
 
     def prepare(self) -> None:
-        """Do what comes before the first round; not called where a run goes on from a checkpoint."""
+        """Do what must precede the first round; not called when a run resumes from a checkpoint."""
 
     def begin(self, round: Round) -> None:
-        """Get ready for the replies of a round."""
+        """Prepare for the replies of a round."""
 
     def train(self, round: Round) -> None:
         """Have clients train: by default the participants, in one exchange."""
         for reply in exchange(round, self.send(round), self.expect):
-            with round.log.refusing(reply):
+            with round.log.rejecting(reply):
                 self.receive(round, reply)
 
     @abstractmethod
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        """Yield the message to each participant, made when it is sent."""
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield the message to each participant; each is made only when it is sent."""
 
     @abstractmethod
     def expect(self, round: Round, client: int) -> wire.Schema:
-        """Return what the reply of a participant must hold; any other reply is left out of the round."""
+        """Return the schema of a participant's reply; a reply that differs from it is rejected."""
 
     @abstractmethod
     def receive(self, round: Round, reply: Reply) -> None:
-        """Process one valid reply, in order of arrival, and keep nothing of it. ``ValueError`` refuses the reply."""
+        """Process one valid reply, in order of arrival, and keep no reference to it. ``ValueError`` rejects it."""
 
     def end(self, round: Round) -> None:
-        """Make the new model, after the last reply; further exchanges are part of the round."""
+        """Make the new model after the last reply; exchanges made here belong to the round."""
 
     def finish(self) -> None:
-        """Write what else the run leaves in its folder, after the last round."""
+        """Write the system's own files and notes into the run folder, after the last round."""
 
     # --- what clients report, and what a round costs -----------------------------------------------------------------
 
-    def tell(self, round: Round, name: str, value: object) -> None:
-        """Record a number of the round that the system declares as an ``OwnMeasure`` with ``told="server"``.
+    def record(self, round: Round, name: str, value: object) -> None:
+        """Record a metric of the round that the system declares as a ``SystemMetric`` with ``source="server"``.
 
-        Raises ``ValueError`` for another name, and for a value out of the declared bounds.
+        Raises ``ValueError`` for another name, and for a value outside the declared bounds.
         """
-        measures = {m.name: m for m in own_measures.of_system(self.config.system) if m.told == "server"}
-        if name not in measures:
-            allowed = ", ".join(measures) or "none here"
-            raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
-        round.log.columns[name] = measures[name].number(value, f"{type(self).__name__} tells that")
+        declarations = {m.name: m for m in system_metrics.of_system(self.config.system) if m.source == "server"}
+        if name not in declarations:
+            allowed = ", ".join(declarations) or "none here"
+            raise ValueError(f"record() has {name!r}, allowed: the system's metrics with source='server', {allowed}")
+        round.log.columns[name] = declarations[name].number(value, f"{type(self).__name__} tells that")
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Yield what each client evaluates as the received model: by default the server's, if it has one."""
-        return Outgoing.to_each(self.clients, Payload(self.model if self.has_global_model else {}))
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield the message with the model that each client evaluates: by default the server's, if it has one."""
+        return OutgoingMessage.to_each(self.clients, Payload(self.model if self.has_global_model else {}))
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""
+        """Return a round's (down, up) bytes by the paper's own formula, to compare with the measured ones."""
         dense_bytes = 4.0 * sum(tensor.numel() for tensor in self.model.values() if tensor.is_floating_point())
         return len(round.participants) * dense_bytes, len(round.participants) * dense_bytes
 
     def traffic(self, round: Round) -> dict[str, Any]:
-        """Return who carried how much. In a star the busiest node is the server, in one direction."""
+        """Return the round's traffic columns. In a star the busiest node is the server, in one direction."""
         log, (paper_down, paper_up) = round.log, self.paper_bytes(round)
         node_bytes = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
         return {
@@ -180,9 +180,9 @@ class FederatedStrategy(StreamedStrategy):
         )
 
     def restore(self, state: State) -> None:
-        """Continue from a state that :meth:`state` gave."""
+        """Continue from a state that :meth:`state` returned."""
         self.model = {name: state.tensors[name] for name in self.model}
-        self.state_rounds.clear()  # whoever has this dict has the new rounds
+        self.state_rounds.clear()  # in place: other objects hold this dict
         self.state_rounds |= state_rounds_of(state.meta)
         self.budgets.restore(state.meta)
 
@@ -190,7 +190,7 @@ class FederatedStrategy(StreamedStrategy):
     def resume_points(
         cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        """Yield the points from which a run can go on by the checkpoint of ``round`` and its ``meta``, latest first.
+        """Yield the points from which a run can resume with the checkpoint of ``round`` and its ``meta``, latest first.
 
         Round 0 is the run's start, which has no checkpoint.
         """
@@ -200,26 +200,26 @@ class FederatedStrategy(StreamedStrategy):
         """Return the SHA-256 of the server's model."""
         return Payload(self.model).digest()
 
-    # --- Flower's door ----------------------------------------------------------------------------------------------
+    # --- Flower's entry point ---------------------------------------------------------------------------------------
 
     def run(self, grid: Grid, rounds_completed: int = 0, num_rounds: int | None = None) -> None:
-        """Run the rounds after ``rounds_completed``; ``start``, Flower's name for it, comes here too."""
+        """Run the rounds after ``rounds_completed``; Flower's ``start`` calls this."""
         self.summary()
         loop.run(self, grid, num_rounds or self.config.num_server_rounds, rounds_completed)
 
 
 def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
-    """Return whose reply of which round a checkpoint had taken in."""
+    """Return from a checkpoint, by client, the round of its last accepted update."""
     return {int(k): int(round) for k, round in meta["state-rounds"].items()}
 
 
 class AveragingStrategy(FederatedStrategy):
-    """The new model is the average of the replies, by default a masked mean in which all clients count alike."""
+    """For systems whose new model is an average of the replies: a masked mean, by default with equal weights."""
 
-    by_examples = False  # whether a client counts by its number of examples
+    by_examples = False  # whether a client's weight is its number of examples
 
     def weight_of(self, client: int) -> int:
-        """Return how much a client counts."""
+        """Return the client's weight in the mean."""
         return self.clients[client].num_examples if self.by_examples else 1
 
     # --- the mean, which systems override ---------------------------------------------------------------------------
@@ -232,4 +232,4 @@ class AveragingStrategy(FederatedStrategy):
         self.mean.add(reply.update, weight=self.weight_of(reply.client))
 
     def end(self, round: Round) -> None:
-        self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is as it was
+        self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is unchanged

@@ -1,4 +1,4 @@
-"""Dis-PFL, the server half: no model at all, only the links between clients and what travels over them.
+"""Dis-PFL, the server half: no model, only the links between clients and the updates that travel over them.
 
 Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
 Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``clients/dispfl.py``.
@@ -13,10 +13,10 @@ _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after 
 
 
 class DisPFL(Gossip):
-    """The server averages a client's neighbours by their masks, and compares all masks after the last round.
+    """Average the models of a client's neighbours by their masks; compare all masks after the last round.
 
-    Line 7 divides by the masks that the weights were trained under, as the released code does. The new masks, which the
-    text names there, do not match the weights' support.
+    Line 7 divides by the masks that the weights were trained under, as the released code does. The text divides by the
+    new masks, which do not match the weights' support.
     """
 
     @property
@@ -27,9 +27,9 @@ class DisPFL(Gossip):
         return Schema.like(self.model, masked=self.prunable)
 
     def finish(self) -> None:
-        """Record how far the clients' final masks are apart, pair by pair: the paper's Figure 5 (b).
+        """Record the distance between the final masks of each two clients: the paper's Figure 5 (b).
 
-        The share of coordinates that one keeps and the other does not, in tensors that somebody prunes.
+        It is the share of coordinates that one keeps and the other does not, in tensors that any client prunes.
         """
         self.release_updates()
         if not self.reads_updates:
@@ -38,7 +38,7 @@ class DisPFL(Gossip):
         for client in sorted(self.update_rounds)[:_COMPARED_UP_TO]:
             try:
                 update = self.read_update(client)
-            except ValueError:  # it is lost, which is in the record already
+            except ValueError:  # it is lost, which is recorded already
                 continue
             distances.add(client, update)
             pruned |= {name for name, mask in update.masks.items() if not mask.all()}

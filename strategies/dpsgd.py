@@ -1,7 +1,7 @@
-"""D-PSGD, decentralised FedAvg, the server half: average with the neighbours, train for some epochs, and again.
+"""D-PSGD, decentralised FedAvg, the server half: in each round average with the neighbours, then train some epochs.
 
 Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, with local epochs in place
-of single steps, as Dis-PFL (section 4.1) compares with it. Its number is the accuracy of the consensus model, the
+of single steps, as Dis-PFL (section 4.1) compares with it. It is judged by the accuracy of the consensus model, the
 uniform average of all clients' models.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from fedprune_app.config import DPSGDOptions
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import OutgoingMessage, Round
 from strategies.gossip import Gossip
 
 
 class DPSGD(Gossip):
-    """The server averages neighbours' models, dense or under a fixed random mask (the restricted version of Table 3).
+    """Average neighbours' models, dense or under a fixed random mask (the restricted version of Table 3).
 
-    It makes the consensus model for evaluation only, and then reads all updates, whatever ``dpsgd.gossip`` says.
+    The consensus model is made for evaluation only; for it the server reads all updates, whatever ``dpsgd.gossip`` is.
     """
 
     headline = "accuracy_global"
@@ -30,7 +30,7 @@ class DPSGD(Gossip):
     def published(self) -> Schema:
         return Schema.like(self.model, masked=self.prunable if self.options.density < 1 else frozenset())
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         self.release_updates()
         self.model = {**self.model, **self.average(sorted(self.update_rounds), round.log).tensors}
-        return Outgoing.to_each(self.clients, Payload(self.model))
+        return OutgoingMessage.to_each(self.clients, Payload(self.model))

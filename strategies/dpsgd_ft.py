@@ -1,4 +1,4 @@
-"""D-PSGD-FT: D-PSGD, and before it is evaluated every client fine-tunes the consensus model on its own data.
+"""D-PSGD-FT: D-PSGD in which every client fine-tunes the consensus model on its own data before an evaluation.
 
 Dis-PFL, section 4.1, after Cheng et al. 2021 (FedAvg-FT).
 """
@@ -7,7 +7,7 @@ from strategies.dpsgd import DPSGD
 
 
 class DPSGDFT(DPSGD):
-    """D-PSGD-FT is judged by each client's fine-tuned model, which nobody else ever sees."""
+    """D-PSGD, judged by each client's fine-tuned model, which never leaves the client."""
 
     headline = "accuracy_personal_mean"
     fine_tunes = True

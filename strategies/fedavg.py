@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import OutgoingMessage, Round
 from strategies.base import AveragingStrategy
 
 
@@ -17,8 +17,8 @@ class FedAvg(AveragingStrategy):
     by_examples = True
     headline = "accuracy_global"
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(round.participants, Payload(self.model))
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        return OutgoingMessage.to_each(round.participants, Payload(self.model))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model)

@@ -1,4 +1,4 @@
-"""FedAvg-FT: FedAvg, and before it is evaluated every client fine-tunes the global model on its own data.
+"""FedAvg-FT: FedAvg in which every client fine-tunes the global model on its own data before an evaluation.
 
 Cheng, Chadha, Duchi, "Fine-tuning is Fine in Federated Learning", 2021, as Dis-PFL compares with it.
 """
@@ -7,7 +7,7 @@ from strategies.fedavg import FedAvg
 
 
 class FedAvgFT(FedAvg):
-    """FedAvg-FT is judged by each client's fine-tuned model, which nobody else ever sees."""
+    """FedAvg, judged by each client's fine-tuned model, which never leaves the client."""
 
     headline = "accuracy_personal_mean"
     fine_tunes = True

@@ -1,9 +1,9 @@
 """FedCR, the server half: encoders are averaged, heads stay with the clients, each class has a Gaussian for its codes.
 
 Zhang, Li, Zhuo, Lin, "FedCR: Personalized Federated Learning Based on Across-Client Common Representation with
-Conditional Mutual Information Regularization", ICML 2023, as its released code has it. The client half is
-``clients/fedcr.py``. With ``fedcr.layer-set = "opu3"`` clients train, send and get in full only FedP3's layers (its
-Figure 2, right); layer sets follow ``fedp3.assignment``, and so on.
+Conditional Mutual Information Regularization", ICML 2023, as in its released code. The client half is
+``clients/fedcr.py``. With ``fedcr.layer-set = "opu3"`` clients train, send and receive in full only FedP3's layers (its
+Figure 2, right); ``fedp3.assignment`` and FedP3's other settings apply to the layer sets.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ _MOST_PRECISE = 1e30  # σ of 1e-15: divergences from it are finite in float32
 
 
 class FedCR(FedP3):
-    """FedCR averages all layers but the head, as FedP3 does, and multiplies the clients' experts of each class."""
+    """Average all layers but the head, as FedP3 does, and multiply the clients' experts of each class."""
 
     headless = frozenset({MEAN, STD})
     paper_formula = "32 bits per parameter of the shared layers, both ways; neither heads nor Gaussians"
@@ -61,7 +61,7 @@ class FedCR(FedP3):
         self.experts[reply.client] = Payload(experts)
 
     def end(self, round: Round) -> None:
-        """Return the product of all clients' experts and N(0, 1)."""
+        """Replace each class's Gaussian by the product of all clients' experts and N(0, 1)."""
         super().end(round)
         experts = [self.experts[client].tensors for client in sorted(self.experts)]
         sums = [torch.stack([tensors[name] for tensors in experts]).sum(0) for name in (PRECISION, WEIGHTED)]

@@ -1,4 +1,4 @@
-"""FedFomo, the server half: each client gets a few other clients' models and says what they were worth to it.
+"""FedFomo, the server half: each client receives a few other clients' models and reports their worth to it.
 
 Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization", ICLR 2021,
 section 3, as Dis-PFL compares with it. The client half is ``clients/fedfomo.py``.
@@ -12,21 +12,21 @@ from torch import Tensor
 from fedprune_app.core import rng
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.gossip import Relay
 
 _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
 
 
 class FedFomo(Relay):
-    """The server sends each client the models of those candidates that have been worth most to the client so far.
+    """Send each client the models that have been worth most to it so far.
 
-    ``affinity`` holds, for each two clients, the sum of what the other's model was worth to the one. Candidates are the
-    clients of most affinity; with probability ``exploration`` they are random.
+    ``affinity`` holds, by receiver and candidate, the sum of the worths that the receiver has reported. The candidates
+    of highest affinity are sent; with probability ``exploration``, random ones.
 
-    As in Dis-PFL's released code the sum takes equation 3's values as they are, negative ones included, and not the
-    clipped and normalised weights of equation 4: a client whose model did harm ranks below one that was never tried.
-    Every client trains in every round there (``fraction-train`` is 1); only its candidates are sampled.
+    As in Dis-PFL's released code the sum is over equation 3's values, negative ones included, and not over the clipped
+    and normalised weights of equation 4: a client whose model did harm ranks below one that was never tried. Every
+    client trains in every round there (``fraction-train`` is 1); only its candidates are sampled.
     """
 
     paper_formula = "32 bits per parameter, both ways (Dis-PFL's Table 1 charges FedFomo like FedAvg)"
@@ -40,16 +40,16 @@ class FedFomo(Relay):
         return wire.Schema.like(self.model)
 
     def candidates(self, round: Round, client: int) -> list[int]:
-        """Return whose models the client gets: distinct others that have published."""
+        """Return the other clients whose models this client receives; all of them have published one."""
         draw = rng.numpy_generator(self.config.seed, "candidates", client, round.number)
         candidates = [k for k in draw.permutation(sorted(self.update_rounds)).tolist() if k != client]
         if draw.random() >= self.config.fedfomo.exploration:
             candidates.sort(key=lambda k: -float(self.affinity[client, k]))  # stable: random among equals
         return sorted(candidates[: self.config.fedfomo.candidates])
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         for client in round.participants:
-            yield Outgoing(client, peer_updates=self.updates_of(self.candidates(round, client), round.log))
+            yield OutgoingMessage(client, peer_updates=self.updates_of(self.candidates(round, client), round.log))
 
     def receive(self, round: Round, reply: Reply) -> None:
         names, worth = reply.fields.get("candidates", []), reply.fields.get("worth", [])

@@ -1,23 +1,23 @@
-"""Fed-LTP, the server half: a winning ticket from public data, its sub-models to the clients, the best round's model.
+"""Fed-LTP, the server half: find a winning ticket on public data, train its sub-models, keep the best round's model.
 
 Shi, Wei, Shen, Li, Wang, Yuan, Guo, "Efficient Federated Learning with Enhanced Privacy via Lottery Ticket Pruning in
 Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; tickets are made
 at the end of this file. No code was released; where the text is silent or contradicts itself:
 
 * P1 is the pruned share of a tensor's weights (equation 15), so ``density`` is 1 - P1. Biases stay.
-* Sub-models are made once, from the magnitudes of the ticket's weights as public data trained them: neither they nor
-  who gets which depend on anything private. Each has a P2 share of the survivors less than the one before it
-  (equation 15; equation 12 with rule 9 would remove nothing), the server's model has the structure of the first.
-* A client keeps the sub-model that it drew when it was first sampled, among those that nobody else in the round has.
-* A coordinate is averaged over those participants that have it, as the text says. Line 9 divides by all K, as if
+* Sub-models are made once, from the magnitudes of the ticket's weights after training on public data: neither the
+  sub-models nor their assignment depend on private data. Each removes a share P2 of the weights that the one before it
+  kept (equation 15; equation 12 with rule 9 would remove nothing). The server's model has the structure of the first.
+* When a client is first sampled, it draws a sub-model that no other client of the round has, and keeps it.
+* A coordinate is averaged over those participants that have it, as in the text. Line 9 divides by all K, as if
   the others had not moved it: ``fedltp.average=participants``. Lost replies count in neither.
-* Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas say the round's).
-  A score is the share of correct predictions among the validation examples of those who answered: with equal answers
-  the order is that of the sum (18), and rounds with missing answers compare fairly.
-* The model that is evaluated after a round is the best so far, which would be the final one (equation 19). It is the
-  newest one while no score of any round was accepted.
-* Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
-  the data, and nothing here could say what its release costs.
+* Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas use the round's).
+  A score is the share of correct predictions among the validation examples of the clients that replied. If all reply,
+  the ranking is that of the sum (18); with missing replies, rounds still compare fairly.
+* The model that is evaluated after a round is the best so far, which would be the final one (equation 19). While no
+  score has been accepted, it is the newest one.
+* Tickets from the clients' private data (Figure 8) are not offered: such a ticket is a mask that depends on the data,
+  and its privacy charge is not known here.
 """
 
 import logging
@@ -41,7 +41,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import exchange
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.learning.device import device_of
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.sgd import SGD
@@ -50,20 +50,20 @@ from fedprune_app.learning.training import adam
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name
-from fedprune_app.results.measures import Reply as Kind
+from fedprune_app.results.metrics import ReplyKind
 from strategies.dpfed import DPFed
 
-_SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
+_SCALES = 40  # limit of a score's noise: honest noise exceeds it with probability e^-40
 
 
 class FedLTP(DPFed):
-    """Fed-LTP has one sub-model for all clients, or as many nested ones as clients take part in a round."""
+    """Private averaging of one sub-model, or of as many nested ones as a round has participants."""
 
     paper_formula = "32 bits per parameter times the mean retention rate p, both ways"
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        self.levels: dict[str, Tensor] = {}  # how many sub-models have each weight
+        self.levels: dict[str, Tensor] = {}  # of each weight, the number of sub-models that have it
         self.drawn: dict[int, int] = {}  # by client, its sub-model, from 1
         self.best: tuple[int, float] = (0, -1.0)  # round and score
         self.best_model = self.model
@@ -99,7 +99,7 @@ class FedLTP(DPFed):
         size = sum(level.numel() for level in self.levels.values())
         return [sum(int(mask.count_nonzero()) for mask in self.masks(i).values()) / size for i in self.models]
 
-    # --- lines 4, 5 and 30 to 38: who gets which --------------------------------------------------------------------
+    # --- lines 4, 5 and 30 to 38: each client's sub-model -----------------------------------------------------------
 
     def begin(self, round: Round) -> None:
         super().begin(round)
@@ -110,21 +110,21 @@ class FedLTP(DPFed):
             if client not in self.drawn:
                 self.drawn[client] = int(next(free_models)) if self.num_models > 1 else 1
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        """Yield clients of equal sub-models in a row, so that each is made and encoded once."""
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield clients of equal sub-models in a row, so that each payload is made and encoded once."""
         of_client = self.drawn.__getitem__
         for model, clients in groupby(sorted(round.participants, key=of_client), key=of_client):
-            yield from Outgoing.to_each(clients, Payload.pruned(self.model, self.masks(model)))
+            yield from OutgoingMessage.to_each(clients, Payload.pruned(self.model, self.masks(model)))
 
     # --- line 9 -----------------------------------------------------------------------------------------------------
 
     def expect(self, round: Round, client: int) -> wire.Schema:
-        """Expect the values of the coordinates that the client has; the server knows their places."""
+        """Return the schema of the values at the client's coordinates; the server knows their positions."""
         return wire.Schema.like(packed(self.model, self.masks(self.drawn[client])))
 
     def receive(self, round: Round, reply: Reply) -> None:
         masks = self.masks(self.drawn[reply.client])
-        tensors = unpacked(reply.update.tensors, masks, self.model)  # where the client has nothing, it moved nothing
+        tensors = unpacked(reply.update.tensors, masks, self.model)  # coordinates that the client lacks did not move
         reply.update = Payload(tensors, masks if self.options.average == "holders" else self.masks(1))
         super().receive(round, reply)
 
@@ -138,13 +138,13 @@ class FedLTP(DPFed):
             self._validate(round)
 
     def _validate(self, round: Round) -> None:
-        """Ask for the new model's scores, and keep the model if they are the best so far."""
+        """Request scores of the new model, and keep the model if its score is the best so far."""
         up_before, down_before = round.log.bytes_up, round.log.bytes_down
-        scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
+        scores: list[tuple[int, int]] = []  # (noised) number of correct predictions, number of examples
 
         name = f"validation after round {round.number}"
-        for reply in exchange(round, self._questions(round), name=name, kind=Kind.EVALUATION):
-            with round.log.refusing(reply):
+        for reply in exchange(round, self._questions(round), name=name, kind=ReplyKind.EVALUATION):
+            with round.log.rejecting(reply):
                 scores.append(self._score(reply))
         score = None
         if scores:
@@ -153,7 +153,7 @@ class FedLTP(DPFed):
                 self.best, self.best_model = (round.number, score), self.model
         elif self.best[0] == 0:
             self.best_model = self.model
-            round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
+            round.log.add_note("no score of any round was accepted so far, so the newest model is evaluated and kept")
         round.log.columns |= {
             "validations": len(scores),
             "validation_score": score,
@@ -162,17 +162,20 @@ class FedLTP(DPFed):
             "best_round": self.best[0],
         }
 
-    def _questions(self, round: Round) -> Iterator[Outgoing]:
+    def _questions(self, round: Round) -> Iterator[OutgoingMessage]:
         eligible = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
         clients = round.participants if self.options.validators == "selected" else eligible
-        return Outgoing.to_each(clients, Payload(self.model, self.masks(1)), asks="score")
+        return OutgoingMessage.to_each(clients, Payload(self.model, self.masks(1)), asks="score")
 
     def _score(self, reply: Reply) -> tuple[int, int]:
-        """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
+        """Return a client's (noised) number of correct predictions and its number of examples.
+
+        Raises ``ValueError`` for numbers out of range, which rejects the reply.
+        """
         share = self.config.validation_fraction
         info = self.clients[reply.client]
-        limit = most_held_out(info.num_examples, share)  # num_examples are the rest, those to train on
-        if info.own_data or self.config.dp.enabled:  # each is drawn by itself: up to ten deviations more
+        limit = most_held_out(info.num_examples, share)  # num_examples counts only the examples to train on
+        if info.own_data or self.config.dp.enabled:  # examples are drawn independently: ten deviations more
             mean = share / (1 - share) * info.num_examples
             limit = int(mean + 10 * math.sqrt(mean / (1 - share)) + 10)
         num_examples = int(wire.number(reply.fields, "num-validation", 1, limit))
@@ -180,8 +183,8 @@ class FedLTP(DPFed):
         score = int(wire.number(reply.fields, "score", 0 - noise, num_examples + noise))
         return score, num_examples
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
+        return OutgoingMessage.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
         self.model = self.best_model
@@ -217,8 +220,8 @@ log = logging.getLogger("flwr.fedprune")
 def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int) -> Ticket:
     """Train and prune ``fedltp.tickets`` networks on public data and draw one, for images of ``shape``.
 
-    The score of a ticket is that of the trained and pruned network, on the images it was trained on. Raises
-    :class:`ConfigError` for public data of other classes.
+    A ticket's score is that of the trained and pruned network on its training images. Raises :class:`ConfigError` if
+    the public data have another number of classes.
     """
     options = config.fedltp
     model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
@@ -266,9 +269,9 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
 
 
 def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int, *, skips_lone: bool) -> None:
-    """Train for k steps, which is line 4 of the algorithm.
+    """Train for k steps: line 4 of the algorithm.
 
-    The text's learning rate is 1.2e-3. With Adam this is what Frankle and Carbin train with.
+    The text's learning rate is 1.2e-3, which Frankle and Carbin use with Adam.
     """
     options = config.fedltp
     sgd = SGD(
@@ -291,8 +294,7 @@ def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, tic
 def public_images(config: Config, shape: tuple[int, int, int], num_classes: int) -> tuple[Tensor, Tensor, int]:
     """Return the public images, their labels, and the number of their classes.
 
-    The public data are a dataset of their own, in the shape of the private one, or the share of the private dataset
-    that no client has.
+    They are a separate dataset in the shape of the private one, or the part of the private dataset that no client has.
     """
     options = config.fedltp
     if options.public_dataset:

@@ -1,4 +1,4 @@
-"""FedP3, the server half: each client gets its own layers in full and the others pruned, and returns only its own.
+"""FedP3, the server half: each client receives its own layers in full, the others pruned, and returns only its own.
 
 Yi, Gazagnadou, Richtárik, Lyu, "FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model
 Heterogeneity", ICLR 2024, Algorithm 1, lines 2 to 6, and Algorithm 3. The client half is ``clients/fedp3.py``. Where
@@ -6,12 +6,12 @@ text and released code differ:
 
 * Layer sets L_i are dealt out evenly, contiguous clients sharing one, and stay for the run, as in the code; the text
   assigns them "randomly" (``fedp3.assignment``). Biases, norms and ResNet's projections go with the layer before them.
-* The last layer is trained, sent and averaged by all, as in the text. The code averages it but never loads the average
-  (``fedp3.personal-head``, with which it does not travel at all).
+* All clients train and send the last layer, and the server averages it, as in the text. The code averages it but never
+  loads the average (``fedp3.personal-head``, with which it does not travel).
 * P_i is recomputed each round from the server's weights, as in the code. Weights of convolutions and linear layers are
   pruned; biases and norms stay dense.
 * Weighted averaging is normalised over the clients of each layer; the text's coefficients, over all clients, do not sum
-  to 1 (``fedp3.aggregation = "weighted-literal"``). Clients count alike, whatever their numbers of examples.
+  to 1 (``fedp3.aggregation = "weighted-literal"``). Numbers of examples have no effect.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,21 +28,21 @@ from fedprune_app.core.masks import magnitude_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
 
 
 class FedP3(AveragingStrategy):
-    """FedP3 averages layer by layer, over the clients that train it; a layer that nobody sent stays as it is."""
+    """Average each layer over the clients that train it; a layer that nobody sent is unchanged."""
 
     paper_formula = (
         "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer; "
         "a personal last layer does not travel"
     )
 
-    headless: frozenset[str] = frozenset()  # tensors of no layer, which travel down to all
+    headless: frozenset[str] = frozenset()  # tensors that belong to no layer, and are sent to all clients
 
     @property
     def options(self) -> FedP3Options:
@@ -62,14 +62,14 @@ class FedP3(AveragingStrategy):
             del self.table_sizes[self.head]  # it does not travel
         self.draws = 0  # the round whose layers and pruning are drawn
         self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
-        # what cannot be met is refused before anything is sent
+        # impossible assignments raise here, before anything is sent
         owned = {layer for client in self.members for layer in self.assigned(client)[0]}
         is_fixed = self.options.assignment != "per-round"
         self.unowned = [layer for layer in self.hidden if is_fixed and layer not in owned]
 
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         doubt = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
-        return [*super().doubts(), *([doubt] if self.unowned else [])]
+        return [*super().warnings(), *([doubt] if self.unowned else [])]
 
     def _in_table(self, names: tuple[str, ...]) -> int:
         """Count a layer's parameters as the paper's Table 4 does: biases of convolutions, but none of linear layers."""
@@ -79,7 +79,7 @@ class FedP3(AveragingStrategy):
     # --- line 2: L_i and P_i ----------------------------------------------------------------------------------------
 
     def assigned(self, client: int) -> Assigned:
-        """Return what a client trains in this round, and the density of the rest. Raises :class:`ConfigError`."""
+        """Return a client's own layers in this round, and the density of the others. Raises :class:`ConfigError`."""
         try:
             return self._assignment(client)
         except ValueError as error:
@@ -108,7 +108,7 @@ class FedP3(AveragingStrategy):
         return layers.drawn(hidden, counts, draw), density
 
     def travelling(self, own_layers: tuple[str, ...]) -> list[str]:
-        """Return the names of the tensors of these hidden layers, and of the last layer if that travels."""
+        """Return the names of the tensors of these hidden layers, and of the last layer if it travels."""
         return [n for layer in (*own_layers, self.head) for n in self.layers[layer] if n in self.model]
 
     # --- lines 4 to 6: what is sent ---------------------------------------------------------------------------------
@@ -123,19 +123,19 @@ class FedP3(AveragingStrategy):
         masks = magnitude_masks(weights, density)
         return Payload(self.model | {n: weights[n].where(mask, 0) for n, mask in masks.items()}, masks)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        """Yield clients of equal sets in a row: their payload is made and encoded once."""
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield clients of equal layer sets in a row, so that each payload is made and encoded once."""
         for assignment, clients in groupby(sorted(round.participants, key=self.assigned), key=self.assigned):
-            yield from Outgoing.to_each(tuple(clients), self.pruned_for(assignment), **self.fields(assignment))
+            yield from OutgoingMessage.to_each(tuple(clients), self.pruned_for(assignment), **self.fields(assignment))
 
     def fields(self, assignment: Assigned) -> dict[str, Any]:
         return {"layers": list(assignment[0]), "density": assignment[1]}
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Yield the dense model for all clients, from which each makes the one that it would start from."""
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield the dense model for each client, which prunes it as at the start of its training."""
         payload = Payload(self.model)
         for client in self.clients:
-            yield Outgoing(client, payload, fields=self.fields(self.assigned(client)))
+            yield OutgoingMessage(client, payload, fields=self.fields(self.assigned(client)))
 
     # --- line 14, Algorithm 3 ---------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class FedP3(AveragingStrategy):
             for layer, weight in self.contributed.items():
                 if weight:
                     self.model |= {n: self.model[n] * (weight / total) for n in self.layers[layer] if n in self.model}
-        for client, row in sorted(round.log.clients.items()):  # a set keeps its highest number, in any order
+        for client, row in sorted(round.log.clients.items()):  # sorted, so that the order of replies has no effect
             layer_set = " ".join(self.assigned(client)[0])
             if row["bytes_up"] and client not in round.log.declined:
                 self.bytes_by_set[layer_set] = [row["bytes_down"], row["bytes_up"]]

@@ -3,16 +3,16 @@
 Hu, Gong, Guo, "Federated Learning with Sparsification-Amplified Privacy and Adaptive Optimization", IJCAI 2021, as
 Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
 
-* Each round and client has a set of its own of ``⌊p d⌋`` of all d coordinates, biases too. Its seed travels, the set
-  does not: the client returns the values in the set's order.
-* The mean is over all participants, and a coordinate outside of a client's set has not moved there.
-* The acceleration is named and not given in Fed-LTP's text. Here: none (default, which validation data chose), the
-  running mean of mean updates (momentum whose new part is damped: undamped momentum of 1/2 doubles the step, and the
-  noise in it), or Adam (Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2).
-* Parameters alone are accelerated. Of BatchNorm's running statistics the server takes the mean: a step beyond it could
-  make a variance negative.
-* ε is that of plain subsampled Gaussians with sensitivity C: the paper's amplification by sparsification rests on
-  sparsified gradients being shorter, which clipping to C does not guarantee.
+* Each client draws in each round ``⌊p d⌋`` of all d coordinates, biases included. Only the seed is sent; the client
+  returns the values in the set's order.
+* The mean is over all participants; a coordinate outside a client's set counts as unchanged there.
+* Fed-LTP's text names an acceleration without its formula. Here: none (default, chosen on validation data), the
+  running mean of mean updates (damped momentum: undamped momentum of 1/2 doubles the step, and the noise in it), or
+  Adam (Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2).
+* Only parameters are accelerated. BatchNorm's running statistics are averaged: an accelerated step could make a
+  variance negative.
+* ε is that of plain subsampled Gaussians with sensitivity C: the paper's amplification by sparsification assumes that
+  sparsified gradients are shorter, which clipping to C does not guarantee.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,23 +23,23 @@ from torch import Tensor
 
 from fedprune_app.config import ConfigError, FedSPAOptions
 from fedprune_app.core import rng
-from fedprune_app.core.bounds import least_said
+from fedprune_app.core.bounds import rounded_down_text
 from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
 
-# the server's momentum and, of Adam alone, the number of its second moment and what is added to that one's root
+# the server's momentum; for Adam alone, the decay of its second moment and the term added to its root
 BETA1, BETA2, EPSILON = 0.5, 0.99, 1e-3
 
 
 class FedSPA(DPFed):
-    """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i, and no step for statistics."""
+    """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i; statistics are averaged."""
 
     paper_formula = "32 bits per parameter down, per chosen parameter up"
 
@@ -50,7 +50,7 @@ class FedSPA(DPFed):
             raise ConfigError(
                 "fedspa.share",
                 self.options.share,
-                f"at least {least_said(1 / size)}, so that a client has one",
+                f"at least {rounded_down_text(1 / size)}, so that a client has one",
                 condition=f"with a model of {size:,} coordinates",
             )
 
@@ -60,7 +60,7 @@ class FedSPA(DPFed):
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """Return the names of the shared tensors that are parameters; the others are running statistics."""
+        """Return the names of the shared tensors that are parameters, without running statistics."""
         first = next(iter(self.clients.values()))
         assert isinstance(first, ImageClientInfo)
         name = chosen_name(self.config.model, self.config.dataset)
@@ -77,10 +77,10 @@ class FedSPA(DPFed):
         shapes = {name: tensor.shape for name, tensor in self.model.items()}
         return random_coordinates(shapes, self.options.share, self.seed_of(round, client))
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         payload = Payload(self.model)
         for client in round.participants:
-            yield Outgoing(client, payload, fields={"coordinates": self.seed_of(round, client)})
+            yield OutgoingMessage(client, payload, fields={"coordinates": self.seed_of(round, client)})
 
     # --- what comes back --------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class FedSPA(DPFed):
         }
 
     def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the step for a mean update, after those of earlier rounds (momentum, or Adam)."""
+        """Return the step for a mean update, with the moments of earlier rounds (momentum or Adam)."""
         if self.options.acceleration == "none":
             return change
         self.momentum = {name: BETA1 * self.momentum[name] + (1 - BETA1) * delta for name, delta in change.items()}

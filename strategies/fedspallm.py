@@ -1,18 +1,18 @@
-"""FedSpaLLM, the server half: the mean over those who kept a weight, and masks expanded to the density asked for.
+"""FedSpaLLM, the server half: average each weight over the clients that kept it, and expand masks to the density.
 
 Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models", 2024: Algorithm 1, equations (5)-(8).
 Where the text leaves a choice, or does not hold:
 
 * Equation (5) divides by one scalar; each entry's own count is meant (``core.aggregate.L0Mean``).
-* Ties in the expansion, which are most of it, go by smallest mean magnitude; its scope is a matrix. Nothing that all
-  clients pruned comes back. Weights removed by the expansion are not made up for.
+* Most entries tie in the expansion; those of smallest mean magnitude are removed first, within one matrix. A weight
+  that all clients pruned does not come back. The other weights are not adjusted for those that the expansion removes.
 * A matrix is averaged over the clients that pruned it: equation (9) would add dense copies to the mean.
-* Corollary 4.1 asks that every layer be pruned by somebody: layers are dealt by a shuffled round-robin, which begins
-  with those that were never pruned. One that nobody pruned stays as it is, and the record says so.
-* From round 2 on the cached dense layers of equation (9) are no longer the global model's; ``fedspallm.unsampled =
-  "current"`` sends the current ones to those who do not prune them.
+* Corollary 4.1 needs at least one client per layer: layers are dealt by a shuffled round-robin, which begins with those
+  that were never pruned. A layer that nobody pruned is unchanged, and noted.
+* From round 2 on, the cached dense layers of equation (9) are no longer the global model's; ``fedspallm.unsampled =
+  "current"`` sends the current layers to the clients that do not prune them.
 
-A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk.
+A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to disk.
 """
 
 import time
@@ -29,7 +29,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
 from fedprune_app.federation.exchanges import LAYER, exchange
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.results import statistics
 from fedprune_app.results.recorder import number_in
@@ -46,11 +46,11 @@ from strategies.pruned_model import (
     together,
 )
 
-_COMPARED = 64  # the first clients, whose masks of one layer are compared with each other
+_COMPARED = 64  # at most so many clients' masks of a layer are compared with each other
 
 
 def check_pattern(config: Config, dense: LanguageModel) -> None:
-    """Refuse a pattern that does not go into every row. Raises :class:`ConfigError`."""
+    """Raise :class:`ConfigError` for a pattern whose length does not divide every row's."""
     if not (pattern := config.fedspallm.n_of_m()):
         return
     for layer in range(dense.num_layers):
@@ -66,19 +66,22 @@ def check_pattern(config: Config, dense: LanguageModel) -> None:
 
 @dataclass
 class LayerRound:
-    """A round on its way through the decoder layers."""
+    """Progress of one round through the decoder layers."""
 
     number: int = 0
     pruners: Mapping[int, list[int]] = field(default_factory=dict)  # by layer
-    layer: int = 0  # which is in work
+    layer: int = 0  # the current one
     recovery: Recovery | None = None  # in a round that recovers
-    sent: dict[int, int] = field(default_factory=dict)  # by client, how many pruned layers of this round it has
+    sent: dict[int, int] = field(default_factory=dict)  # by client, the number of pruned layers of this round it has
     distances: MaskDistances = field(default_factory=MaskDistances)
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the round's record says of each layer
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # by layer, its columns in the round's record
 
 
 class FedSpaLLM(FederatedStrategy):
-    """FedSpaLLM keeps its state between layers on disk: packed layers in ``layers/``, and ``progress/``."""
+    """Federated pruning of a language model, one decoder layer after another.
+
+    The state between layers is on disk: packed layers in ``layers/``, and ``layers/progress/``.
+    """
 
     headline = "perplexity_global"
     paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
@@ -92,7 +95,7 @@ class FedSpaLLM(FederatedStrategy):
         self.metrics = TextMetrics(self.context, self.global_model, self.participation)
         self.work = LayerRound()
         self.progress = _progress_store(self.recorder.folder, context.run_key)
-        self.lost_clients: set[int] = set()  # whose state was lost, and is to be made anew
+        self.lost_clients: set[int] = set()  # clients that lost their state and must prune all layers again
 
     # --- a round ------------------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class FedSpaLLM(FederatedStrategy):
             self.work.pruners = self.dealt(round)
 
     def dealt(self, round: Round) -> dict[int, list[int]]:
-        """Return for each layer the clients that prune it; each client prunes a share of the layers (lines 5 to 7)."""
+        """Return by layer the clients that prune it; each client prunes a share of the layers (lines 5 to 7)."""
         shares = {k: self.clients[k].capacity or self.options.layer_share(k) for k in round.participants}
         draw = rng.numpy_generator(self.config.seed, "layers", round=round.number)
         layers_by_client = assign_layers(self.dense.num_layers, shares, draw, first=self.global_model.never_pruned())
@@ -117,7 +120,7 @@ class FedSpaLLM(FederatedStrategy):
         }
 
     def train(self, round: Round) -> None:
-        """Prune layer after layer (lines 5 to 20), from where an interrupted round was left; or recover."""
+        """Prune layer after layer (lines 5 to 20), after those that an interrupted round finished; or recover."""
         work = self.work
         if work.recovery is not None:
             self._exchange(round, f"recovery in round {round.number}", round.participants)
@@ -134,9 +137,11 @@ class FedSpaLLM(FederatedStrategy):
             self.merge.begin(layer, work.pruners[layer])
             if receivers := round.participants if has_all_receivers else work.pruners[layer]:
                 self._exchange(round, f"decoder layer {layer} in round {round.number}", receivers)
-            new_layer = self.merge.made(layer, row)  # lines 18 to 20
+            new_layer = self.merge.merged(layer, row)  # lines 18 to 20
             if not new_layer.tensors:
-                round.log.say(f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was")
+                round.log.add_note(
+                    f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was"
+                )
             else:
                 if self.merge.clients_prune:
                     row["mask_distance"] = work.distances.close_layer(row["weights"])
@@ -147,7 +152,10 @@ class FedSpaLLM(FederatedStrategy):
         round.log.columns |= self._columns(round)
 
     def _exchange(self, round: Round, name: str, receivers: Collection[int]) -> None:
-        """Have clients work on the layer. ``round.number`` counts layers over all rounds: they version states by it."""
+        """Have clients process the current layer.
+
+        ``number`` counts layers over all rounds here, since clients version their states by it.
+        """
         work, step = self.work, self.step(round.number, self.work.layer)
         total, num_layers = self.config.num_server_rounds * self.dense.num_layers, self.dense.num_layers
         self.recorder.progress(step - 1, total, f"layer {work.layer + 1}/{num_layers}")
@@ -155,7 +163,7 @@ class FedSpaLLM(FederatedStrategy):
         step_round = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
         least, sent = min(self.config.min_replies, len(receivers)), self.send(step_round)
         for reply in exchange(step_round, sent, self.expect, name=name, kind=LAYER, least=least):
-            with round.log.refusing(reply):
+            with round.log.rejecting(reply):
                 reply.row |= self._added_up(reply, round.log.clients[reply.client])
                 self.receive(step_round, reply)
 
@@ -163,8 +171,8 @@ class FedSpaLLM(FederatedStrategy):
         """Return the number of a layer's exchange over all rounds, from 1."""
         return (round - 1) * self.dense.num_layers + layer + 1
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        """Yield the layer in work (line 8), or nothing where that is dense: clients have it in their cache."""
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield the current layer (line 8), or an empty payload while it is dense: clients have cached it."""
         work = self.work
         fields = {"layer": work.layer, "of-round": work.number}
         if work.recovery is not None:
@@ -175,16 +183,16 @@ class FedSpaLLM(FederatedStrategy):
             return
         pruned = self.global_model.layer(work.layer)
         for client in round.participants:
-            yield Outgoing(client, pruned, fields={**fields, "prunes": client in work.pruners[work.layer]})
+            yield OutgoingMessage(client, pruned, fields={**fields, "prunes": client in work.pruners[work.layer]})
 
-    def _send_pruned(self, round: Round, layer: int, fields: Mapping[str, Any]) -> Iterator[Outgoing]:
-        """Yield to each participant the pruned layers before ``layer`` that it does not have yet."""
-        payloads: dict[int, Payload] = {}  # by the first layer that a client does not have
+    def _send_pruned(self, round: Round, layer: int, fields: Mapping[str, Any]) -> Iterator[OutgoingMessage]:
+        """Yield for each participant the pruned layers before ``layer`` that it does not have yet."""
+        payloads: dict[int, Payload] = {}  # by the first layer that a client lacks
         for client in round.participants:
             first = self.work.sent.get(client, 0)
             if first not in payloads:
                 payloads[first] = together({i: self.global_model.layer(i) for i in range(first, layer)})
-            yield Outgoing(client, payloads[first], fields=fields)
+            yield OutgoingMessage(client, payloads[first], fields=fields)
 
     def expect(self, round: Round, client: int) -> wire.Schema:
         work = self.work
@@ -193,7 +201,7 @@ class FedSpaLLM(FederatedStrategy):
         return self.merge.answer(work.layer) if client in work.pruners[work.layer] else wire.Schema.like({})
 
     def receive(self, round: Round, reply: Reply) -> None:
-        """Add the reply to the layer's sums (line 17), as it comes in. All of it is checked before any of it counts."""
+        """Add the reply to the layer's sums (line 17). All of it is checked before any of it is added."""
         work, client, update = self.work, reply.client, reply.update
         if work.recovery is not None:
             work.recovery.add(update)
@@ -204,12 +212,12 @@ class FedSpaLLM(FederatedStrategy):
                 work.distances.add(client, update)
 
     def _end_recovery(self, recovery: Recovery) -> None:
-        """Make all layers of the weights that clients trained."""
+        """Make all layers from the weights that clients trained."""
         work = self.work
         work.rows = {str(layer): {"pruners": 0, "density": {}} for layer in self.global_model.versions}
         for layer, new_layer in recovery.layers().items():
             self._install(layer, new_layer)
-        work.recovery, work.sent = None, {}  # clients have the layers of before
+        work.recovery, work.sent = None, {}  # clients still have the layers from before the recovery
 
     def _install(self, layer: int, payload: Payload) -> None:
         previous, row = self.global_model.layer(layer), self.work.rows[str(layer)]
@@ -222,7 +230,7 @@ class FedSpaLLM(FederatedStrategy):
         }
 
     def _oldest_needed(self, layer: int) -> int:
-        """Return the version of a layer that the oldest checkpoint knows, from which a run can go on."""
+        """Return the version of a layer in the oldest readable checkpoint, since a run may resume from that."""
         checkpoints = self.context.checkpoints
         for round in checkpoints.rounds():
             with suppress(ValueError):
@@ -232,9 +240,9 @@ class FedSpaLLM(FederatedStrategy):
     # --- records ------------------------------------------------------------------------------------------------
 
     def _added_up(self, reply: Reply, earlier: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a client's row that are sums over its layers; ``earlier`` is the row before."""
+        """Return the columns of a client's row that are sums over its layers; ``earlier`` is its row so far."""
         pruners = self.work.pruners.get(self.work.layer, ()) if self.merge.clients_prune else ()
-        has_pruned = reply.client in pruners  # else text passes through
+        has_pruned = reply.client in pruners  # other clients only pass their text through the layer
         error = number_in("relative_error", reply.fields) if has_pruned else 0.0
         seconds = reply.row["seconds"]
         recovery = {"recovery_loss": number_in("recovery_loss", reply.fields)} if self.work.recovery else {}
@@ -266,11 +274,11 @@ class FedSpaLLM(FederatedStrategy):
         }
 
     def _num_kept(self, key: str) -> int:
-        num_kept = self.global_model.num_kept  # of layers that nobody pruned, which are as they were
+        num_kept = self.global_model.num_kept  # for layers that nobody pruned in this round
         return sum(row[key] if key in row else num_kept(int(layer)) for layer, row in self.work.rows.items())
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """Return (down, up): dense matrices, which are cached after round 1; kept values and a bit per entry."""
+        """Return (down, up): dense matrices, which clients have cached in round 1; kept values and a bit per entry."""
         size = next(iter(self.dense.layer_like(0).values())).dtype.itemsize
         pattern = self.options.n_of_m()
         share = pattern[0] / pattern[1] if pattern else self.config.density
@@ -285,17 +293,17 @@ class FedSpaLLM(FederatedStrategy):
             down += len(pruners) * entries * size if round.number > 1 else 0.0
         return down, up
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Yield nothing but the question: each client measures its own model, the server the global one.
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield empty messages: each client evaluates its own model, the server the global one.
 
-        With ``fedspallm.merge = "hessians"`` a client's model is the global one, of which it gets what it lacks.
+        With ``fedspallm.merge = "hessians"`` a client evaluates the global model, and receives the layers it lacks.
         """
         if self.merge.clients_prune:
-            return Outgoing.to_each(self.clients, Payload({}))
+            return OutgoingMessage.to_each(self.clients, Payload({}))
         return self._send_pruned(replace(round, participants=tuple(self.clients)), self.dense.num_layers, {})
 
     def finish(self) -> None:
-        """Write the model; record the distances of masks, where all clients pruned all layers in the last round."""
+        """Write the model; record the distances of masks if all clients pruned all layers in the last round."""
         self.recorder.annotate(final_model=self.global_model.write(self.merge.cut))
         clients = self.work.distances.clients()
         if len(clients) < 2 or any(set(clients) - set(pruners) for pruners in self.work.pruners.values()):
@@ -321,7 +329,7 @@ class FedSpaLLM(FederatedStrategy):
         self.global_model.versions = {int(layer): int(version) for layer, version in versions.items()}
 
     def _go_on(self) -> None:
-        """Take up the run at its point: clients whose state was lost begin anew."""
+        """Restore the point from which the run resumes; clients whose state was lost begin anew."""
         point = self.context.point
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
         self.lost_clients = self.state_rounds.keys() - point.state_rounds.keys()
@@ -330,12 +338,12 @@ class FedSpaLLM(FederatedStrategy):
         self.state_rounds |= point.state_rounds
 
     def _require_renewed(self, round: Round) -> None:
-        """Record a loss for each client that had lost its state, and has not pruned all layers anew."""
-        for client in self.lost_clients if self.merge.clients_prune else ():  # others are sent what they lack
+        """Record a loss for each client that had lost its state and has not pruned all layers anew."""
+        for client in self.lost_clients if self.merge.clients_prune else ():  # else clients are sent what they lack
             pruned = round.log.clients.get(client, {}).get("layers_pruned", 0)
             if pruned < self.dense.num_layers:
                 line = f"its state was lost, and it pruned {pruned} of {self.dense.num_layers} decoder layers anew"
-                self.context.lose(client, line)
+                self.context.mark_lost(client, line)
         self.lost_clients = set()
 
     def _save_progress(self, round: Round) -> None:
@@ -352,7 +360,7 @@ class FedSpaLLM(FederatedStrategy):
         self.progress.save(self.step(round.number, work.layer), State({}, content))
 
     def _resume(self, round: Round) -> int:
-        """Restore what was known of the layers of this round that were finished before an interruption; how many."""
+        """Restore the layers of this round that were finished before an interruption; return their number."""
         latest = self.progress.load()
         if latest is None or latest[1].meta["round"] != round.number:
             return 0
@@ -373,8 +381,8 @@ class FedSpaLLM(FederatedStrategy):
     ) -> Iterator[ResumePoint]:
         """Yield the points after the finished layers of the next round, and the one after the round itself.
 
-        Where everybody prunes all layers in every round, the next round makes anew what clients keep, who keep one
-        version of their state.
+        Clients keep one version of their state. Where all clients prune all layers in every round, the next round makes
+        that state anew.
         """
         yield from _points_after_layers(folder, run_key, round)
         rounds, files = state_rounds_of(meta), layer_files(folder, run_key)

@@ -3,8 +3,8 @@
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, Algorithm 1. The client half is ``clients/fjord.py``.
 
-Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples,
-so that with all clients at full width it is FedAvg.
+Only the leading units of a client's largest sub-network travel, as smaller tensors. The mean is weighted by numbers of
+examples: with all clients at full width it is FedAvg.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,12 @@ from fedprune_app.core.structured import (
     zero_padded,
 )
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.base import AveragingStrategy
 
 
 class FjORD(AveragingStrategy):
-    """FjORD is judged by the network at full width; clients also answer for the width that they can bear."""
+    """Average nested sub-networks; judged at full width, and clients also evaluate at their own width."""
 
     by_examples = True
     headline = "accuracy_global"
@@ -41,7 +41,7 @@ class FjORD(AveragingStrategy):
         self.groups = hidden_groups(layers_of(list(self.model), self.prunable), self.shapes)
 
     def width(self, client: int) -> float:
-        """Return p_max: the share of each layer's units that the client can bear."""
+        """Return p_max: the share of each layer's units that the client can train."""
         return self.clients[client].capacity or self.config.fjord.width_of(client)
 
     def extents_of(self, client: int) -> Extents:
@@ -52,17 +52,17 @@ class FjORD(AveragingStrategy):
         reach = self.extents_of(client)
         return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        """Yield clients of equal width in a row, so that their sub-network is made and encoded once."""
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield clients of equal width in a row, so that each sub-network is made and encoded once."""
         for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
             first, *rest = clients
             payload = Payload(self.sub_network(first))
-            yield from Outgoing.to_each((first, *rest), payload, width=width)
+            yield from OutgoingMessage.to_each((first, *rest), payload, width=width)
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
         payload = Payload(self.model)
         for client in self.clients:
-            yield Outgoing(client, payload, fields={"width": self.width(client)})
+            yield OutgoingMessage(client, payload, fields={"width": self.width(client)})
 
     def expect(self, round: Round, client: int) -> Schema:
         reach = self.extents_of(client)

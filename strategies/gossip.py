@@ -1,7 +1,7 @@
-"""Decentralised systems, the server half: a relay, without a model, draws the topology and passes models on.
+"""Decentralised systems, the server half: a server without a model draws the topology and forwards updates.
 
-The models could go from peer to peer; the server only stands in for the links. So two traffics are counted: the
-peer-to-peer one, from the sizes of the updates that neighbours exchange, and what the star really moved.
+It stands in for the links between peers. So two kinds of traffic are counted: between peers, by the sizes of the
+updates that neighbours exchange, and the bytes that really passed through the server.
 """
 
 from abc import abstractmethod
@@ -20,21 +20,21 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.topology import links, neighbours
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
-from fedprune_app.federation.round import Outgoing, Reply, Round, RoundLog, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RoundLog, RunContext
 from fedprune_app.federation.update_store import UpdateStore
 from strategies.base import FederatedStrategy, state_rounds_of
 
 
 class Relay(FederatedStrategy):
-    """A relay puts updates into its store as they came; :meth:`update_of` returns them in later rounds."""
+    """Base class of servers that store updates as received, and send them to other clients in later rounds."""
 
     has_global_model = False
-    reads_updates = True  # whether the server checks what it passes on
+    reads_updates = True  # whether the server decodes and checks the updates that it forwards
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
         self.updates = UpdateStore(self.recorder.folder / "peers", run_key=context.run_key)
-        self.update_rounds: dict[int, int] = {}  # by client, the round of the update that may be passed on now
+        self.update_rounds: dict[int, int] = {}  # by client, the round of the update that may be forwarded now
         self.update_bytes: dict[int, int] = {}  # by client, the size of that update in a message
         self._received_bytes: dict[int, int] = {}  # by client, the size of the update received last
 
@@ -42,21 +42,21 @@ class Relay(FederatedStrategy):
         self.release_updates()
 
     def release_updates(self) -> None:
-        """Pass on, from now on, the updates received so far; the replies of a round are for the next one."""
+        """Make the updates received so far available: a round's replies are forwarded in the next round."""
         self.update_rounds = dict(self.state_rounds)
         self.update_bytes = dict(self._received_bytes)
         self.updates.forget_all_but(self.update_rounds)
 
     def update_of(self, client: int) -> ArrayRecord:
-        """Return the last model that this client published before this round. ``ValueError`` where it is lost."""
+        """Return the model that this client published last before this round. ``ValueError`` if it is lost."""
         try:
             return self.updates.get(client, self.update_rounds[client])
         except ValueError as error:
-            self.context.lose(client, f"its update is lost: {error}")
+            self.context.mark_lost(client, f"its update is lost: {error}")
             raise
 
     def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, ArrayRecord]:
-        """Return the updates of those clients that have one, all in memory; note and leave out a damaged one."""
+        """Return by client the updates that exist, all in memory; a damaged one is noted and left out."""
         updates = {}
         for client in clients:
             if client in self.update_rounds:
@@ -99,13 +99,13 @@ _AVERAGED_AT_ONCE = 4  # updates; more save little
 
 
 class Gossip(Relay):
-    """In each round every active client gets what its neighbours published last.
+    """Base class of systems in which every active client receives its neighbours' latest published models.
 
-    With ``gossip = "server"`` the server averages the neighbours' models. With ``gossip = "client"`` the server reads
-    nothing and the client averages. Both give the same models, to the bit.
+    With ``gossip = "server"`` the server averages the neighbours' models. With ``gossip = "client"`` the server decodes
+    nothing and the client averages. Both give the same models, bit for bit.
 
-    A client publishes when it has trained. A client that has not trained yet is no part of any average, not even of its
-    own. Round 1 moves nothing, since all clients start from one common model.
+    A client publishes after it has trained; before that, it is part of no average, not even of its own. Round 1 sends
+    nothing, since all clients start from one common model.
     """
 
     paper_formula = "32 bits per kept parameter and link, masks not charged; between peers"
@@ -117,23 +117,23 @@ class Gossip(Relay):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        self.densities: dict[int, float] = {}  # of the clients' models, as they last said
+        self.densities: dict[int, float] = {}  # by client, the last reported density of its model
         self.reads_updates = self.options.gossip == "server"
         self.participation.trains_dropped = self.options.trains_alone
 
-    # --- who is there, and who receives from whom -----------------------------------------------------------------
+    # --- who receives from whom -----------------------------------------------------------------------------------
 
     def neighbours(self, round: Round) -> dict[int, tuple[int, ...]]:
-        """Return from whom each participant receives; a client that trains alone receives from nobody."""
+        """Return by participant its senders; a client that trains alone has none."""
         active = [client for client in round.sampled if client not in round.dropped]
-        # In the released code others may still draw a dropped client, and the ring serves its old model; where
-        # all are connected, clients hear only those that are there.
+        # In the released code other clients may still draw a dropped one, and the ring sends its old model; in the
+        # complete topology only active clients send.
         serves_stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
         senders = list(round.sampled) if serves_stale else active
-        senders_by_client = neighbours(
-            self.options.topology, list(self.clients), senders, self.options.neighbours, draw
-        )
+        # a client that is held out has no place in a ring before it joins
+        clients = sorted({*self.members, *round.sampled})
+        senders_by_client = neighbours(self.options.topology, clients, senders, self.options.neighbours, draw)
         return {client: () if client in round.dropped else senders_by_client[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -144,28 +144,28 @@ class Gossip(Relay):
         self.peer_up = dict.fromkeys(round.participants, 0)
         self.peer_down = dict.fromkeys(round.participants, 0)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        average, average_group = Payload({}), frozenset[int]()  # neighbours of one group get one average
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        average, average_group = Payload({}), frozenset[int]()  # reused while the next client has the same group
         for client in round.participants:
             senders = [sender for sender in self.links[client] if sender in self.update_rounds]
             for sender in senders:
                 self.peer_down[client] += self.update_bytes[sender]
                 self.peer_up[sender] = self.peer_up.get(sender, 0) + self.update_bytes[sender]
             if not senders:
-                yield Outgoing(client)
+                yield OutgoingMessage(client)
             elif self.options.gossip == "client":
-                yield Outgoing(client, peer_updates=self.updates_of(senders, round.log))
+                yield OutgoingMessage(client, peer_updates=self.updates_of(senders, round.log))
             else:
                 group = frozenset(senders) | ({client} & self.update_rounds.keys())
                 if average_group != group:
                     average, average_group = self.average(sorted(group), round.log), group
-                yield Outgoing(client, average)
+                yield OutgoingMessage(client, average)
 
     def average(self, clients: list[int], log: RoundLog) -> Payload:
-        """Return ``Σ_j w_j / Σ_j m_j`` of what these clients published, masked to what at least one of them keeps.
+        """Return ``Σ_j w_j / Σ_j m_j`` of these clients' published models, masked to what at least one of them keeps.
 
-        A few updates at a time are in memory, beside those that the store remembers. An update that the server had not
-        read before is checked now, and left out if it is bad.
+        A few updates at a time are in memory, and those that the store has cached. An update that the server has not
+        decoded yet is checked now; an invalid one is noted and left out.
         """
         mean = MaskedMean(max(1, len(clients)))
         for start in range(0, len(clients), _AVERAGED_AT_ONCE):
@@ -184,13 +184,13 @@ class Gossip(Relay):
 
     @abstractmethod
     def published(self) -> wire.Schema:
-        """Return what the models that clients publish must hold."""
+        """Return the schema of the models that clients publish."""
 
     def expect(self, round: Round, client: int) -> wire.Schema:
         return replace(self.published(), unread=not self.reads_updates)
 
     def read_update(self, client: int) -> Payload:
-        """Return a published model, decoded and, where nobody has done so yet, checked. ``ValueError`` if it is bad."""
+        """Return a client's published model, decoded and checked. ``ValueError`` if it is invalid or lost."""
         round = self.update_rounds[client]
         if (update := self.updates.remembered(client, round)) is not None:
             return update
@@ -201,7 +201,7 @@ class Gossip(Relay):
     # --- accounting -----------------------------------------------------------------------------------------------
 
     def traffic(self, round: Round) -> dict[str, Any]:
-        """Return the traffic between peers; ``bytes_up`` and ``bytes_down`` beside it are the star's."""
+        """Return the traffic between peers; the columns ``bytes_up`` and ``bytes_down`` are the server's."""
         self.densities |= {k: row["density"] for k, row in round.log.clients.items() if "density" in row}
         node_bytes = [max(self.peer_down[k], self.peer_up.get(k, 0)) for k in self.peer_down]
         _, out_degree = links(self.links)

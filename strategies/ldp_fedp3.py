@@ -3,13 +3,12 @@
 Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, with the sketches of Definition 2. The client half is
 ``clients/ldp_fedp3.py``. Where the text leaves something open:
 
-* The text has all n clients take part. Here n are those of the round: the sketches are over them, drawn anew each
-  round, and ``(1/n) Σ S_i = I`` holds in it. A part whose client does not reply stays as it was; by the letter it
-  would become 0.
-* Definition 2 speaks of coordinates, and then of whole layers, of which there would have to be as many as clients: here
-  coordinates are meant.
-* No pruning from server to client: Algorithm 5 sets it aside as "orthogonal". Clients count alike, whatever their
-  numbers of examples.
+* In the text all n clients take part. Here n is the number of the round's participants: the sketches are drawn anew
+  each round over them, so that ``(1/n) Σ S_i = I`` holds. A part whose client does not reply is unchanged; read
+  literally, the text would set it to 0.
+* Definition 2 names coordinates, and then whole layers, of which there would have to be as many as clients. Here the
+  sketches are of coordinates.
+* No pruning from server to client: Algorithm 5 sets it aside as "orthogonal". Numbers of examples have no effect.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,12 +21,12 @@ from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Reply, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from strategies.base import FederatedStrategy
 
 
 class LDPFedP3(FederatedStrategy):
-    """A reply is one tensor ``part``: n times the client's coordinates, in the order of the model."""
+    """Replace each coordinate by one client's value. A reply's ``part`` is n times its coordinates, in model order."""
 
     headline = "accuracy_global"
     paper_formula = "32 bits per parameter: the whole model down to each client, one model up from all of them together"
@@ -46,10 +45,10 @@ class LDPFedP3(FederatedStrategy):
         self.owners = perm_k_owners(self.dimension, len(self.places), draw)
         self.next = torch.cat([self.model[name].flatten() for name in self.order])  # (d,)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         payload = Payload(self.model)
         for client, position in self.places.items():
-            yield Outgoing(client, payload, fields={"clients": len(self.places), "place": position})
+            yield OutgoingMessage(client, payload, fields={"clients": len(self.places), "place": position})
 
     # --- line 11: w ← (1/n) Σ S_i ũ_i -----------------------------------------------------------------------------
 
@@ -58,7 +57,7 @@ class LDPFedP3(FederatedStrategy):
         return Schema({"part": torch.Size([int(count)])}, {"part": self.next.dtype})
 
     def receive(self, round: Round, reply: Reply) -> None:
-        is_own = self.owners == self.places[reply.client]  # no other client's: the sum has one term
+        is_own = self.owners == self.places[reply.client]  # sets are disjoint: the sum has one term
         self.next[is_own] = reply.update.tensors["part"] / len(self.places)
 
     def end(self, round: Round) -> None:
@@ -67,6 +66,6 @@ class LDPFedP3(FederatedStrategy):
         self.model = {name: parts_by_name[name].view(tensor.shape).clone() for name, tensor in self.model.items()}
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """Return Theorem 2's bytes: d/n per client and round, so d from all, and nothing that the server sends."""
+        """Return (down, up): the dense model for each client; Theorem 2's d/n from each client, so d from all."""
         dense = 4.0 * self.dimension
         return len(round.participants) * dense, dense

@@ -3,8 +3,8 @@
 Liang, Liu, Liu, Salakhutdinov, Morency, "Think Locally, Act Globally: Federated Learning with Local and Global
 Representations", 2020, Algorithm 1. The client half is ``clients/lg_fedavg.py``.
 
-The released script starts from a model that FedAvg has trained: ``lgfedavg.pretrain-rounds`` runs so many rounds of
-FedAvg first. Algorithm 1 starts from the initial model, which is the default.
+Algorithm 1 starts from the initial model, which is the default. The released script starts from a model that FedAvg has
+trained: ``lgfedavg.pretrain-rounds`` is the number of FedAvg rounds that come first.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,15 +14,15 @@ from torch import Tensor
 from fedprune_app.core.layers import last_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.federation.round import OutgoingMessage, Round, RunContext
 from strategies.fedavg import FedAvg
 
 
 class LGFedAvg(FedAvg):
-    """LG-FedAvg averages the last ``lgfedavg.global-layers`` layers, which are all of the server's model.
+    """Average the last ``lgfedavg.global-layers`` layers, which are the server's whole model.
 
-    With ``lgfedavg.pretrain-rounds`` the server's model is complete: its lower layers are those that FedAvg left, from
-    which every client's own lower layers begin.
+    With ``lgfedavg.pretrain-rounds`` the server's model is complete: every client starts from the lower layers that
+    FedAvg has trained.
     """
 
     headline = "accuracy_personal_mean"
@@ -38,19 +38,21 @@ class LGFedAvg(FedAvg):
         self.averaged = list(self.model) if round.number <= self.config.lgfedavg.pretrain_rounds else self.upper
         super().begin(round)
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
         return self.upper_layers_to(round.participants)
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Yield the upper layers as they are averaged now; each client is tested with them on its own lower ones."""
+    def send_to_evaluate(self, round: Round) -> Iterator[OutgoingMessage]:
+        """Yield the averaged upper layers; each client evaluates them on top of its own lower ones."""
         return self.upper_layers_to(self.clients)
 
-    def upper_layers_to(self, clients: Iterable[int]) -> Iterator[Outgoing]:
-        """Yield the upper layers; and the lower ones, until a client has trained lower layers of its own."""
+    def upper_layers_to(self, clients: Iterable[int]) -> Iterator[OutgoingMessage]:
+        """Yield the upper layers, with the lower ones for a client that has not trained its own yet."""
         full_payload, upper = Payload(self.model), Payload({name: self.model[name] for name in self.upper})
         pretrain_rounds = self.config.lgfedavg.pretrain_rounds
         for client in clients:
-            yield Outgoing(client, full_payload if self.state_rounds.get(client, 0) <= pretrain_rounds else upper)
+            yield OutgoingMessage(
+                client, full_payload if self.state_rounds.get(client, 0) <= pretrain_rounds else upper
+            )
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({name: self.model[name] for name in self.averaged})

@@ -1,18 +1,16 @@
-"""How FedSpaLLM's server makes a layer of what clients send: the paper's rule, FedPrLLM's, and one of ours.
+"""Merge rules of FedSpaLLM's server, which make a layer from the replies: the paper's, FedPrLLM's, and one of ours.
 
-SparseGPT moves the weights that stay to make up for those that it removes, for one client's text and one client's mask.
-A mean over clients makes up for nobody's removals. With ``fedspallm.merge = "hessians"`` clients send Hessians alone,
-and the server prunes each matrix once, by their sum: as SparseGPT would with all text in one place. Each layer follows
-the pruned layers before it, which clients receive. SparseGPT goes from left to right and looks at each column once.
-With ``fedspallm.refine`` the server prunes by ALPS in its place, which solves for a whole matrix at once.
+SparseGPT adjusts the remaining weights to make up for the removed ones, for one client's text and mask. After a mean
+over clients these adjustments fit no mask. With ``fedspallm.merge = "hessians"`` clients send only Hessians, and the
+server prunes each matrix once, by their sum: as SparseGPT would with all text in one place. Clients compute a layer's
+Hessians behind the pruned layers before it, which they receive. SparseGPT goes through the columns once, from left to
+right; ALPS (``fedspallm.refine``) solves for a whole matrix at once.
 
-A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
-noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
+A Hessian reveals more about a text than masks do: see docs/systems/fedspallm.md. With ``dp.enabled`` clients send
+noised sums of clipped second moments in place of Hessians, and the server removes as much noise as it can before it
+prunes. With ``fedspallm.merge = "masks"`` clients send only masks, which are votes.
 
-With ``fedspallm.merge = "masks"`` clients send masks alone, and vote by these.
-
-A merge adds up the replies to one layer at a time. ``clients_prune`` says whether these have a pruned model of their
-own.
+A merge adds up the replies to one layer at a time. With ``clients_prune``, clients have pruned models of their own.
 """
 
 import math
@@ -28,11 +26,11 @@ from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.alps import alps
-from fedprune_app.core.gptq import gptq_together
+from fedprune_app.core.gptq import gptq_batched
 from fedprune_app.core.grids import Quantized, grid_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import wanda_mask
-from fedprune_app.core.sparsegpt import sparsegpt_together
+from fedprune_app.core.sparsegpt import sparsegpt_batched
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import Roster
@@ -45,7 +43,7 @@ from strategies.pruned_model import PrunedModel
 
 
 class MeanMerge:
-    """The paper's rule: each weight's mean over the clients that kept the weight, and masks expanded to the density."""
+    """The paper's rule: average each weight over the clients that kept it, and expand masks to the density."""
 
     clients_prune = True
 
@@ -56,19 +54,19 @@ class MeanMerge:
         self._mean = L0Mean(1)
 
     def answer(self, layer: int) -> Schema:
-        """Return what a reply to a layer holds."""
+        """Return the schema of a reply to a layer."""
         return self.model.schema(layer)
 
     def begin(self, layer: int, pruners: Iterable[int]) -> None:
-        """Get ready for a layer that these clients prune."""
+        """Prepare for a layer that these clients prune."""
         self._mean = L0Mean(max(len([*pruners]), 1))
 
     def add(self, client: int, update: Payload) -> None:
-        """Add a client's layer. ``ValueError`` for one that cannot be added, of which nothing counts."""
+        """Add a client's layer. An invalid one raises ``ValueError``, and nothing of it is added."""
         self._mean.add(update)
 
-    def made(self, layer: int, row: dict[str, Any]) -> Payload:
-        """Return the layer (lines 18 to 20), empty if nobody sent it; ``row`` is what the record says of it."""
+    def merged(self, layer: int, row: dict[str, Any]) -> Payload:
+        """Return the layer (lines 18 to 20), empty if nobody sent it; add its metrics to ``row``."""
         mean = self._mean.mean()
         new = self._mean.expanded(self.config.density, n_of_m=self.config.fedspallm.n_of_m(), mean=mean)
         self._mean = L0Mean(1)
@@ -78,11 +76,11 @@ class MeanMerge:
 
 
 class MaskMerge(MeanMerge):
-    """FedPrLLM's rule: clients vote by their masks alone, and the weights that stay are the dense ones.
+    """FedPrLLM's rule: clients vote by their masks; the kept weights are the dense ones.
 
     Guo et al., "Exploring Federated Pruning for Large Language Models", 2025, arXiv 2505.13547, in the form that its
-    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The text does not say which
-    entries with equal votes stay: here those with the largest dense weights.
+    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The text leaves ties open:
+    here the largest dense weights stay.
     """
 
     def answer(self, layer: int) -> Schema:
@@ -96,18 +94,18 @@ class MaskMerge(MeanMerge):
     def add(self, client: int, update: Payload) -> None:
         super().add(client, self._weights(update.masks))
 
-    def made(self, layer: int, row: dict[str, Any]) -> Payload:
-        return self._weights(super().made(layer, row).masks)
+    def merged(self, layer: int, row: dict[str, Any]) -> Payload:
+        return self._weights(super().merged(layer, row).masks)
 
     def _weights(self, masks: Mapping[str, Tensor]) -> Payload:
         return Payload.pruned({name: self._dense[name] for name in masks}, masks)
 
 
 class Compression:
-    """A compression makes a layer of the dense one and of the Hessians of its inputs: pruned or cut, and rounded.
+    """Prunes or cuts a dense layer, and rounds it, by the Hessians of its inputs.
 
-    ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise,
-    whose standard deviation the server knows. With ``cut`` heads and units go, not weights.
+    ``groups`` are the matrices of a layer that have the same inputs. With ``dp.enabled`` the clients' sums have noise
+    of a standard deviation that the server knows. ``cut`` removes heads and units in place of weights.
     """
 
     def __init__(self, config: Config, dense: LanguageModel) -> None:
@@ -121,7 +119,7 @@ class Compression:
             self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
 
     def hessians_of(self, sums: Mapping[str, hessians.HessianSum]) -> dict[str, Tensor]:
-        """Return the Hessians, on the model's device, that all clients' sequences give together."""
+        """Return the Hessians over all clients' sequences, on the model's device."""
         found = {}
         for name, total in sums.items():
             hessian = total.matrix().to(self.dense.device)
@@ -150,13 +148,13 @@ class Compression:
                 pairs = alps(weights, hessian_of[names[0]], density, pattern)
             else:
                 block_size = self.options.block_size
-                pairs = sparsegpt_together(weights, hessian_of[names[0]], density, pattern, block_size)
+                pairs = sparsegpt_batched(weights, hessian_of[names[0]], density, pattern, block_size)
             results |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, pairs, strict=True)}
         names = self.dense.prunable(layer)
         return Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})
 
     def rounded(self, payload: Payload, hessian_of: Mapping[str, Tensor]) -> tuple[Payload, dict[str, Quantized]]:
-        """Return the layer with its weights rounded, and by name the levels that these are; what is pruned stays 0."""
+        """Return the layer with rounded weights, and by name the codes of these; pruned weights stay 0."""
         tensors, quantized_of = dict(payload.tensors), dict[str, Quantized]()
         left = tensors if self.cut is None else narrowed(tensors, payload.masks)
         for names in self.groups:
@@ -168,7 +166,7 @@ class Compression:
             has_zeros = not all(bool(mask.all()) for mask in masks)
             grid = grid_of(self.options.bits, keeps_zeros=has_zeros)
             on_device = [[each.to(hessian.device) for each in part] for part in ([left[n] for n in names], masks)]
-            found = gptq_together(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
+            found = gptq_batched(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
             for name, mask, quantized in zip(names, masks, found, strict=True):
                 weights = quantized.weights()[:, : mask.shape[1]].cpu().to(tensors[name].dtype)
                 tensors[name] = tensors[name].masked_scatter(payload.masks[name], weights[mask])
@@ -177,7 +175,7 @@ class Compression:
 
 
 class HessianMerge:
-    """Our rule: SparseGPT or ALPS by the sum of the clients' Hessians."""
+    """Our rule: prune once, by SparseGPT or ALPS with the sum of the clients' Hessians."""
 
     clients_prune = False
 
@@ -197,7 +195,7 @@ class HessianMerge:
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.compression.sizes.items()}
 
     def add(self, client: int, update: Payload) -> None:
-        """Add a client's Hessians. ``ValueError`` for Hessians that cannot be, of which none is added then."""
+        """Add a client's Hessians. Impossible ones raise ``ValueError``, and none is added."""
         num_sequences = self.clients[client].num_examples
         for name, total in self._sums.items():
             total.check(name, update.tensors, num_sequences)
@@ -205,7 +203,7 @@ class HessianMerge:
             total.add(name, update.tensors, num_sequences)
         self._digests.append(update.digest())
 
-    def made(self, layer: int, row: dict[str, Any]) -> Payload:
+    def merged(self, layer: int, row: dict[str, Any]) -> Payload:
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         if self.options.keep_sums:

@@ -1,4 +1,4 @@
-"""What FedSpaLLM records of evaluations: perplexities of the clients' own models and of the server's."""
+"""FedSpaLLM's metrics of an evaluation: perplexities of the clients' own models and of the server's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Reply, Round, RunContext
 from fedprune_app.learning.language_models import perplexities
 from fedprune_app.results import statistics
-from fedprune_app.results.measures import Reply as Kind
+from fedprune_app.results.metrics import ReplyKind
 from fedprune_app.results.recorder import number_in, round_columns, row_of
 from fedprune_app.results.texts import OWN_TEXT
 from strategies.pruned_model import PrunedModel
@@ -21,9 +21,9 @@ _PREFIX = "perplexity/"
 
 @dataclass(frozen=True)
 class TextMetrics:
-    """Clients report perplexities on the server's test texts, or on a text of their own; the first text judges a run.
+    """Checks and summarises perplexities on the server's test texts or a client's own; the first text judges a run.
 
-    What pruning a layer reports, FedSpaLLM itself adds up.
+    FedSpaLLM itself sums the metrics of pruning.
     """
 
     context: RunContext
@@ -34,14 +34,14 @@ class TextMetrics:
         return {}
 
     def evaluation_row(self, reply: Reply) -> dict[str, Any]:
-        """Check a client's perplexities.
+        """Check a client's perplexities, and return them as columns.
 
-        A client with a text of its own tells of that text alone. A client that measures no model of its own tells of no
-        other text.
+        A client with a text of its own reports only that text. Without such a text, a client that has no pruned model
+        of its own reports none.
         """
         config, fields = self.context.config, reply.fields
         texts = list(self.context.recorder.info["dense_perplexity"])
-        # with privacy a client may not tell what it finds on its own text
+        # with privacy a client must not report perplexities on its own text
         is_own = self.context.clients[reply.client].own_data and not config.dp.enabled
         has_own_text = is_own or _PREFIX + OWN_TEXT in fields
         names = [OWN_TEXT] if has_own_text else sorted(name for name in texts if _PREFIX + name in fields)
@@ -51,7 +51,7 @@ class TextMetrics:
         values = {name: number_in("perplexity", fields, about=name) for name in names}
         windows = ("windows", "windows_in_text") if has_own_text else ()
         return {
-            **row_of(Kind.PERPLEXITY, fields),
+            **row_of(ReplyKind.PERPLEXITY, fields),
             "pruned_layers": number_in("pruned_layers", fields, most=self.model.dense.num_layers),
             "perplexity_personal": values.get(main_text),
             "perplexity": values,
@@ -59,11 +59,11 @@ class TextMetrics:
         }
 
     def evaluation_columns(self, round: Round, rows: Rows) -> dict[str, Any]:
-        """Return the columns of an evaluation, in which the server measures its own model.
+        """Evaluate the server's model, and return the columns of the evaluation.
 
-        Own models count where all layers are pruned: part of a dense model is no standalone result. Clients' own texts
-        are an entry by themselves, since no other model was measured on them. Of the clients that were asked some may
-        not have answered.
+        A client's own model counts only if all its layers are pruned: a partly dense model is no standalone result.
+        Clients' own texts have a separate entry, since no other model was evaluated on them. Not every evaluator may
+        have replied.
         """
         dense: Mapping[str, Mapping[str, Any]] = self.context.recorder.info["dense_perplexity"]
         num_layers, num_asked = self.model.dense.num_layers, len(self.participation.evaluators(round.number))
@@ -93,7 +93,7 @@ class TextMetrics:
                 "tokens": windows * first["window"],
             }
         return {
-            **round_columns(rows.values(), Kind.PERPLEXITY),
+            **round_columns(rows.values(), ReplyKind.PERPLEXITY),
             "perplexity_global": first["global"],
             "perplexity_personal_mean": first["personal_mean"],
             "personal_models": len(complete_rows),

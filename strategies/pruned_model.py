@@ -24,10 +24,10 @@ DENSE = 0  # the version of a layer that nobody has pruned yet
 
 
 class PrunedModel:
-    """The global model of a run: each decoder layer is the dense one, or that of the round that pruned it last.
+    """The global model of a run: each decoder layer is dense, or the version of the round that pruned it last.
 
-    The folder ``layers`` has one packed file per pruned layer and round. Sums of Hessians that are kept are in
-    ``sums``, and rounded matrices in ``codes``.
+    The folder ``layers`` has one packed file per pruned layer and round. Kept sums of Hessians are in ``sums``, and
+    rounded matrices in ``models/codes``.
     """
 
     def __init__(self, dense: LanguageModel, folder: Path, run_key: str) -> None:
@@ -39,13 +39,13 @@ class PrunedModel:
         self.versions = dict.fromkeys(range(dense.num_layers), DENSE)  # by layer, the round that wrote it
 
     def layer(self, layer: int) -> Payload:
-        """Return the current matrices of a layer with their masks; an empty payload while they are the dense ones."""
+        """Return the current matrices of a layer with their masks; an empty payload while the layer is dense."""
         if self.versions[layer] == DENSE:
             return Payload({})
         return self.files.load(layer, self.versions[layer], self.schema(layer).max_bytes)
 
     def schema(self, layer: int) -> Schema:
-        """Return what a pruned layer holds: its matrices, each with a mask."""
+        """Return the schema of a pruned layer: its matrices, each with a mask."""
         shapes, names = self.dense.layer_like(layer), self.dense.prunable(layer)
         return Schema.like({name: shapes[name] for name in names}, frozenset(names))
 
@@ -58,7 +58,7 @@ class PrunedModel:
         return self.layer(layer).num_kept()
 
     def digest(self) -> str:
-        """Return one SHA-256 over the parts that are never pruned and all layers."""
+        """Return one SHA-256 over all layers and the parts that are never pruned."""
         total = hashlib.sha256(self.dense.shell_digest().encode())
         for layer in range(self.dense.num_layers):
             current = self.layer(layer)
@@ -66,8 +66,8 @@ class PrunedModel:
         return total.hexdigest()
 
     def write(self, cut: Cut | None) -> dict[str, int]:
-        """Write the model, without what ``cut`` removed, into the run's folder; return the bytes of its weights."""
-        # a layer that nobody could afford to observe is whole
+        """Write the model into the run's folder, narrowed by ``cut``; return the bytes of its weights."""
+        # a layer that no client's budget allowed to observe is still dense
         removed = cut if all(self.layer(layer).masks for layer in self.versions) else None
         return {
             "checkpoint_bytes": write_checkpoint(self.dense, self.layer, self.models / "global", removed),
@@ -75,7 +75,7 @@ class PrunedModel:
         }
 
     def install(self, round: int, layer: int, payload: Payload, oldest_needed: int) -> None:
-        """Make ``payload`` the layer; versions before ``oldest_needed`` leave the disk."""
+        """Make ``payload`` the current layer; delete versions before ``oldest_needed``."""
         self.files.save(layer, round, payload)
         self.files.drop_before(layer, oldest_needed)
         self.versions[layer] = round
@@ -86,7 +86,7 @@ def layer_files(folder: Path, run_key: str) -> LayerFiles:
 
 
 def together(layers: Mapping[int, Payload]) -> Payload:
-    """Return one message of some decoder layers: the names of their matrices begin with their layer's number."""
+    """Return one payload of several decoder layers; each matrix name is prefixed by its layer's number."""
     prefixed_layers = [(f"{number}/", layer) for number, layer in layers.items()]
     return Payload(
         {prefix + name: tensor for prefix, layer in prefixed_layers for name, tensor in layer.tensors.items()},
@@ -95,7 +95,7 @@ def together(layers: Mapping[int, Payload]) -> Payload:
 
 
 def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]:
-    """Yield a line for each of these versions of layers that is damaged or missing."""
+    """Yield a line for each of these layer versions that is damaged or missing."""
     for layer, version in versions.items():
         if version != DENSE:
             try:
@@ -108,9 +108,9 @@ def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]
 
 
 def clients_with_the_model(context: RunContext, dense: LanguageModel) -> Roster:
-    """Return the clients whose dense model is the server's; name the others in the record.
+    """Return the clients whose dense model is the server's; record the others with the reason.
 
-    Raises :class:`ConfigError` where nobody is left.
+    Raises :class:`ConfigError` if too few are left.
     """
     config = context.config
     layer_digests = tuple(dense.layer_digest(layer) for layer in range(dense.num_layers))
@@ -137,9 +137,9 @@ def clients_with_the_model(context: RunContext, dense: LanguageModel) -> Roster:
 
 
 class Recovery:
-    """A recovery adds up what clients answer, with one exchange for the whole model.
+    """Averages the kept weights that clients have retrained, in one exchange for the whole model.
 
-    The sums of all kept weights are in memory. ``num_clients`` answers at most are added.
+    The sums of all kept weights are in memory. At most ``num_clients`` replies are added.
     """
 
     def __init__(self, model: PrunedModel, num_clients: int) -> None:
@@ -148,7 +148,7 @@ class Recovery:
         self.answer = Schema.like(dict(self._kept_weights()))
 
     def _kept_weights(self) -> list[tuple[str, Tensor]]:
-        """Return what a client sends, without values: of each matrix the kept weights, in the mask's order."""
+        """Return the shapes of a reply, as meta tensors: the kept weights of each matrix, in the mask's order."""
         return [
             (f"{layer}/{name}", torch.empty(int(mask.sum()), dtype=pruned.tensors[name].dtype, device="meta"))
             for layer in self._layers
@@ -160,7 +160,7 @@ class Recovery:
         self._mean.add(update, 1)
 
     def layers(self) -> dict[int, Payload]:
-        """Return the pruned layers with the mean of the clients' weights."""
+        """Return the pruned layers, with the mean of the clients' weights."""
         means, payloads = self._mean.mixed(), {}
         for layer in self._layers:
             payload = self._model.layer(layer)

@@ -8,28 +8,28 @@ from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import OutgoingMessage, Round
 from strategies.base import AveragingStrategy
 
 
 class SubFedAvg(AveragingStrategy):
-    """The server computes ``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that nobody kept stays where it was.
+    """The server computes ``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that nobody kept is unchanged.
 
-    Not weighted by sample counts, as in the released code ("the intersection of unpruned parameters" in the text is
-    this count per element). Biases carry no mask: their plain mean. The server's model stays dense and is sent dense.
+    As in the released code, numbers of examples have no effect (the text's "intersection of unpruned parameters" is
+    this count per element). Biases have no mask: a plain mean. The server's model is dense, and is sent dense.
     """
 
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         doubt = (
             "local-epochs is 1, so no client prunes: a client compares its masks after the first and the last local "
             "epoch, and with one epoch they are equal"
         )
-        return [*super().doubts(), *([doubt] if self.config.local_epochs == 1 else [])]
+        return [*super().warnings(), *([doubt] if self.config.local_epochs == 1 else [])]
 
-    def send(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(round.participants, Payload(self.model))
+    def send(self, round: Round) -> Iterator[OutgoingMessage]:
+        return OutgoingMessage.to_each(round.participants, Payload(self.model))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model, masked=self.prunable)

@@ -1,4 +1,4 @@
-"""Sub-FedAvg (Hy), the server half: each coordinate's mean over the clients that still have its channels and weight.
+"""Sub-FedAvg (Hy), the server half: average each coordinate over the clients that still have its channels and weight.
 
 Vahidian, Morafah, Lin, ICDCS workshops 2021, Algorithm 2. The client half is ``clients/subfedavg_hy.py``.
 """
@@ -9,10 +9,10 @@ from strategies.subfedavg import SubFedAvg
 
 
 class SubFedAvgHy(SubFedAvg):
-    """The server averages as in Sub-FedAvg (Un), but every tensor that travels has a mask.
+    """Average as in Sub-FedAvg (Un), with a mask for every tensor.
 
-    A removed channel leaves a hole in a convolution's weight and bias, in its norm's scale, shift and statistics, and
-    in the next layer's weight.
+    A removed channel is masked in the convolution's weight and bias, in its norm's scale, shift and statistics, and in
+    the next layer's weight.
     """
 
     paper_formula = f"Sub-FedAvg (Un)'s: {SubFedAvg.paper_formula}; the paper has none for removed channels"

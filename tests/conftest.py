@@ -136,7 +136,7 @@ def no_plugins() -> Iterator[None]:
     for each, content in zip(REGISTRIES, before, strict=True):
         each.clear()
         each.update(content)
-    registering.forget()
+    registering.clear_caches()
 
 
 @pytest.fixture

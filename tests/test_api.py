@@ -120,7 +120,7 @@ def test_a_model_is_exported_where_its_data_have_moved(tmp_path):
     settings = {"dataset": "table", "data_dir": str(tmp_path / "here"), "partition": "iid", "num_server_rounds": 1}
     run = fedprune_app.run(system="fedavg", **settings, out=tmp_path / "r", **QUICK)
     there = (tmp_path / "here").rename(tmp_path / "there")
-    splits.forget()
+    splits.clear_cache()
     whole = fedprune_app.export(run, tmp_path / "whole.safetensors").read_bytes()  # the run knows its normalisation
     model = {key: value for key, value in run.info["model"].items() if key != "normalisation"}
     write_info(run.folder, {**run.info, "model": model})  # as a private run leaves it

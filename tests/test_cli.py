@@ -11,7 +11,7 @@ import pytest
 
 from fedprune_app import cli
 from fedprune_app.config import OPTIONS
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.results.recorder import write_info
 from tests.refusing import refuses
 
@@ -315,7 +315,7 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
 
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(ValueError, match=r".") as caught:
-        read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))
+        read_matrix(tmp_path / "m.yaml").cells(RunInputs(out=tmp_path))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -327,7 +327,7 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
 
     matrix = read_matrix(path)
     needs_data = any(values.get("dataset", "digits") not in ("digits", "stdlib") for _, values in matrix.settings)
-    assert matrix.cells(Given(on_command_line={"data-dir": "/data"} if needs_data else {}, out=tmp_path))
+    assert matrix.cells(RunInputs(on_command_line={"data-dir": "/data"} if needs_data else {}, out=tmp_path))
 
 
 @pytest.mark.parametrize("table", [1, 2, 3])
@@ -335,7 +335,7 @@ def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_m
     from fedprune_app.sweeps.matrix import read_matrix
 
     matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
-    for cell in matrix.cells(Given(on_command_line={"data-dir": "/data"}, out=tmp_path)):
+    for cell in matrix.cells(RunInputs(on_command_line={"data-dir": "/data"}, out=tmp_path)):
         assert cell.config.min_clients == matrix.num_clients == (4, 8, 16)[table - 1]
         assert cell.config.startup_seconds >= 1800
 
@@ -345,17 +345,19 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
 
     (tmp_path / "m.yaml").write_text(MATRIX + "  \n")
     matrix = read_matrix(tmp_path / "m.yaml")
-    assert matrix.cells(Given(on_command_line={"num-server-rounds": 9}, out=tmp_path))[0].config.num_server_rounds == 9
+    assert (
+        matrix.cells(RunInputs(on_command_line={"num-server-rounds": 9}, out=tmp_path))[0].config.num_server_rounds == 9
+    )
     for key in ("system", "seed", "subfedavg.target-rate"):
         with refuses(key, which="the matrix varies"):
-            matrix.cells(Given(on_command_line={key: 1}, out=tmp_path))
+            matrix.cells(RunInputs(on_command_line={key: 1}, out=tmp_path))
 
 
 def test_a_table_of_a_matrix_may_replace_what_it_merges(tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [&a {system: fedavg, momentum: 0.5}, {<<: *a, momentum: 0.25}]")
-    cells = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))
+    cells = read_matrix(tmp_path / "m.yaml").cells(RunInputs(out=tmp_path))
     assert [cell.config.momentum for cell in cells] == [0.5, 0.25]
 
 
@@ -382,7 +384,7 @@ def test_a_text_of_a_matrix_is_the_number_that_its_option_takes(tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
-    config = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))[0].config
+    config = read_matrix(tmp_path / "m.yaml").cells(RunInputs(out=tmp_path))[0].config
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
 
 
@@ -436,7 +438,7 @@ def test_report_watch_follows_runs_until_none_is_going_on(fedprune, federate, tm
     looks, pages = iter([True, False, True, False, False, False]), []
     page = tmp_path / "page.html"
     monkeypatch.setattr("fedprune_app.results.report.is_any_running", lambda folders: next(looks))
-    monkeypatch.setattr(cli.looking.time, "sleep", lambda seconds: pages.append(page.read_text()))
+    monkeypatch.setattr(cli.results.time, "sleep", lambda seconds: pages.append(page.read_text()))
     code, said = fedprune("report", folder, "-o", page, "--watch")
     assert code == 0, said
     assert len(pages) == 6

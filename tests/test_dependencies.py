@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 from tests.refusing import refuses
 
 ROOT = Path(__file__).parents[1]

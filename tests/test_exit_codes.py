@@ -111,7 +111,7 @@ def test_a_run_that_fails_exits_1(fedprune, tmp_path):
 def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
     """What cannot be told before: here because the check before the start is left out."""
     code = (
-        "import sys, fedprune_app.preflight.can_start as s; s.doubts = lambda config, placement: []\n"
+        "import sys, fedprune_app.preflight.can_start as s; s.warnings = lambda config, placement: []\n"
         "from fedprune_app.cli import main; main()"
     )
     setting = ["system=fedspa", "fedspa.share=1e-6"]

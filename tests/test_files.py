@@ -378,7 +378,7 @@ def test_who_waits_for_another_process_says_so(tmp_path, monkeypatch, caplog):
     holder = threading.Thread(target=hold)
     holder.start()
     holds.wait(60)
-    monkeypatch.setattr(files, "say_waiting", lambda what: (caplog.records.append(what), ends.set()))
+    monkeypatch.setattr(files, "log_waiting", lambda what: (caplog.records.append(what), ends.set()))
     with files.locked(tmp_path / "a.lock", "trains a model"):
         assert caplog.records == ["trains a model"]
     holder.join()

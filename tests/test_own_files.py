@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedprune_app.cli import first_look
+from fedprune_app.cli import demo
 from fedprune_app.results.ownership import MARK, is_marked, mark
 from fedprune_app.results.recorder import write_info
 from tests.results.conftest import made_up_run
@@ -139,7 +139,7 @@ def quick_demo(monkeypatch):
         made_up_run(folder, prepared.config.system, rounds=1)
         return {}
 
-    monkeypatch.setattr(first_look, "DEMO_SYSTEMS", ("fedavg", "standalone"))
+    monkeypatch.setattr(demo, "DEMO_SYSTEMS", ("fedavg", "standalone"))
     monkeypatch.setattr(session.Session, "run", run)
 
 

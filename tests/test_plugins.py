@@ -17,12 +17,12 @@ from PIL import Image
 import fedprune_app
 from fedprune_app import plugins, registry
 from fedprune_app.config import PolicyError, parse_config, with_carrier
-from fedprune_app.data import brought
+from fedprune_app.data import plugin_datasets
 from fedprune_app.data.dataset import Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.exports.file import read_export_info
 from fedprune_app.plugins import loading
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.node import read_policy
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import BrokenLawError, check_system
@@ -163,7 +163,7 @@ def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, mo
 
 def with_method(name, method):
     """A plug-in's system ``name`` whose ``method``, such as "Server.end(self, round): pass", is this one."""
-    head = "from fedprune_app.extend import FedAvg, FedAvgClient, Outgoing, Payload, register_system\n"
+    head = "from fedprune_app.extend import FedAvg, FedAvgClient, OutgoingMessage, Payload, register_system\n"
     classes = "class Server(FedAvg): pass\nclass Client(FedAvgClient): pass\n"
     kind, _, rest = method.partition(".")
     own = f"class {kind}({kind}):\n    def {rest}"
@@ -176,8 +176,11 @@ def with_method(name, method):
     ("method", "said"),
     [
         ("Client.personal_model(self, task, state): return {}", "Client.personal_model() lacks tensor 'conv1.bias'"),
-        ("Server.send(self, round): yield Outgoing(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
-        ("Server.send(self, round): yield Outgoing(0, fields={'x': None})", "field 'x' of a message is None, allowed"),
+        ("Server.send(self, round): yield OutgoingMessage(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
+        (
+            "Server.send(self, round): yield OutgoingMessage(0, fields={'x': None})",
+            "field 'x' of a message is None, allowed",
+        ),
         ("Client.report(self, task, update): return {'loss': None}", "field 'loss' of a message is None, allowed: a n"),
     ],
 )
@@ -196,7 +199,7 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     ("method", "said"),
     [
         ("Server.state(self): return {}", "Server.state() returns a value of type dict, allowed: State"),
-        ("Server.doubts(self): pass", "Server.doubts() returns nothing, allowed: list"),
+        ("Server.warnings(self): pass", "Server.warnings() returns nothing, allowed: list"),
         ("Server.expect(self, round, client): pass", "Server.expect() returns nothing, allowed: Schema"),
         ("Server.send(self, round): pass", "Server.send() returns nothing, allowed: Iterable"),
         ("Server.end(self, round): self.model = {'x': 1}", "Server.end() leaves self.model as {'x': 1}, allowed: a d"),
@@ -508,7 +511,7 @@ def test_a_file_that_changes_is_loaded_anew(tmp_path):
     sizes = []
     for layers in ("torch.nn.Linear(64, 10))\n", "torch.nn.Linear(64, 9), torch.nn.Linear(9, 10))\n"):
         settings = {"model": write(path, text + layers) + ":net"}
-        run = prepare(Given(settings)).config
+        run = prepare(RunInputs(settings)).config
         from fedprune_app.models.initial import initial_model
 
         model = initial_model(run.model, run.dataset, (1, 8, 8), 10, init="default", seed=0)
@@ -564,7 +567,7 @@ LABELS = np.array([0, 1, 0, 1, 0, 1])
 )
 def test_a_dataset_that_cannot_be_is_refused(found, said):
     with pytest.raises(ValueError, match=said):
-        brought.dataset("mine", lambda data_dir: found, "", Form(), public_scale=False)
+        plugin_datasets.dataset("mine", lambda data_dir: found, "", Form(), public_scale=False)
 
 
 def test_images_of_every_form_are_the_same_images():
@@ -586,7 +589,9 @@ def test_images_of_every_form_are_the_same_images():
     frame = pd.DataFrame({"label": labels})
     forms = [(colours, frame), (colours.transpose(0, 3, 1, 2), labels == 1), named, Items()]
     loaded = [
-        brought.dataset("mine", lambda _, part=part: {"train": part, "test": part}, "", Form(), public_scale=False)
+        plugin_datasets.dataset(
+            "mine", lambda _, part=part: {"train": part, "test": part}, "", Form(), public_scale=False
+        )
         for part in forms
     ]
     for each in loaded:
@@ -600,7 +605,9 @@ def test_numbers_of_a_table_are_normalised_but_not_where_each_row_is_private():
     rows = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     labels = np.arange(50) % 3
     for public_scale in (False, True):
-        found = brought.dataset("mine", lambda _: ((rows, labels), None), "", NO_TEST, public_scale=public_scale)
+        found = plugin_datasets.dataset(
+            "mine", lambda _: ((rows, labels), None), "", NO_TEST, public_scale=public_scale
+        )
         assert found.image_shape == (4, 1, 1)
         assert found.num_classes == 3
         assert (found.mean == (0.0,) * 4) is public_scale
@@ -618,7 +625,7 @@ def test_numbers_of_a_table_are_normalised_but_not_where_each_row_is_private():
 )
 def test_a_partition_that_cannot_be_is_refused(parts, said):
     with pytest.raises(ValueError, match=f"partition 'mine' {said}"):
-        brought.dealt("mine", lambda labels, clients, rng: parts, LABELS, 3, np.random.default_rng(0))
+        plugin_datasets.dealt("mine", lambda labels, clients, rng: parts, LABELS, 3, np.random.default_rng(0))
 
 
 # --- real nodes, Flower, and other people's files ---------------------------------------------------------------------
@@ -749,10 +756,10 @@ def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, sa
 @pytest.mark.parametrize("hook", ["train", "send"])
 def test_a_system_that_asks_those_that_are_held_out_ends_the_laws(tmp_path, hook):
     ask = {
-        "train": "def train(self, round):\n        messages = Outgoing.to_each(self.clients, Payload({}))\n"
-        "        list(ask_for(round, 'a number', messages, Schema.like({}))) if round.number == 1 else None\n"
+        "train": "def train(self, round):\n        messages = OutgoingMessage.to_each(self.clients, Payload({}))\n"
+        "        list(request_payloads(round, 'a number', messages, Schema.like({}))) if round.number == 1 else None\n"
         "        super().train(round)",
-        "send": "def send(self, round):\n        return Outgoing.to_each(self.clients, Payload(self.model))",
+        "send": "def send(self, round):\n        return OutgoingMessage.to_each(self.clients, Payload(self.model))",
     }
     client = "def answer(self, task, state):\n        return Payload({})"
     path = write(tmp_path / "broken.py", BROKEN.format(strategy=ask[hook], client=client))
@@ -970,15 +977,17 @@ def test_a_weight_that_layers_share_is_pruned_as_one(fedprune, tmp_path):
 def test_a_private_run_takes_public_constants_in_place_of_measured_ones():
     names = {}
     exec(ODD, names)
-    found = brought.dataset("odd", lambda _: names["made"](std=0.3, is_measured=True), "", Form(), public_scale=True)
+    found = plugin_datasets.dataset(
+        "odd", lambda _: names["made"](std=0.3, is_measured=True), "", Form(), public_scale=True
+    )
     assert (found.mean, found.std, found.is_measured) == ((0.5,), (0.5,), False)
-    own = brought.dataset("odd", lambda _: names["made"](std=0.3), "", Form(), public_scale=True)
+    own = plugin_datasets.dataset("odd", lambda _: names["made"](std=0.3), "", Form(), public_scale=True)
     assert (own.mean, own.std) == ((0.5,), (0.3,))
 
 
 def test_square_images_of_floats_may_have_their_channels_last():
     images = np.random.default_rng(0).random((6, 8, 8, 3))
-    found = brought.dataset("x", lambda _: ((images, np.arange(6) % 2), None), "", NO_TEST, public_scale=False)
+    found = plugin_datasets.dataset("x", lambda _: ((images, np.arange(6) % 2), None), "", NO_TEST, public_scale=False)
     assert found.image_shape == (3, 8, 8)
     assert np.array_equal(found.train_images, images.transpose(0, 3, 1, 2).astype(np.float32))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedprune_app.cli.looking import _print_predictions
+from fedprune_app.cli.results import _print_predictions
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.exports.predict import Prediction
 from fedprune_app.terminal import Terminal, print_rows, say

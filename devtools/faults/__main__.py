@@ -29,10 +29,10 @@ from devtools.faults.tour import write_tour
 from fedprune_app.cli import main
 from fedprune_app.config import ConfigError
 from fedprune_app.files import scratch_folder
-from fedprune_app.preflight.given import Given, given_in
+from fedprune_app.preflight.inputs import RunInputs, inputs_in
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.report import check_page_name
-from fedprune_app.terminal import Plugins, Terminal, console, say
+from fedprune_app.terminal import Plugins, Terminal, console, echo
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -75,7 +75,7 @@ def simulate_faults(
         raise ConfigError("--workers", processes, "at least 1")
     if table_file is not None:
         check_table(table_file)
-    given = given_in([], settings or [], plugin)
+    given = inputs_in([], settings or [], plugin)
     names, chosen = list(dict.fromkeys(system or ["subfedavg"])), range(int(first), int(end))
     check_settings(names, given.chosen)
     if report is not None:
@@ -87,10 +87,10 @@ def simulate_faults(
         for part in campaign(names, chosen, given.chosen, processes or len(os.sched_getaffinity(0))):
             done[part.system] = done[part.system] + part if part.system in done else part
             for found in part.violations:
-                say(f" {found.schedule.system}, seed {found.schedule.seed}: {found.law}", "violation:", "red")
-                say(f"  smallest: {found.schedule}")
+                echo(f" {found.schedule.system}, seed {found.schedule.seed}: {found.law}", "violation:", "red")
+                echo(f"  smallest: {found.schedule}")
                 for line in found.lines:
-                    say(f"  {line}")
+                    echo(f"  {line}")
             progress.advance(task, len(part.seeds))
     table = Table(box=None, pad_edge=False)
     for column in ("system", "schedules", "faults", "processor seconds", "violations"):
@@ -106,7 +106,7 @@ def simulate_faults(
         raise typer.Exit(1)
 
 
-def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, force: bool) -> None:
+def _show_schedule(systems: list[str], seeds: range, given: RunInputs, out: Path, force: bool) -> None:
     """Run one schedule and write its page."""
     if len(systems) != 1 or len(seeds) != 1:
         raise ConfigError("--report", out, condition="with one --system and one seed, such as --seeds 3:4")
@@ -118,8 +118,8 @@ def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, fo
         told = Simulation(folder, drawn_settings(schedule.system, schedule.seed, given.chosen)).told(schedule)
     write_tour(schedule, told, out, force=force)
     for line in told.story.lines():
-        say(f"  {line}")
-    say(f": {out}", "page", "green")
+        echo(f"  {line}")
+    echo(f": {out}", "page", "green")
     if told.law:
         raise typer.Exit(1)
 

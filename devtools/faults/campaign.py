@@ -19,7 +19,7 @@ from devtools.faults.story import Kind
 from fedprune_app import __version__, testing
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.files import append_lines, scratch_folder
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare_all
 
 _MEMORY = Path("/dev/shm")
@@ -98,7 +98,7 @@ def check_settings(systems: Sequence[str], settings: Mapping[str, Scalar]) -> No
     """Raise :class:`ConfigError` for a setting that a campaign decides, or that has no effect in any of its runs."""
     if "system" in settings:
         raise ConfigError("system", settings["system"], hint="--system says it")
-    prepare_all([Given(values_of(system, settings), on_command_line=settings) for system in systems])
+    prepare_all([RunInputs(values_of(system, settings), on_command_line=settings) for system in systems])
 
 
 def drawn_settings(system: str, seed: int, settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -110,7 +110,7 @@ def drawn_settings(system: str, seed: int, settings: Mapping[str, Scalar]) -> di
     for drawn in _DRAWN:
         with suppress(ConfigError):
             more = {key: value for key, value in drawn.items() if key not in settings}
-            prepare_all([Given(values_of(system, {**settings, **more}), on_command_line=more)])
+            prepare_all([RunInputs(values_of(system, {**settings, **more}), on_command_line=more)])
             choices.append(more)
     return {**settings, **choices[seed // SAME_MESSAGES % len(choices)]}
 

@@ -37,8 +37,8 @@ with atheris.instrument_imports(
     from fedprune_app.federation.budgets import Budgets
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
     from fedprune_app.models.vision import build_model, state_tensors
-    from fedprune_app.preflight.given import Given
-    from fedprune_app.results.measures import Reply
+    from fedprune_app.preflight.inputs import RunInputs
+    from fedprune_app.results.metrics import ReplyKind
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.results.recorder import row_of
     from fedprune_app.sweeps.matrix import read_matrix
@@ -110,7 +110,7 @@ def records() -> Iterable[bytes]:
 
 def infos() -> Iterable[bytes]:
     yield b'{"status": "completed", "rounds_completed": 2, "seconds": 3, "config": {"system": "fedavg"}}'
-    own = {"name": "drift", "title": "Drift", "told": "server", "least": 0, "percent": True, "over_rounds": "total"}
+    own = {"name": "drift", "title": "Drift", "source": "server", "least": 0, "percent": True, "over_rounds": "total"}
     info = {"status": "completed", "rounds_completed": 2, "seconds": 3, "seed": 0, "system": "mine", "config": {}}
     yield json.dumps({**info, "measures": [own]}).encode()
     yield b'{"round": 2, "partitions": [0, 1], "distance": [[0, 0.5], [0.5, 0]]}'
@@ -269,7 +269,7 @@ def run_config(data: bytes) -> None:
 @target(matrices)
 def matrix(data: bytes) -> None:
     path = written("matrix.yaml", data)
-    read_matrix(path).cells(Given(out=FOLDER))
+    read_matrix(path).cells(RunInputs(out=FOLDER))
 
 
 @target(records)
@@ -297,7 +297,7 @@ def fields_in(data: bytes) -> dict[str, object]:
 
 
 @target(introductions)
-def introduction(data: bytes) -> None:
+def registration(data: bytes) -> None:
     """What a client says of itself: what is accepted is small, and can be compared with what others say."""
     fields = fields_in(data)
     honest = [json.loads(seed) for seed in introductions()]
@@ -316,9 +316,9 @@ def statement(data: bytes) -> None:
     fields = fields_in(data)
     kept: list[object] = []
     with contextlib.suppress(ValueError):
-        kept += [row_of(Reply.TRAINING, fields), Budgets.check(fields)]
+        kept += [row_of(ReplyKind.TRAINING, fields), Budgets.check(fields)]
     with contextlib.suppress(ValueError):
-        kept += [evaluation.digest_in(fields), row_of(Reply.EVALUATION, fields, layers={"fc.weight"})]
+        kept += [evaluation.digest_in(fields), row_of(ReplyKind.EVALUATION, fields, layers={"fc.weight"})]
     assert len(json.dumps(kept, allow_nan=False)) < 5000
 
 

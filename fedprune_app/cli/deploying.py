@@ -11,9 +11,9 @@ from fedprune_app.cli.running import run_once
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.config.options import share_in_turn
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Placement, given_in
+from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, say
+from fedprune_app.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, echo
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -69,10 +69,10 @@ def local(
             raise ConfigError(option, ..., f"one per node, {nodes}", which=f"has {len(values)} entries")
         for place, value in zip(places, values, strict=False):
             place[key] = value
-    given = given_in(config, overrides, plugin)
-    given = given.for_run_in(out, resume=resume, accept_loss=accept_loss)
-    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=given.folder / "deployment")
-    run_once(prepare(given, placement), out)
+    inputs = inputs_in(config, overrides, plugin)
+    inputs = inputs.for_run_in(out, resume=resume, accept_loss=accept_loss)
+    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=inputs.folder / "deployment")
+    run_once(prepare(inputs, placement), out)
 
 
 def _paths(text: str) -> list[Path]:
@@ -97,8 +97,8 @@ def certificates(
 
     files = make_certificates(out.expanduser(), hosts, days)
     for path in (files.ca, files.certificate, files.key):
-        say(f": {path}", "made", "green")
-    say(f"valid until {valid_until(files.certificate):%Y-%m-%d}")
+        echo(f": {path}", "made", "green")
+    echo(f"valid until {valid_until(files.certificate):%Y-%m-%d}")
 
 
 @app.command(name="node-key")
@@ -114,8 +114,8 @@ def node_key(
     from fedprune_app.launching.credentials import make_node_key
 
     public = make_node_key(path.expanduser())
-    say(f": {path} and {public}", "made", "green")
-    say(f"register it: flwr supernode register {public} NAME")
+    echo(f": {path} and {public}", "made", "green")
+    echo(f"register it: flwr supernode register {public} NAME")
 
 
 @app.command()
@@ -124,28 +124,28 @@ def database(
 ) -> None:
     """Make the SuperLink's database.
 
-    FILE is what flower-superlink gets as --database.
+    Pass FILE to flower-superlink as --database.
     Only the owner of the file can read it.
     The file shrinks when messages are deleted.
     """
     from fedprune_app.launching.credentials import make_database
 
-    say(f": {make_database(path.expanduser())}", "made", "green")
+    echo(f": {make_database(path.expanduser())}", "made", "green")
 
 
 @app.command(name="control-secret")
 def control_secret(
     path: Annotated[Path, typer.Argument(metavar="FILE")],
 ) -> None:
-    """Make the secret that users show to the SuperLink's Control API.
+    """Make the secret that users need for the SuperLink's Control API.
 
     Only the owner of FILE can read it.
-    `fedprune deploy superlink` asks users for the secret.
-    `fedprune deploy login` lets a user's commands show it.
+    `fedprune deploy superlink` requires the secret from users.
+    `fedprune deploy login` stores it for a user's commands.
     """
     from fedprune_app.launching.credentials import make_control_secret
 
-    say(f": {make_control_secret(path.expanduser())}", "made", "green")
+    echo(f": {make_control_secret(path.expanduser())}", "made", "green")
 
 
 @app.command()
@@ -153,7 +153,7 @@ def login(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
     secret: Annotated[Path, typer.Option("--secret", help="The file with the secret, from the SuperLink's operator.")],
 ) -> None:
-    """Let this user's commands show the secret to a SuperLink's Control API.
+    """Store the secret of a SuperLink's Control API for this user's commands.
 
     HOST:PORT is the address in the user's Flower configuration.
     The secret is written to credentials.yaml in the folder FLWR_HOME.
@@ -162,7 +162,7 @@ def login(
     from fedprune_app.launching.credentials import log_in
 
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
-    say(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
+    echo(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -170,7 +170,7 @@ def superlink(
     context: typer.Context,
     secret: Annotated[Path, typer.Option("--control-secret", help="The file of `fedprune deploy control-secret`.")],
 ) -> None:
-    """Start Flower's SuperLink, whose Control API then asks users for the secret.
+    """Start Flower's SuperLink with a Control API that requires the secret.
 
     All other options are those of flower-superlink.
     Without the secret everybody who reaches the Control API may start runs.
@@ -179,7 +179,7 @@ def superlink(
     from fedprune_app.launching.local import superlink_command
 
     command = superlink_command(context.args)
-    read_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
+    read_secret(secret.expanduser())  # fails here in one line, in Flower's program in many
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 
 
@@ -188,11 +188,11 @@ def check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
     ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt from the SuperLink's operator.")],
 ) -> None:
-    """Check that a SuperLink answers and that its certificate is trusted.
+    """Check that a SuperLink responds and that its certificate is trusted.
 
     HOST:PORT is the address at which nodes reach the SuperLink.
-    The exit code is 1 if nothing answers there with a trusted certificate.
-    Call this command before you start a node.
+    The exit code is 1 if no server responds there with a trusted certificate.
+    Run this command before you start a node.
     """
     from fedprune_app.launching.credentials import check_link
 
@@ -204,7 +204,7 @@ def check(
 def healthy(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
 ) -> None:
-    """Ask a SuperLink, SuperExec or SuperNode whether it serves.
+    """Check that a SuperLink, SuperExec or SuperNode serves.
 
     HOST:PORT is the program's --health-server-address.
     The exit code is 1 if the program does not serve.

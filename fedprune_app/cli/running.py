@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fedprune_app.core.named import Values
 from fedprune_app.files import next_folder
-from fedprune_app.preflight.given import Placement, given_in
+from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.terminal import (
     AcceptLoss,
@@ -22,13 +22,13 @@ from fedprune_app.terminal import (
     RayAddress,
     Workers,
     console,
+    echo,
     print_rows,
-    say,
 )
 
 app = typer.Typer()
-LATEST = Path("runs/latest")  # the link to the run that was started last without a folder of its own
-_MOST_LINES = 10  # of one kind, at the end of a run
+LATEST = Path("runs/latest")  # the link to the run that was started last without --out
+_MOST_LINES = 10  # of one kind that are printed at the end of a run
 
 
 @app.command()
@@ -63,9 +63,9 @@ def run(
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
     is_numbered = out is None and not (superlink or resume)
     with next_folder(LATEST.parent) if is_numbered else nullcontext(out or LATEST) as folder:
-        given = given_in(config, overrides, plugin)
-        given = given.for_run_in(folder, resume=resume, accept_loss=accept_loss)
-        run_once(prepare(given, placement), folder, LATEST if is_numbered else None)
+        inputs = inputs_in(config, overrides, plugin)
+        inputs = inputs.for_run_in(folder, resume=resume, accept_loss=accept_loss)
+        run_once(prepare(inputs, placement), folder, LATEST if is_numbered else None)
 
 
 @app.command(name="check")
@@ -75,34 +75,34 @@ def check_run(
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
     plugin: Plugins = None,
 ) -> None:
-    """Check a run without starting it, and say what it would work with.
+    """Check a run without starting it, and describe its data, network and device.
 
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     The command reads the data, deals them, and builds the network and the server.
     """
     from fedprune_app.preflight.describe import described
 
-    prepared = prepare(given_in(config, overrides, plugin), Placement("inprocess", clients))
-    say_notes(prepared.notes)
+    prepared = prepare(inputs_in(config, overrides, plugin), Placement("inprocess", clients))
+    print_notes(prepared.notes)
     print_rows(described(prepared))
-    say(": a run can start with these settings", "checked", "green")
+    echo(": a run can start with these settings", "checked", "green")
 
 
 @app.command(name="check-data")
 def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plugins = None) -> None:
-    """Read the data of a run, and say what is in them.
+    """Read the data of a run, and describe them.
 
     Each KEY=VALUE is a setting, such as dataset=image-folder data-dir=DIR.
     With system=fedspallm they are texts, which the run's model cuts into tokens.
-    `fedprune list` says what data-dir holds for each dataset.
+    `fedprune list` describes the data-dir of each dataset.
     """
     from fedprune_app.preflight.describe import data_found
 
-    settings = prepare(given_in(config, overrides, plugin)).config
+    settings = prepare(inputs_in(config, overrides, plugin)).config
     with console.status(Text(f"reading {settings.dataset}")):
-        rows, doubts = data_found(settings)
+        rows, warnings = data_found(settings)
     print_rows(rows)
-    say_notes(doubts)
+    print_notes(warnings)
 
 
 @app.command()
@@ -133,14 +133,14 @@ def sweep(
     from fedprune_app.sweeps.matrix import read_matrix
 
     parsed_matrix = read_matrix(matrix)
-    given = given_in(None, overrides, plugin).for_run_in(out, resume=resume)
+    inputs = inputs_in(None, overrides, plugin).for_run_in(out, resume=resume)
     from fedprune_app.sweeps.sweep import sweep as make
 
-    outcome = make(parsed_matrix, given, Placement(engine, clients, workers, ray_address=ray_address), console)
+    outcome = make(parsed_matrix, inputs, Placement(engine, clients, workers, ray_address=ray_address), console)
     for path in outcome.tables:
-        say(f"table: {path}")
+        echo(f"table: {path}")
     if outcome.best:
-        say(f"best settings, as a matrix with new seeds: {outcome.best}")
+        echo(f"best settings, as a matrix with new seeds: {outcome.best}")
     outcome.check()
 
 
@@ -158,7 +158,7 @@ def compress(folder: SumsRun, output: NewFolder, overrides: Overrides = None) ->
     """
     from fedprune_app.exports.compressed import compress as made
 
-    _say_made(made(folder, given_in(None, overrides).on_command_line, output), output)
+    _print_made(made(folder, inputs_in(None, overrides).on_command_line, output), output)
 
 
 @app.command()
@@ -171,7 +171,7 @@ def join(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
     """
     from fedprune_app.exports.compressed import combine
 
-    _say_made(combine(folder, clients, output), output)
+    _print_made(combine(folder, clients, output), output)
 
 
 @app.command()
@@ -185,54 +185,51 @@ def forget(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
     from fedprune_app.exports.compressed import combine
 
     info = combine(folder, clients, output, forgets=True)
-    _say_made(info, output)
+    _print_made(info, output)
     numbers = ", ".join(map(str, info["forgotten"]))
-    say(
+    echo(
         f" that client {numbers} took part, in {output / 'run.json'}, and models that were given away",
         "left:",
         "yellow",
     )
-    say(f" all of {numbers} until you delete the folders {folder} and {clients}", "left:", "yellow")
+    echo(f" all of {numbers} until you delete the folders {folder} and {clients}", "left:", "yellow")
 
 
-def _say_made(info: Values, output: Path) -> None:
+def _print_made(info: Values, output: Path) -> None:
     for name, value in info["perplexity"].items():
-        say(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
+        echo(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
     if info["epsilon_paid"] is not None:
-        say(f" {info['epsilon_paid']:.2f} at most was paid for the sums, and nothing for this model", "ε:", "green")
-    say(f"models: sha256 {info['final_sha256'][:16]}…")
-    say_sizes(info, output)
+        echo(f" {info['epsilon_paid']:.2f} at most was paid for the sums, and nothing for this model", "ε:", "green")
+    echo(f"models: sha256 {info['final_sha256'][:16]}…")
+    print_sizes(info, output)
 
 
 def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
-    """Run one federation, and say how the run ended.
-
-    The ``link`` will lead to the run's folder, from before the run begins.
-    """
+    """Run one federation, and print how the run ended. ``link`` is made before the run begins."""
     from fedprune_app.running import run as run_prepared
 
     info = run_prepared(prepared, prepared.folder, console, link)
     for kind, key in (("note", "notes"), ("lost", "losses"), ("left out", "clients_left_out")):
         lines = [line for line in info.get(key) or [] if line not in prepared.notes]
         for line in lines[:_MOST_LINES]:
-            say(f" {line}", f"{kind}:", "yellow")
+            echo(f" {line}", f"{kind}:", "yellow")
         if (num_more := len(lines) - _MOST_LINES) > 0:
-            say(f" and {num_more} more, see run.json", f"{kind}:", "yellow")
-    say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
+            echo(f" and {num_more} more, see run.json", f"{kind}:", "yellow")
+    echo(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:
-        say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
-        say_sizes(info, out)
+        echo(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
+        print_sizes(info, out)
     else:
-        say("results: in the ServerApp's run folder, on its machine")
+        echo("results: in the ServerApp's run folder, on its machine")
 
 
-def say_notes(notes: Iterable[str]) -> None:
+def print_notes(notes: Iterable[str]) -> None:
     for line in notes:
-        say(f" {line}", "note:", "yellow")
+        echo(f" {line}", "note:", "yellow")
 
 
-def say_sizes(info: Values, out: Path) -> None:
-    """Say where a language model was written, and how large its weights are."""
+def print_sizes(info: Values, out: Path) -> None:
+    """Print the folder of a language model and the size of its weights."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):
-            say(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")
+            echo(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")

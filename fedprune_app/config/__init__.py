@@ -1,21 +1,21 @@
 """The run configuration: flat kebab-case keys, parsed once per side into frozen dataclasses.
 
-Every option is declared once, with its default, range, help and what else the product must know of it: see ``option``
-in ``options.py``. The options without a table are in ``common.py``, those of a system in a file of its own, each beside
-the conditions that must hold for them. A new system's options are such a file and one field of ``Config``. A wrong
-value is a :class:`ConfigError` of one line that names the key, the value and what is allowed.
+Every option is declared once, with its default, range, help and other properties: see ``option`` in ``options.py``.
+The options without a table are in ``common.py``, those of a system in a file of its own, with the conditions that must
+hold for them. A new system's options are such a file and one field of ``Config``. A wrong value raises
+:class:`ConfigError`, one line with the key, the value and what is allowed.
 
-This package is a leaf of the house: it imports nothing of ours, and everything above ``core`` may import it.
+This package imports no other package of fedprune, and all packages above ``core`` may import it.
 """
 
 from fedprune_app.config.baselines import FedSPAOptions
 from fedprune_app.config.common import Table, class_names
 from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
-from fedprune_app.config.errors import REFUSED, ConfigError, refused, told_of
+from fedprune_app.config.errors import SETTING_ERROR, ConfigError, naming_source, refused
 from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
-from fedprune_app.config.options import Kind, Option, Scalar, Settings, option
+from fedprune_app.config.options import Option, PathKind, Scalar, Settings, option
 from fedprune_app.config.parsing import (
     check_effects,
     check_resumable,
@@ -36,7 +36,7 @@ __all__ = [
     "OPTIONS",
     "POLICY_FILE",
     "POLICY_KEYS",
-    "REFUSED",
+    "SETTING_ERROR",
     "Config",
     "ConfigError",
     "DPSGDOptions",
@@ -46,8 +46,8 @@ __all__ = [
     "FedP3Options",
     "FedSPAOptions",
     "GossipOptions",
-    "Kind",
     "Option",
+    "PathKind",
     "Policy",
     "PolicyError",
     "Scalar",
@@ -62,6 +62,7 @@ __all__ = [
     "flatten",
     "has_effect",
     "is_used",
+    "naming_source",
     "option",
     "parse_config",
     "parse_override",
@@ -70,7 +71,6 @@ __all__ = [
     "refused",
     "register_table",
     "to_toml",
-    "told_of",
     "toml_value",
     "with_carrier",
     "written_below",

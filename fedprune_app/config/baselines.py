@@ -1,4 +1,4 @@
-"""The baselines that the papers compare with, of a few options each."""
+"""Options of the baselines that the papers compare with."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from fedprune_app.config.options import Needs, option, share_in_turn
 
 @dataclass(frozen=True)
 class DittoOptions(Table):
-    """These options are Ditto's, as Dis-PFL compares with it; the key ``local-epochs`` is not used."""
+    """Ditto as Dis-PFL compares with it: these epochs take the place of the key ``local-epochs``."""
 
     needs: ClassVar[Needs] = {"system": ("ditto",)}
 
@@ -21,7 +21,7 @@ class DittoOptions(Table):
 
 @dataclass(frozen=True)
 class FedFomoOptions(Table):
-    """These options are FedFomo's."""
+    """Number of candidate models per client, which need validation data."""
 
     needs: ClassVar[Needs] = {"system": ("fedfomo",)}
     # The probability that candidates are drawn at random, not by their past weight.
@@ -38,7 +38,7 @@ class FedFomoOptions(Table):
 
 @dataclass(frozen=True)
 class FedProxOptions(Table):
-    """This option is FedProx's."""
+    """Strength of the proximal term."""
 
     needs: ClassVar[Needs] = {"system": ("fedprox",)}
 
@@ -47,7 +47,7 @@ class FedProxOptions(Table):
 
 @dataclass(frozen=True)
 class LGFedAvgOptions(Table):
-    """These options are LG-FedAvg's."""
+    """Which layers are averaged, and the rounds of FedAvg that come first."""
 
     needs: ClassVar[Needs] = {"system": ("lg-fedavg",)}
 
@@ -64,10 +64,10 @@ class LGFedAvgOptions(Table):
 
 @dataclass(frozen=True)
 class MTLOptions(Table):
-    """These options are MTL's, a surrogate for MOCHA on networks."""
+    """Strength of the regulariser in our surrogate for MOCHA on networks."""
 
     needs: ClassVar[Needs] = {"system": ("mtl",)}
-    # The number that is added to the diagonal of the task covariance before the inverse is taken (ε).
+    # Added to the diagonal of the task covariance before it is inverted (ε).
     ridge: ClassVar[float] = 0.1
 
     strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)
@@ -75,7 +75,7 @@ class MTLOptions(Table):
 
 @dataclass(frozen=True)
 class FedSPAOptions(Table):
-    """These options are Fed-SPA's."""
+    """Share of the trained coordinates, and the server's step."""
 
     needs: ClassVar[Needs] = {"system": ("fedspa",)}
 
@@ -96,7 +96,7 @@ class FedSPAOptions(Table):
 
 @dataclass(frozen=True)
 class FjORDOptions(Table):
-    """These options are FjORD's; a node's ``capacity`` goes before ``widths``."""
+    """Widths of the clients' sub-networks; a node's ``capacity`` takes precedence over ``widths``."""
 
     needs: ClassVar[Needs] = {"system": ("fjord",)}
 

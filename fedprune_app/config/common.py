@@ -1,4 +1,4 @@
-"""The options without a table, which all systems share, and what a table of options is."""
+"""The options without a table, which all systems share, and the base class of tables."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, execution_option, option
+from fedprune_app.config.options import Needs, NoneOf, PathKind, execution_option, option
 
-# What only systems need that learn from images.
+# The need of options that have an effect only in systems for images.
 IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
 
-# These datasets hold the same examples wherever they are. All others hold what their data-dir has.
+# Datasets with the same examples everywhere; the examples of all others depend on their data-dir.
 PUBLISHED = frozenset(
     {"digits", "mnist", "fashion-mnist", "emnist-digits", "emnist-letters", "emnist-letters-10"}
     | {"cifar10", "cifar100", "tiny-imagenet", "stdlib"}
 )
 
-# These data have classes with names of their own, columns, or pictures; a plug-in's data may have them.
+# The needs of options for data with named classes, columns, or pictures; a plug-in's data may have them.
 _NAMED: Needs = {**IMAGES, "dataset": NoneOf(tuple(sorted(PUBLISHED)))}
 _COLUMNS: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "image-folder"))}
 _PICTURES: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "table"))}
 
-# These keys decide which data each client of a run has, beside the folder of a dataset that is not published.
+# Keys that determine each client's data, besides the data-dir of a dataset that is not published.
 DEALT_BY = (
     *("dataset", "classes", "label-column", "image-column", "owner-column", "group-column", "ignore-columns"),
     *("image-size", "image-fit"),
@@ -35,19 +35,19 @@ DEALT_BY = (
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """These options stand at the top of a configuration; field ``learning_rate`` is the key ``learning-rate``."""
+    """Options of all systems, at the top of a configuration; field ``learning_rate`` is the key ``learning-rate``."""
 
     system: str = option("subfedavg", "The system that is run; `fedprune list` names all systems.")
     dataset: str = option(
         "digits",
         "The dataset; `fedprune list` names all datasets. A function of your own that loads one is 'module:function' "
         "or 'file.py:function'.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     data_dir: str = execution_option(
         "",
         "The folder that holds the data. Dataset 'digits' needs none.",
-        kind=Kind.FOLDER,
+        kind=PathKind.FOLDER,
         needs={"dataset": NoneOf(("digits", "stdlib"))},
     )
     classes: str = option(
@@ -94,7 +94,7 @@ class CommonOptions:
         "shards",
         "The rule that deals the training data to the clients; `fedprune list` names all rules. A function of your own "
         "is named as for dataset.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
         needs=IMAGES,
     )
     shard_size: int = option(
@@ -204,7 +204,7 @@ class CommonOptions:
         "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A function of your own that "
         "makes one is 'module:function' or 'file.py:function'. A language model is a folder, a .gguf file or a "
         "name on the hub.",
-        kind=Kind.MODEL,
+        kind=PathKind.MODEL,
     )
     init: str = option(
         "default",
@@ -335,17 +335,17 @@ class CommonOptions:
     out_dir: str = execution_option(
         "",
         "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",
-        kind=Kind.RUN_FOLDER,
+        kind=PathKind.RUN_FOLDER,
     )
     state_dir: str = execution_option(
         "",
         "The folder for the clients' state of any run, as an absolute path. Empty means <run folder>/clients.",
-        kind=Kind.STATE_FOLDER,
+        kind=PathKind.STATE_FOLDER,
     )
     resume_from: str = execution_option(
         "",
         "The run folder of the run to continue.",
-        kind=Kind.RUN_FOLDER,
+        kind=PathKind.RUN_FOLDER,
     )
     accept_loss: bool = execution_option(
         False,
@@ -407,7 +407,7 @@ class CommonOptions:
         "",
         "The plug-ins that the run needs: modules, and files that end in .py, separated by commas. The system, "
         "network, dataset or partition of an installed plug-in needs no mention here.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     plugin_options: str = option(
         "",
@@ -449,28 +449,28 @@ class _LearningRates:
 
 @dataclass(frozen=True)
 class Table:
-    """A table groups the options of one system, or of one subject, with what has to hold for them.
+    """Base class for the options of one system or subject, with their conditions.
 
-    ``needs`` says with which values of other keys the options of the table have an effect at all.
+    The options have an effect only with the values of other keys in ``needs``.
 
-    A condition stands in the table whose options it reads. Where it reads two tables it stands in the one whose key the
-    error names.
+    A condition is checked by the table whose options it reads; if it reads two tables, by the one whose key the error
+    names.
     """
 
     needs: ClassVar[Needs] = {}
-    # The name in keys; empty for the product's own tables, whose name is their field's.
+    # The name in keys; empty for the product's own tables, which have the name of their field.
     name: ClassVar[str] = ""
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where these options do not go together, or not with the ``common`` ones."""
+        """Raise :class:`ConfigError` if these options contradict each other or the ``common`` ones."""
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
-        """Return resumable keys that a resumed run may not change because of these options, each with the reason."""
+        """Return the resumable keys that these options fix in a resumed run, each with the reason."""
         return {}
 
 
 def class_names(text: str) -> tuple[str, ...]:
-    """Return the names in ``text``, 'cat, dog'; none where ``text`` is empty. Raises :class:`ConfigError`."""
+    """Return the names in ``text``, 'cat, dog'; none if it is empty. Raises :class:`ConfigError`."""
     names = tuple(name.strip() for name in text.split(",")) if text else ()
     if text and (not all(names) or len(set(names)) < max(len(names), 2)):
         raise ConfigError("classes", text, "at least two names, each once")

@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Table)
 
 @dataclass(frozen=True)
 class Config(CommonOptions):
-    """A configuration describes one run; the key ``dispfl.prune-rate`` is ``config.dispfl.prune_rate``."""
+    """All settings of one run; the key ``dispfl.prune-rate`` is ``config.dispfl.prune_rate``."""
 
     subfedavg: SubFedAvgOptions = field(default_factory=SubFedAvgOptions)
     dispfl: DisPFLOptions = field(default_factory=DisPFLOptions)
@@ -57,11 +57,11 @@ class Config(CommonOptions):
 
     @property
     def protected_unit(self) -> str:
-        """What dp.enabled protects: "example", "group", or the name of the column that says what a group is."""
+        """The unit that dp.enabled protects: "example", "group", or the name of the column of groups."""
         return (self.dp.unit == "group" and self.group_column) or self.dp.unit
 
     def settled(self) -> Self:
-        """Return the configuration with the test split that 'auto' stands for."""
+        """Return the configuration with ``test-split`` 'auto' replaced by its meaning."""
         if self.test_split != "auto":
             return self
         holds_out = self.dp.enabled or self.partition == "owners"
@@ -73,14 +73,14 @@ class Config(CommonOptions):
             table.check(self)
 
     def fixed_on_resume(self) -> dict[str, str]:
-        """Return resumable keys that this run's options fix all the same, each with the reason, which may be empty."""
+        """Return the resumable keys that this run's options fix, each with the reason, which may be empty."""
         fixed: dict[str, str] = {}
         for table in self.tables:
             fixed = {**table.fixed_on_resume(self), **fixed}
         return fixed
 
     def table(self, kind: type[T]) -> T:
-        """Return the options of this run's system, which a plug-in declares as the class ``kind``.
+        """Return the options of this run's system, declared by a plug-in as the class ``kind``.
 
         Raises ``TypeError`` in a run of another system.
         """
@@ -94,7 +94,7 @@ class Config(CommonOptions):
 
 
 def flat(options: CommonOptions | Table, prefix: str = "") -> Iterator[tuple[str, Scalar, Option]]:
-    """Yield key, value and declaration of every option; those of a table as ``table.key``."""
+    """Yield (key, value, declaration) of every option; a table's keys are ``table.key``."""
     for item in fields(options):
         key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(options, item.name)
         if isinstance(value, Table):
@@ -104,7 +104,7 @@ def flat(options: CommonOptions | Table, prefix: str = "") -> Iterator[tuple[str
 
 
 def _with_needs(key: str, option: Option, config: Config) -> Option:
-    """Return an option with the needs of its table too, all of them named by whole keys."""
+    """Return an option with its own and its table's needs, all by full keys."""
     table, _, _ = key.rpartition(".")
     of_table = getattr(config, table.replace("-", "_")).needs if table else {}
     own_needs = {f"{table}{name}" if name.startswith(".") else name: values for name, values in option.needs.items()}
@@ -112,14 +112,14 @@ def _with_needs(key: str, option: Option, config: Config) -> Option:
 
 
 _OPTIONS = {key: _with_needs(key, option, Config()) for key, _, option in flat(Config())}
-# Every option by its key: those of the product, and those of the plug-ins that are loaded.
+# Every option by its key, including those of loaded plug-ins.
 OPTIONS: Mapping[str, Option] = MappingProxyType(_OPTIONS)
 # The default of every option of the product; Flower's pyproject.toml declares these keys.
 DEFAULTS: Settings = {key: option.default for key, option in OPTIONS.items()}
 
 
 def register_keys(prefix: str, options: Mapping[str, Option]) -> None:
-    """Add the options of a plug-in's table in place of those that begin with ``prefix``."""
+    """Replace all options that begin with ``prefix`` by a plug-in's ``options``."""
     for key in [key for key in _OPTIONS if key.startswith(prefix)]:
         del _OPTIONS[key]
     _OPTIONS.update(options)

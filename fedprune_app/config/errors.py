@@ -1,4 +1,4 @@
-"""How a wrong setting is told, with what was probably meant, and how it leaves a ServerApp."""
+"""Errors of settings: one line, with a suggestion, also through a Flower ServerApp."""
 
 import difflib
 import reprlib
@@ -9,22 +9,22 @@ from pathlib import PurePath
 
 _SHORT = reprlib.Repr()  # a few lines of YAML aliases can stand for billions of entries
 _SHORT.maxstring = _SHORT.maxother = 1000
-# An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found.
-REFUSED = "refused setting: "
+# Marks an error that leaves a ServerApp: Flower passes on only the text, in which the mark is found.
+SETTING_ERROR = "refused setting: "
 
 
 @dataclass(eq=False)
 class ConfigError(ValueError):
-    """A setting has a value that cannot be; as a text the error is one line for the user.
+    """Raised for an invalid value of a setting; its text is one line for the user.
 
-    * ``key`` is the setting, an option of the command (``--out``), or an argument of a function. An error that is of
-      no one setting has a whole sentence here, and nothing else.
-    * ``value`` is what the setting has; ``...`` stands for none.
-    * ``allowed`` is what it may have, and ``condition`` says under which condition: "with system 'fedavg'".
-    * ``which`` says what is wrong with the value: "has no effect".
-    * ``hint`` says what may help, or why: "did you mean 'density'?".
-    * ``where`` is the place of the setting, such as a file and an entry of the file.
-    * ``mark`` is :data:`REFUSED` while the error is on its way out of a ServerApp, and else empty.
+    * ``key``: the setting, an option of the command (``--out``), or an argument of a function. An error about no
+      single setting has a whole sentence here, and nothing else.
+    * ``value``: the invalid value; ``...`` stands for none.
+    * ``allowed``: the allowed values; ``condition`` limits them: "with system 'fedavg'".
+    * ``which``: what is wrong with the value: "has no effect".
+    * ``hint``: a suggestion or reason: "did you mean 'density'?".
+    * ``where``: the place of the setting, such as a file and an entry of the file.
+    * ``mark``: :data:`SETTING_ERROR` while the error leaves a ServerApp, otherwise empty.
     """
 
     key: str
@@ -38,7 +38,7 @@ class ConfigError(ValueError):
     mark: str = ""
 
     def __str__(self) -> str:
-        """Return the line "WHERE: KEY is VALUE, which WHICH, allowed CONDITION: ALLOWED; HINT", of what there is."""
+        """Return "WHERE: KEY is VALUE, which WHICH, allowed CONDITION: ALLOWED; HINT", without the empty parts."""
         value = "" if self.value is ... else f" is {_value_text(self.value)}"
         which = f"{value and ', which'} {self.which}" if self.which else ""
         allowed = ", allowed" if self.allowed or self.condition else ""
@@ -54,8 +54,8 @@ def _value_text(value: object) -> str:
 
 
 @contextmanager
-def told_of(where: str) -> Iterator[None]:
-    """Say in each :class:`ConfigError` ``where`` the wrong setting stands, such as a file and an entry of the file."""
+def naming_source(where: str) -> Iterator[None]:
+    """Add ``where``, such as a file and an entry of it, to each :class:`ConfigError` that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -64,11 +64,11 @@ def told_of(where: str) -> Iterator[None]:
 
 
 def refused(text: str) -> str:
-    """Return the message of an error with the mark :data:`REFUSED` within ``text``; empty if ``text`` has none."""
-    return text.partition(REFUSED)[2]
+    """Return the error's message after the mark :data:`SETTING_ERROR` in ``text``; empty without the mark."""
+    return text.partition(SETTING_ERROR)[2]
 
 
-# These words for a key are common elsewhere.
+# Common words of other programs, and the keys that they mean.
 _OTHER_WORDS = {
     "lr": "learning-rate",
     "rounds": "num-server-rounds",
@@ -97,7 +97,7 @@ _COMMAND_LINE |= {"output": "--out", "engine": "--engine", "resume": "--resume",
 
 
 def unknown_key(key: str, keys: Collection[str]) -> ConfigError:
-    """Return the error of a key that there is not, with the key or the command's option that was probably meant.
+    """Return the error for an unknown key, with the key or the command's option that was probably meant.
 
     >>> str(unknown_key("lr", ["learning-rate", "lr-decay"]))
     "setting is 'lr', which is unknown; did you mean 'learning-rate'?"
@@ -114,7 +114,7 @@ def _suggestion_for(key: str, keys: Collection[str]) -> str:
 
 
 def not_allowed(key: str, value: object, allowed: Collection[str]) -> ConfigError:
-    """Return the error of a value that is none of the ``allowed`` names, with the one that was probably meant.
+    """Return the error for a value that is not among the ``allowed`` names, with the one that was probably meant.
 
     >>> str(not_allowed("dataset", "CIFAR-10", ["mnist", "cifar10"]))
     "dataset is 'CIFAR-10', allowed: mnist, cifar10; did you mean 'cifar10'?"

@@ -1,20 +1,20 @@
-"""Fed-LTP: a winning ticket from public data, and how rounds are scored."""
+"""Options of Fed-LTP: tickets from public data, sub-models, and the scores of rounds."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, execution_option, option
+from fedprune_app.config.options import Needs, NoneOf, PathKind, execution_option, option
 
 _PUBLIC_SHARE = 0.2
-# What the keys need that make tickets or choose one.
+# The need of options that make tickets or choose one.
 _TICKETS: Needs = {".tickets": NoneOf((0,))}
 
 
 @dataclass(frozen=True)
 class FedLTPOptions(Table):
-    """These options are Fed-LTP's.
+    """How tickets are made, which sub-models clients train, and which clients score rounds.
 
     The common key ``density`` is the share of each weight tensor that a ticket keeps (1 - P1). The key
     ``dp.count-scale`` is the scale of the noise on validation scores (λ_val).
@@ -34,7 +34,7 @@ class FedLTPOptions(Table):
     public_data_dir: str = execution_option(
         "",
         "The folder of the public data, on the server.",
-        kind=Kind.FOLDER,
+        kind=PathKind.FOLDER,
         needs=_TICKETS,
     )
     public_samples: int = option(
@@ -112,5 +112,5 @@ class FedLTPOptions(Table):
 
 
 def public_share(system: object, tickets: object, public_dataset: object) -> float:
-    """Return the share of the training images that tickets of ``system`` need, where ``public-fraction`` gives none."""
+    """Return the default of ``public-fraction``: the share of training images that tickets of ``system`` need."""
     return _PUBLIC_SHARE if system == "fedltp" and tickets and not public_dataset else 0.0

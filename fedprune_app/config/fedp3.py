@@ -1,4 +1,4 @@
-"""FedP3, LDP-FedP3, and FedCR, which shares FedP3's layer sets."""
+"""Options of FedP3, LDP-FedP3, and FedCR, which uses FedP3's layer sets."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,7 +9,7 @@ from fedprune_app.config.options import Needs, option, share_in_turn
 
 _OF_FEDP3: Needs = {"system": ("fedp3",)}
 _OF_BOTH: Needs = {"system": ("fedp3", "fedcr")}
-# FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one.
+# FedP3's layer sets, by the number of hidden layers that a client trains; of several numbers each client draws one.
 FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "lowerb": (1,),
     "opu2": (2,),
@@ -36,13 +36,13 @@ _COUNT_CHOICES = {
 
 @dataclass(frozen=True)
 class FedP3Options(Table):
-    """These options are those of FedP3 and LDP-FedP3.
+    """Layer sets, local pruning and averaging.
 
     The common key ``density`` is that of the layers a client does not train (the paper's global ratio).
     """
 
     needs: ClassVar[Needs] = {"system": ("fedp3", "fedcr", "ldp-fedp3")}
-    # That of attention's softmax over distances from the mean, as a multiple of the mean distance.
+    # Of attention's softmax over distances from the mean, as a multiple of the mean distance.
     temperature: ClassVar[float] = 1.0
 
     layer_set: str = option(
@@ -129,14 +129,14 @@ class FedP3Options(Table):
             raise ConfigError("fedp3.local", self.local, "'fixed'", condition="with system 'fedcr'")
 
     def capacity_of(self, client: int) -> float:
-        """Return the share of the model that client number ``client`` can hold, where its node does not say.
+        """Return the share of the model that ``client`` can train, if its node has no ``capacity``.
 
         Raises :class:`ConfigError`.
         """
         return share_in_turn("fedp3.capacities", self.capacities, client, 1.0)
 
     def patterns(self) -> tuple[str, ...]:
-        """Return the patterns of layers for the clients in turn, where layers are named; else nothing."""
+        """Return the patterns of layers for the clients in turn; empty for layer sets without named layers."""
         if self.layer_set == "by-hand":
             return tuple(part.strip() for part in self.layers.split(";"))
         return FEDP3_BLOCKS.get(self.layer_set, ())
@@ -144,7 +144,7 @@ class FedP3Options(Table):
 
 @dataclass(frozen=True)
 class FedCROptions(Table):
-    """These options are FedCR's; names are as in the released code where the code has one."""
+    """Strength of the divergence, and the layer set; names are the released code's if it has one."""
 
     needs: ClassVar[Needs] = {"system": ("fedcr",)}
     # The number of draws of an image's code in training, as in the released code.
@@ -160,5 +160,5 @@ class FedCROptions(Table):
     )
 
     def as_fedp3(self, options: FedP3Options) -> FedP3Options:
-        """Return FedP3's ``options`` as FedCR takes them: its own layer set, heads that stay with the clients."""
+        """Return FedP3's ``options`` with FedCR's layer set, and heads that stay with the clients."""
         return replace(options, layer_set=self.layer_set, layers="", personal_head=True)

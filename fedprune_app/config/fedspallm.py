@@ -1,4 +1,4 @@
-"""FedSpaLLM: language models that clients prune with private text."""
+"""Options of FedSpaLLM, which prunes language models with clients' private text."""
 
 import re
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, option, share_in_turn
+from fedprune_app.config.options import Needs, NoneOf, PathKind, option, share_in_turn
 
-# This pattern removes heads and feed-forward units.
+# The pattern that removes heads and feed-forward units.
 CUT = "cut"
 
 
 @dataclass(frozen=True)
 class FedSpaLLMOptions(Table):
-    """These options are FedSpaLLM's.
+    """How clients prune or observe, how the server merges, and on which texts perplexity is measured.
 
-    The common key ``density`` is the share of every matrix that is kept, and ``batch-size`` counts sequences.
+    The common key ``density`` is the kept share of every matrix, and ``batch-size`` counts sequences.
     """
 
     needs: ClassVar[Needs] = {"system": ("fedspallm",)}
@@ -72,7 +72,7 @@ class FedSpaLLMOptions(Table):
         "",
         "The further texts that perplexity is measured on, with absolute paths: 'wikitext-2=/path/a.txt, "
         "ptb=/path/b.txt'.",
-        kind=Kind.NAMED_FILES,
+        kind=PathKind.NAMED_FILES,
     )
     dtype: str = option(
         "auto",
@@ -202,25 +202,25 @@ class FedSpaLLMOptions(Table):
             )
 
     def pruning_rounds(self, common: CommonOptions) -> int:
-        """Return the number of rounds that prune; the others, after them, recover."""
+        """Return the number of rounds that prune; the rounds after them recover."""
         return common.num_server_rounds - self.recovery_rounds
 
     def pruned_before(self, layer: int) -> int:
-        """Return the number of pruned layers in the model whose inputs of ``layer`` clients observe."""
+        """Return the number of pruned layers below ``layer`` in the model in which clients observe its inputs."""
         return layer - layer % self.layers_per_exchange if self.layers_per_exchange else 0
 
     def observes_all(self) -> bool:
-        """Return whether clients observe the inputs of all matrices, and not only those by which a model is cut."""
+        """Return whether clients observe the inputs of all matrices, not only of those that a cut needs."""
         return self.pattern != CUT or self.keep_sums or self.bits != 16
 
     def shrinkage(self) -> float:
-        """Return by which share correlations are shrunk: errors of 8 bits, and a dense model's inputs, call for it."""
+        """Return the share by which correlations shrink, to offset errors of 8 bits or of a dense model's inputs."""
         if self.layers_per_exchange == 0:
             return 0.1
         return 0.01 if self.hessian_form == "int8" else 0.0
 
     def n_of_m(self) -> tuple[int, int] | None:
-        """Return ``pattern`` as (n, m), or None where it is no such pattern. Raises :class:`ConfigError`."""
+        """Return ``pattern`` as (n, m), or None if it is empty or 'cut'. Raises :class:`ConfigError`."""
         if self.pattern in ("", CUT):
             return None
         n, _, m = self.pattern.partition(":")
@@ -240,5 +240,5 @@ class FedSpaLLMOptions(Table):
         return path_by_name
 
     def layer_share(self, client: int) -> float:
-        """Return the share of the layers that client number ``client`` prunes. Raises :class:`ConfigError`."""
+        """Return the share of the layers that ``client`` prunes. Raises :class:`ConfigError`."""
         return share_in_turn("fedspallm.layer-shares", self.layer_shares, client, 1.0)

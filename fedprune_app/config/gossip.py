@@ -1,4 +1,4 @@
-"""Dis-PFL and D-PSGD: systems whose clients exchange models with their neighbours."""
+"""Options of Dis-PFL and D-PSGD, whose clients exchange models with their neighbours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fedprune_app.config.options import Needs, option, share_in_turn
 
 @dataclass(frozen=True)
 class GossipOptions(Table):
-    """These options say how the clients of a decentralised system exchange models."""
+    """Base class for decentralised systems: the topology, and where neighbours' models are averaged."""
 
     topology: str = option(
         "random",
@@ -46,9 +46,9 @@ class GossipOptions(Table):
 
 @dataclass(frozen=True)
 class DisPFLOptions(GossipOptions):
-    """These options are Dis-PFL's.
+    """Densities, the search of masks, and dropped clients.
 
-    The common key ``density`` is every client's, unless ``densities`` or a node's ``capacity`` say otherwise.
+    The common key ``density`` is every client's, unless ``densities`` or a node's ``capacity`` is set.
     """
 
     needs: ClassVar[Needs] = {"system": ("dispfl",)}
@@ -98,7 +98,7 @@ class DisPFLOptions(GossipOptions):
         self.density_of(0, common.density)
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
-        """Fix the number of rounds where the prune rate is annealed over all of them."""
+        """Fix the number of rounds if the prune rate is annealed over all of them."""
         if common.system == "dispfl" and self.prune_rate and not self.annealing_rounds:
             reason = "dispfl.prune-rate falls over these rounds, unless a run begins with dispfl.annealing-rounds"
             return {"num-server-rounds": reason}
@@ -110,7 +110,7 @@ class DisPFLOptions(GossipOptions):
 
 @dataclass(frozen=True)
 class DPSGDOptions(GossipOptions):
-    """These options are those of D-PSGD and D-PSGD-FT."""
+    """Density of the fixed mask, for D-PSGD and D-PSGD-FT."""
 
     needs: ClassVar[Needs] = {"system": ("dpsgd", "dpsgd-ft")}
 

@@ -1,4 +1,4 @@
-"""From flat keys to a configuration, and from one to another; which keys have an effect in it."""
+"""Conversion of flat keys to a configuration, checks of a resumed run, and which keys have an effect."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, unknown_key
-from fedprune_app.config.options import Kind, Needs, NoneOf, Scalar, Settings
+from fedprune_app.config.options import Needs, NoneOf, PathKind, Scalar, Settings
 from fedprune_app.config.plugged import is_used, without_carrier
 from fedprune_app.config.systems import declared
 
@@ -17,12 +17,12 @@ T = TypeVar("T", bound=CommonOptions | Table)
 
 
 def parse_config(values: Mapping[str, object]) -> Config:
-    """Return the configuration that flat ``values`` describe; missing keys take their defaults.
+    """Return the configuration of flat ``values``; missing keys have their defaults.
 
-    What depends on other keys is settled: ``test_split`` is never 'auto'. Plug-ins have to be loaded before.
+    Values that depend on other keys are resolved: ``test_split`` is never 'auto'. Plug-ins must be loaded before.
 
-    Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or options that do not go
-    together. Names of systems, datasets, partitions and models are checked where these are registered.
+    Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or contradicting options. Names
+    of systems, datasets, partitions and models are checked by their registries.
     """
     values = without_carrier(values)
     for key in values:
@@ -32,7 +32,7 @@ def parse_config(values: Mapping[str, object]) -> Config:
     return _checked_config(frozenset(parsed.items()), declared(values.get("system")).options())
 
 
-@lru_cache(maxsize=16)  # a client is told its run's configuration with every message
+@lru_cache(maxsize=16)  # every message to a client has its run's configuration
 def _checked_config(items: frozenset[tuple[str, Scalar]], own_options: Table) -> Config:
     defaults = {key: option.default for key, option in OPTIONS.items()}
     config = _with_values(Config(own=own_options), defaults | dict(items)).settled()
@@ -51,19 +51,19 @@ def _with_values(blank: T, values: Settings, prefix: str = "") -> T:
 
 
 def paths_from_here(values: Settings) -> dict[str, Scalar]:
-    """Return ``values`` with absolute paths: on a command line relative paths begin at the current folder."""
+    """Return the ``values`` of a command line with absolute paths; relative ones begin at the current folder."""
     return {key: OPTIONS[key].from_here(value) if key in OPTIONS else value for key, value in values.items()}
 
 
 def written_below(folder: Path, config: Config) -> Config:
-    """Return ``config`` as a new run that writes in ``folder`` alone: records, clients' state and ledgers."""
-    kinds = (Kind.RUN_FOLDER, Kind.STATE_FOLDER)
+    """Return ``config`` for a new run that writes only below ``folder``: records, clients' state and ledgers."""
+    kinds = (PathKind.RUN_FOLDER, PathKind.STATE_FOLDER)
     places = {key: "" for key, option in OPTIONS.items() if option.kind in kinds}
     return parse_config({**config.to_dict(), **places, "out-dir": str(folder)})
 
 
 def check_resumable(settings: Mapping[str, object], config: Config) -> None:
-    """Raise :class:`ConfigError` where ``config`` would not continue a run that began with these ``settings``."""
+    """Raise :class:`ConfigError` if ``config`` cannot continue a run that began with these ``settings``."""
     fixed = config.fixed_on_resume()
     for key, value in config.to_dict().items():
         if settings.get(key) != value and (key in fixed or not OPTIONS[key].resumable):
@@ -79,7 +79,7 @@ def check_resumable(settings: Mapping[str, object], config: Config) -> None:
 # --- which keys have an effect ----------------------------------------------------------------------------------------
 
 
-# By key and system: the keys that a system has for the same quantity, as the end of a sentence.
+# By key and system: the system's own key for the same quantity, as the end of a sentence.
 _INSTEAD = {
     ("density", "subfedavg"): "; system 'subfedavg' has subfedavg.target-rate, the percentage that is pruned",
     ("density", "subfedavg-hy"): "; system 'subfedavg-hy' has subfedavg.target-rate, the percentage that is pruned",
@@ -90,24 +90,24 @@ _INSTEAD = {
     ("local-epochs", "ditto"): "; system 'ditto' has ditto.global-epochs and ditto.personal-epochs",
 }
 
-# By key and system: what a key of all systems needs beside, with one of them.
+# By key and system: further needs of a common key with that system.
 _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
-    # of a client that trains all layers nothing is chosen or pruned
+    # a client that trains all layers has none to prune
     ("density", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
     ("fedp3.assignment", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
 }
 
 
 def has_effect(key: str, config: Config) -> bool:
-    """Return whether the option ``key`` can change anything about a run with this configuration."""
+    """Return whether the option ``key`` can change a run with this configuration."""
     return _unmet_need(key, config) is None
 
 
 def check_effects(keys: Iterable[str], config: Config) -> None:
     """Raise :class:`ConfigError` for a key among ``keys`` that has no effect in a run with this configuration.
 
-    A result that does not depend on the key would be taken for one that does.
+    Otherwise a user would believe that the results depend on it.
     """
     for key in keys:
         if (need := _unmet_need(key, config)) is not None:

@@ -1,7 +1,7 @@
 """Tables of options that a plug-in declares while the program runs.
 
-A run has the table of its own system, as ``config.own``. Flower refuses keys that the app's pyproject.toml does not
-declare, so such options travel as JSON in the one declared key ``plugin-options``.
+A run has the table of its own system as ``config.own``. Flower rejects keys that the app's pyproject.toml does not
+declare, so these options travel as JSON in the one declared key ``plugin-options``.
 """
 
 import json
@@ -19,16 +19,16 @@ CARRIER = "plugin-options"
 
 
 def register_table(system: str, kind: type[Table]) -> None:
-    """Declare the options of a plug-in's ``system``.
+    """Register the options of a plug-in's ``system``.
 
-    Their table has the name that the class gives it, or else the name of the system. Systems may share a table. Raises
-    :class:`ConfigError` for a class that is no frozen dataclass of options, and for a name that is taken.
+    The table's name is that of the class attribute ``name``, or else the system's. Systems may share a table. Raises
+    :class:`ConfigError` for a class that is no frozen dataclass of options, and for a name in use.
     """
     where = f"system {system!r}"
     if not (isinstance(kind, type) and issubclass(kind, Table) and "__dataclass_params__" in vars(kind)):
         raise ConfigError("options", kind, "a class that extends Table, with @dataclass(frozen=True)", where=where)
     for item in fields(kind):
-        type_name = getattr(item.type, "__name__", item.type)  # a text, where annotations are not evaluated
+        type_name = getattr(item.type, "__name__", item.type)  # a text if annotations are not evaluated
         if not item.metadata or type(item.default).__name__ != type_name or type_name not in _TYPES:
             allowed = f"NAME: TYPE = option(DEFAULT of that TYPE, HELP), TYPE being one of {', '.join(_TYPES)}"
             raise ConfigError(item.name, ..., allowed, which="declares no option", where=where)
@@ -53,12 +53,12 @@ def check_uses(system: str, uses: Collection[str]) -> tuple[str, ...]:
 
 
 def is_used(system: str, key: str) -> bool:
-    """Return whether a plug-in's ``system`` says that it reads the option ``key`` of another system."""
+    """Return whether a plug-in's ``system`` declares that it reads the option ``key`` of another system."""
     return not {key, key.rpartition(".")[0]}.isdisjoint(declared(system).uses)
 
 
 def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
-    """Return ``values`` with the options that ``plugin-options`` carries under keys of their own."""
+    """Return ``values`` with the options in ``plugin-options`` under their own keys."""
     text = values.get(CARRIER) or "{}"
     settings = {key: value for key, value in values.items() if key != CARRIER}
     try:
@@ -72,7 +72,7 @@ def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def with_carrier(config: Config) -> dict[str, Scalar]:
-    """Return the flat form of a configuration in declared keys alone, as Flower takes it."""
+    """Return the flat form of a configuration with declared keys only, for Flower."""
     values = config.to_dict()
     prefix = f"{config.own.name}."
     carried = {key: value for key, value in values.items() if config.own.name and key.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""What a node's operator asks of every run; it wins over the run, and a run that asks for less is declined."""
+"""A node's policy: its operator's rules for every run. The node declines a run that breaks them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS, Config
-from fedprune_app.config.errors import ConfigError, told_of
-from fedprune_app.config.options import Kind, Option, listed, option, option_of
+from fedprune_app.config.errors import ConfigError, naming_source
+from fedprune_app.config.options import Option, PathKind, listed, option, option_of
 
 log = logging.getLogger("flwr.fedprune")
 
 
 class PolicyError(ConfigError):
-    """A node declines a run, since the run asks for less than the node's policy does."""
+    """Raised when a node declines a run that breaks its rules."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy holds a node's own settings; where none is given, the node takes part in every run.
+    """A node's own settings, which a run must satisfy; with the defaults the node takes part in every run.
 
-    ``epsilon-budget``, ``min-noise-multiplier`` and ``max-clip-norm`` ask for privacy by themselves: without
-    ``dp.enabled`` a run has no finite ε, no noise and no clipping.
+    ``epsilon-budget``, ``min-noise-multiplier`` and ``max-clip-norm`` each require ``dp.enabled``, since a run without
+    it has no finite ε, no noise and no clipping.
     """
 
     require_dp: bool = option(False, "If true, the node declines runs without dp.enabled.")
@@ -45,7 +45,7 @@ class Policy:
     )
     max_clip_norm: float = option(0.0, "The largest dp.clip-norm. 0 means no limit.", least=0)
     ledger_dir: str = option(
-        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
+        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=PathKind.STATE_FOLDER
     )
     secure_rng: bool = option(
         True,
@@ -62,7 +62,7 @@ class Policy:
         "",
         "The modules and files of code that the node imports where a run names them, separated by commas. Plug-ins "
         "that are installed on the node, and declare the name of a system, are imported whatever this key says.",
-        kind=Kind.CODE,
+        kind=PathKind.CODE,
     )
     allowed_models: str = option(
         "",
@@ -75,14 +75,14 @@ class Policy:
 
     @classmethod
     def parse(cls, values: Mapping[str, object], where: str) -> Policy:
-        """Return the policy that ``values`` describe, which stand in ``where``.
+        """Return the policy with these ``values``, which come from ``where``.
 
-        Raises :class:`ConfigError` for an unknown key and for a value that cannot be.
+        Raises :class:`ConfigError` for an unknown key or an invalid value.
         """
         for key, value in values.items():
             if key not in POLICY_KEYS:
                 raise ConfigError(key, value, ", ".join(POLICY_KEYS), which="is no key", where=where)
-        with told_of(where):
+        with naming_source(where):
             parsed: dict[str, Any] = {
                 k.replace("-", "_"): POLICY_KEYS[k].parse(k, value) for k, value in values.items()
             }
@@ -90,7 +90,7 @@ class Policy:
 
     @property
     def why_private(self) -> str:
-        """The first key that asks for ``dp.enabled``; empty if none does."""
+        """The first key that requires ``dp.enabled``; empty if none does."""
         asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
         for name in asking:
             if getattr(self, name):
@@ -98,7 +98,7 @@ class Policy:
         return "dp-unit" if self.dp_unit == "group" else ""
 
     def check(self, config: Config) -> None:
-        """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
+        """Raise :class:`PolicyError` if a run's settings break the policy."""
         systems = self.allowed_systems.split()
         if systems and config.system not in systems:
             raise declined("system", config.system, "allowed-systems", ", ".join(systems))
@@ -118,7 +118,7 @@ class Policy:
             raise declined("dp.clip-norm", config.dp.clip_norm, "max-clip-norm", f"at most {self.max_clip_norm}")
 
     def check_own_labels(self, config: Config) -> None:
-        """Raise :class:`PolicyError` where a private run takes as labels what the node's data must not tell."""
+        """Raise :class:`PolicyError` if a private run has a label column that the policy does not allow."""
         has_columns = config.dataset == "table" or config.label_column != OPTIONS["label-column"].default
         if config.dp.enabled and has_columns and config.label_column not in listed(self.allowed_label_columns):
             allowed = self.allowed_label_columns or "none"
@@ -127,8 +127,8 @@ class Policy:
     def check_model(self, name: str, digest: str) -> None:
         """Raise :class:`PolicyError` for a language model whose ``digest`` is not among ``allowed-models``.
 
-        The digest is that of :func:`~fedprune_app.models.sources.model_digest`. The node's log alone says
-        what it is, since a run may name any folder of the node.
+        The digest is that of :func:`~fedprune_app.models.sources.model_digest`. It is written only to the node's log,
+        since a run may name any folder of the node.
         """
         allowed = self.allowed_models.split()
         if digest not in allowed:
@@ -141,10 +141,10 @@ class Policy:
             raise declined(key, noise_multiplier, "min-noise-multiplier", allowed)
 
     def over(self, config: Config) -> Config:
-        """Return the settings of a run as the policy leaves them.
+        """Return the settings of a run, restricted by the policy.
 
-        A node that asks for privacy tells no open accuracies. They would say something of examples that are only
-        tested on, and each run may deal anew which examples these are.
+        A node that requires privacy reports no open accuracies: they reveal something about test examples, and each run
+        may draw these anew.
         """
         if self.why_private and config.dp.accuracies == "open":
             return replace(config, dp=replace(config.dp, accuracies="none"))
@@ -159,5 +159,5 @@ def declined(key: str, value: object, node_key: str, allowed: str) -> PolicyErro
 POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item) for item in fields(Policy)}
 # A node without a policy takes part in every run.
 NO_POLICY = Policy()
-# The key of a node-config that names a file with the policy.
+# The key of a node-config for the file of the policy.
 POLICY_FILE = "policy-file"

@@ -1,4 +1,4 @@
-"""Differential privacy: the noise, the ledger, and what of a client's counts is told."""
+"""Options of differential privacy: the noise, the ledger, and the reported accuracies."""
 
 import math
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, NoneOf, option
+from fedprune_app.config.options import Needs, NoneOf, PathKind, option
 
 
 @dataclass(frozen=True)
 class DPOptions(Table):
-    """These options protect each client's examples against everyone else, the server included (docs/privacy.md)."""
+    """Protection of each client's examples against everyone else, the server included (docs/privacy.md)."""
 
     needs: ClassVar[Needs] = {"dp.enabled": (True,)}
 
@@ -110,7 +110,7 @@ class DPOptions(Table):
         "",
         "The folder for one ledger over all runs on the same data of a client, as an absolute path. Empty means"
         " that the ledger is with the run's state.",
-        kind=Kind.STATE_FOLDER,
+        kind=PathKind.STATE_FOLDER,
         changes_results=False,
     )
 
@@ -120,7 +120,7 @@ class DPOptions(Table):
         return self.group_limit if self.unit == "group" else 1
 
     def noise_of_accuracy(self, num_tests: int) -> float:
-        """Return the standard deviation of the noise in a share of so many test examples."""
+        """Return the standard deviation of the noise in a share of ``num_tests`` test examples."""
         return math.sqrt(2) * self.count_scale / num_tests
 
     def check(self, common: CommonOptions) -> None:
@@ -128,7 +128,7 @@ class DPOptions(Table):
             raise ConfigError("dp.enabled", False, "true", condition="with system 'ldp-fedp3', which promises privacy")
         if not self.enabled:
             return
-        if common.precision != "float32":  # norms rounded to 10 bits would let a clipped gradient pass its norm
+        if common.precision != "float32":  # with norms rounded to 10 bits a clipped gradient could exceed clip-norm
             raise ConfigError("precision", common.precision, "float32", condition="with dp.enabled")
         if self.unit == "group" and self.grad_sample == "hooks":
             raise ConfigError("dp.grad-sample", self.grad_sample, "auto, one-pass", condition="with dp.unit 'group'")
@@ -146,13 +146,13 @@ class DPOptions(Table):
             raise ConfigError("dp.count-scale", 0.0, "above 0", condition="with dp.accuracies 'noised'")
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
-        """Fix the folder of the clients' ledgers; a target fixes the rounds and evaluations over which it is spread."""
+        """Fix the folder of the clients' ledgers, and with a target the rounds and evaluations it is spread over."""
         if not self.enabled:
             return {}
         fixed = {"state-dir": ""}
         if not self.target_epsilon:
             return fixed
-        if self.accuracies == "noised" and common.system != "fedspallm":  # FedSpaLLM's clients tell no accuracies
+        if self.accuracies == "noised" and common.system != "fedspallm":  # FedSpaLLM's clients report no accuracies
             reason = "the noise was chosen for so many evaluations, whose accuracies are noised too"
             fixed |= {"evaluate-every": reason, **({"num-server-rounds": reason} if common.evaluate_every else {})}
         if not self.planned_rounds:

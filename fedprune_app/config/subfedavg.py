@@ -1,4 +1,4 @@
-"""Sub-FedAvg, Un and Hy: options as in the paper's section 4 and the released code."""
+"""Options of Sub-FedAvg, Un and Hy, as in the paper's section 4 and the released code."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +13,7 @@ _OF_HY: Needs = {"system": ("subfedavg-hy",)}
 
 @dataclass(frozen=True)
 class SubFedAvgOptions(Table):
-    """These options are those of systems ``subfedavg`` and ``subfedavg-hy``."""
+    """When and how far clients of ``subfedavg`` and ``subfedavg-hy`` prune."""
 
     needs: ClassVar[Needs] = {"system": ("subfedavg", "subfedavg-hy")}
     # The largest percentage that Un's last step before the target prunes, as in the released code.
@@ -76,7 +76,7 @@ class SubFedAvgOptions(Table):
                     "0, or a percentage from 1",
                     hint=f"{100 * percentage:g} is meant?",
                 )
-        prunes = self.target_rate > 0 or common.system == "subfedavg-hy"  # channels go whatever the target
+        prunes = self.target_rate > 0 or common.system == "subfedavg-hy"  # which removes channels at any target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"
         if asks_validation and common.validation_fraction == 0 and prunes:
             raise ConfigError("validation-fraction", 0.0, "above 0", condition="with subfedavg.gate-split 'validation'")

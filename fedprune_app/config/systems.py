@@ -1,4 +1,4 @@
-"""What systems declare beside their code; the registry and plug-ins write it, and rooms below them read it."""
+"""Declarations of systems besides their code; the registry and plug-ins write them, and packages below read them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,17 +8,17 @@ from fedprune_app.config.common import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """A plug-in's system has options in a table of its own, uses others', and reports numbers of its own."""
+    """A system's own table of options, the options of other systems that it reads, and its own metrics."""
 
     options: type[Table] = Table
-    uses: tuple[str, ...] = ()  # keys and tables of other systems that it reads as well
-    measures: tuple[Any, ...] = ()  # see results/own_measures.py
+    uses: tuple[str, ...] = ()  # keys and tables of other systems
+    metrics: tuple[Any, ...] = ()  # see results/system_metrics.py
 
 
-SYSTEMS: dict[str, Any] = {}  # by name; the registry has the same dict, of its own type
+SYSTEMS: dict[str, Any] = {}  # by name; the registry has the same dict with a narrower type
 
 
 def declared(system: object) -> Declared:
-    """Return what a system declares, which is nothing where there is none of that name."""
+    """Return a system's declaration; an empty one for an unknown name."""
     found: Declared = SYSTEMS.get(str(system), Declared())
     return found

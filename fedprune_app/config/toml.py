@@ -1,4 +1,4 @@
-"""Settings as text: run-config files, shipped ones among them, and ``key=value`` on a command line."""
+"""Settings as text: run-config files, the shipped configurations, and ``key=value`` of a command line."""
 
 import json
 import tomllib
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS
-from fedprune_app.config.errors import ConfigError, not_allowed, told_of
+from fedprune_app.config.errors import ConfigError, naming_source, not_allowed
 from fedprune_app.config.options import Scalar, Settings
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as dotted keys, as Flower does with ``--run-config`` files.
 
-    Raises :class:`ConfigError` for a key that is there in both forms.
+    Raises :class:`ConfigError` for a key in both forms.
     """
     flat: dict[str, Any] = {}
     for key, value in table.items():
@@ -27,9 +27,9 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the flat keys of the run-config file ``path``. Raises :class:`ConfigError` naming the file."""
+    """Return the flat keys of the run-config file ``path``. Raises :class:`ConfigError` that names the file."""
     try:
-        with told_of(f"config file {str(path)!r}"):
+        with naming_source(f"config file {str(path)!r}"):
             return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError("config file", path, which="does not exist") from None
@@ -40,8 +40,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def parse_override(text: str) -> tuple[str, Scalar]:
     """Return key and value of ``text``, a ``key=value``; a value that is no TOML is plain text.
 
-    The value of an option that takes a text is a text as it stands, or within quotes: ``data-dir=2024_01`` is a folder
-    and no number. Raises :class:`ConfigError` for another form, and for a list or table.
+    The value of an option of type text is always a text, quoted or not: ``data-dir=2024_01`` is a folder, not a number.
+    Raises :class:`ConfigError` for another form, and for a list or table.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -61,7 +61,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
 
 
 def to_toml(values: Settings) -> str:
-    """Return flat ``values`` as TOML that Flower and :func:`read_toml` read back."""
+    """Return flat ``values`` as TOML for Flower and :func:`read_toml`."""
     lines = []
     for key, value in sorted(values.items(), key=lambda item: ("." in item[0], item[0])):
         quoted = f'"{key}"' if "." in key else key
@@ -71,7 +71,7 @@ def to_toml(values: Settings) -> str:
 
 def toml_value(value: Scalar) -> str:
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but for the delete character
+        # JSON's escapes are TOML's, except for the delete character
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
@@ -86,7 +86,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def config_file(path: Path) -> Path:
-    """Return the file that ``path`` is, or the shipped configuration of that name.
+    """Return ``path`` if it is a file, or else the shipped configuration of that name.
 
     Raises :class:`ConfigError` for a name that is neither.
     """

@@ -1,8 +1,8 @@
-"""An accumulator adds payloads one at a time, in any order, and ends with the same bits for every order.
+"""Sums and means of payloads, added one at a time; the bits do not depend on the order of arrival.
 
-An accumulator takes O(model) memory. Float sums depend on their order, in float64 too: a few of millions of
-coordinates flip per round. Replies arrive in any order. So each addend is rounded once to a grid of 2^-40 and then
-added as an integer. Integer addition is exact, and therefore commutative and associative.
+An accumulator takes O(model) memory. Float sums depend on their order, in float64 too: a few of millions of coordinates
+flip per round. Replies arrive in any order. So each addend is rounded once to a grid of 2^-40 and then added as an
+integer. Integer addition is exact, and therefore commutative and associative.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,15 +24,15 @@ _BLOCK = 2**16  # coordinates at a time and thread, so that their float64 and in
 
 
 class MaskedMean:
-    """A masked mean averages each coordinate over the clients that kept this coordinate.
+    """Average each coordinate over the clients that kept it.
 
-    ``mean[i] = Σ_k a_k m_k[i] w_k[i] / Σ_k a_k m_k[i]`` over the payloads added, with integer weights ``a_k``
-    (1, or sample counts). A payload that lacks a name does not take part in that tensor. A tensor without mask
-    counts everywhere. With full masks the masked mean is FedAvg. Source: Sub-FedAvg, Algorithm 1 line 9.
+    ``mean[i] = Σ_k a_k m_k[i] w_k[i] / Σ_k a_k m_k[i]`` over the payloads added, with integer weights ``a_k`` (1, or
+    sample counts). A payload without a name has no part in that tensor. A tensor without mask counts everywhere. With
+    full masks the masked mean is FedAvg. Source: Sub-FedAvg, Algorithm 1 line 9.
 
     ``max_addends`` bounds the number of payloads and ``max_weight`` the weight of each payload. A value that is too
-    large for an exact sum within these bounds (``|w| > 2^23 / max_addends``) is refused with ``ValueError``. No sum can
-    wrap around.
+    large for an exact sum within these bounds (``|w| > 2^23 / max_addends``) raises ``ValueError``, so no sum can wrap
+    around.
 
     >>> mean = MaskedMean(max_addends=2)
     >>> mean.add(Payload({"w": torch.tensor([1.0, 0.0, 0.0])}, {"w": torch.tensor([True, False, False])}))
@@ -52,7 +52,7 @@ class MaskedMean:
         self._weight_dtype = torch.int32 if max_addends * max_weight < 2**31 else torch.int64
 
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload; an error leaves the mean as if this payload had not come."""
+        """Add one client's payload; an error leaves the mean unchanged."""
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
         self._add([payload], weight, self.check(payload))
@@ -60,7 +60,7 @@ class MaskedMean:
     def add_all(self, payloads: Sequence[Payload]) -> None:
         """Add each payload with weight 1, to the same bits as :meth:`add` and in fewer passes over the sums.
 
-        An error leaves the mean as if none of the payloads had come. :meth:`check` says which of them is at fault.
+        An error leaves the mean unchanged. :meth:`check` finds the payload at fault.
         """
         largest = max((self.check(payload, beside=len(payloads) - 1) for payload in payloads), default=0.0)
         shapes: dict[str, torch.Size] = {}
@@ -93,7 +93,7 @@ class MaskedMean:
         self.num_added += len(payloads)
 
     def check(self, payload: Payload, beside: int = 0) -> float:
-        """Return the largest magnitude in a payload; ``ValueError`` if it cannot be added ``beside`` so many others."""
+        """Return the payload's largest magnitude; ``ValueError`` if it cannot be added with ``beside`` others."""
         if self.num_added + beside >= self.max_addends:
             raise ValueError(f"more than {self.max_addends} payloads added")
         largest = 0.0
@@ -103,14 +103,14 @@ class MaskedMean:
                 raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {shape} as before")
             low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
             magnitude = max(-low, high)
-            if not magnitude <= self.max_magnitude:  # also refuses NaN
+            if not magnitude <= self.max_magnitude:  # also rejects NaN
                 limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
                 raise ValueError(f"tensor '{name}' has magnitude {magnitude:g}, allowed: {limit}")
             largest = max(largest, magnitude)
         return largest
 
     def _make_room(self, name: str, tensor: Tensor, has_mask: bool) -> None:
-        """Take sums for a tensor that is the first of its name, and one weight a coordinate for the first mask."""
+        """Allocate sums at a name's first tensor, and a weight per coordinate at its first mask."""
         if name not in self._sums:
             self._sums[name] = masked_tensors.zeros(tensor.shape, torch.int64, tensor.device)
             self._dtypes[name] = tensor.dtype
@@ -123,7 +123,7 @@ class MaskedMean:
     def mean(self, fallback: Tensors) -> TensorDict:
         """Return the mean in the names, order and dtypes of ``fallback``.
 
-        A coordinate that nobody kept has its value in ``fallback``.
+        A coordinate that no client kept takes its value from ``fallback``.
         """
         return {
             name: self._mean(name, default.dtype, default) if name in self._sums else default.clone()
@@ -131,19 +131,19 @@ class MaskedMean:
         }
 
     def mixed(self) -> TensorDict:
-        """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
+        """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 as fallback.
 
-        Each mask must be the one with which the weights were trained, and not the mask that the search afterwards
-        finds. Algorithm 1 line 7, read literally, divides by masks that do not match the weights. The released code
-        divides as this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its
-        multiplication with the local mask.
+        Each mask must be the one with which the weights were trained, not the one that the search finds afterwards.
+        Algorithm 1 line 7, read literally, divides by masks that do not match the weights. The released code divides as
+        this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its multiplication with
+        the local mask.
         """
         return {name: self._mean(name, dtype) for name, dtype in self._dtypes.items()}
 
     def _mean(self, name: str, dtype: torch.dtype, default: Tensor | None = None) -> Tensor:
-        """Return one tensor's mean, with ``default``, or 0, where nobody kept a coordinate."""
+        """Return one tensor's mean, with ``default`` or 0 where no client kept a coordinate."""
         sums, weights, factor = self._sums[name], self._weights[name], self.max_weight / _GRID
-        # C writes float32, and PyTorch would round a float64 to 16 bits by way of it, too
+        # C writes float32; PyTorch also rounds float64 to 16 bits by way of float32
         result = masked_tensors.empty(sums.shape, torch.float32 if dtype in _HALVES else dtype, sums.device)
         if masked_tensors.mean(result, sums, weights, factor, default=default):
             return result.to(dtype)
@@ -154,20 +154,17 @@ class MaskedMean:
         return result.to(dtype)
 
     def held(self, names: Iterable[str] | None = None) -> TensorDict:
-        """Return a bool tensor for each tensor added, or for those of ``names``.
-
-        True stands at the coordinates that at least one addend kept.
-        """
+        """Return for each tensor added, or each of ``names``, a bool tensor: True where at least one addend kept."""
         names = self._sums if names is None else names
         return {name: (self._weights[name] > 0).expand(self._sums[name].shape).contiguous() for name in names}
 
     def held_weight(self, name: str) -> Tensor:
-        """Return ``Σ_k a_k m_k`` of a masked tensor, in its shape. It must not be written to."""
+        """Return ``Σ_k a_k m_k`` of a masked tensor, in its shape; read-only."""
         return self._weights[name]
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
-    """Return a tensor's coordinates as flat pieces (views if contiguous); off the CPU, undivided, no cache matters."""
+    """Return a tensor's coordinates as flat pieces (views if contiguous); undivided off the CPU."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() <= _BLOCK or flat.device.type != "cpu":
         return (flat,)
@@ -175,12 +172,12 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 class L0Mean:
-    """An l0 mean is FedSpaLLM's server: it holds each entry's mean over those who kept it, and how many pruned it.
+    """FedSpaLLM's server: each entry's mean over the clients that kept it, and how many pruned it.
 
-    The payloads themselves are not held. Equation (5) divides by ``‖Σ M‖_0``, literally one scalar. The equation means
-    each entry's own count, and so does this class. With layer sampling only the payloads that have a matrix count for
-    that matrix. Equation (9) would add dense copies for clients that did not prune the matrix; such copies would dilute
-    the mean and the counts. The bits do not depend on the order of arrival.
+    It does not store the payloads. Equation (5) divides by ``‖Σ M‖_0``, literally one scalar; it means each entry's own
+    count, as computed here. With layer sampling only the payloads that contain a matrix count for it. Equation (9)
+    would add dense copies for clients that did not prune the matrix; such copies would dilute the mean and the counts.
+    The bits do not depend on the order of arrival.
     """
 
     def __init__(self, max_addends: int) -> None:
@@ -193,26 +190,25 @@ class L0Mean:
         self._masked |= dict.fromkeys(payload.masks)
 
     def check(self, payload: Payload) -> None:
-        """Raise ``ValueError`` for a payload that cannot be added, and add nothing."""
+        """Raise ``ValueError`` for a payload that cannot be added; adds nothing."""
         self._mean.check(payload)
 
     def mean(self) -> Payload:
-        """Return equation (5): each entry's mean over those who kept it.
+        """Return equation (5): each entry's mean over the clients that kept it.
 
-        An entry that nobody kept is 0, and False in the mask.
+        An entry that no client kept is 0, and False in the mask.
         """
         return Payload(self._mean.mixed(), self._mean.held(self._masked))
 
     def expanded(self, density: float, *, n_of_m: NOfM | None = None, mean: Payload | None = None) -> Payload:
         """Return equations (6) and (7): :meth:`mean`, each matrix pruned further to ``keep_count(d, density)`` entries.
 
-        The entries that most clients pruned (``C`` largest) go first. Among entries with equal ``C`` the smallest mean
-        magnitude goes first, and then the lowest flat index.
+        Entries that most clients pruned (largest ``C``) are pruned first; of equal ``C`` those of smallest mean
+        magnitude, then those at the lowest flat index.
 
-        If all clients agree on more pruned entries than the density asks for, no entry comes back (``k`` would be
-        negative). With ``n_of_m`` every m neighbours of a row keep at most n entries, and ``density`` plays no part. No
-        other entry compensates for an entry that is removed here. ``mean`` is what :meth:`mean` returned, if the caller
-        has that already.
+        If all clients pruned more entries than the density requires, none is restored (``k`` would be negative). With
+        ``n_of_m`` every m neighbours of a row keep at most n entries, and ``density`` is ignored. The other entries are
+        not updated for those pruned here. Pass ``mean`` if :meth:`mean` was already computed.
         """
         mean = self.mean() if mean is None else mean
         masks: TensorDict = {}
@@ -221,7 +217,8 @@ class L0Mean:
             target = holders.numel() - keep_count(holders.numel(), density)
             kept = None if n_of_m else masked_tensors.most_held(holders, values, target)
             if kept is None:
-                # Of floats from 0 on the bits have the same order, so one number has both: who holds more, the larger.
+                # The bits of non-negative floats have the floats' order, so one integer ranks by holders, then
+                # magnitude.
                 ranks = holders.long() << 32 | values.float().abs().view(torch.int32)
                 kept = (n_of_m_mask(ranks, n_of_m) if n_of_m else ~smallest(ranks, target)) & (holders > 0)
             masks[name] = kept

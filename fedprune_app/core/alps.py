@@ -1,8 +1,8 @@
-"""ALPS prunes matrices by a problem that is solved as a whole: the weights whose outputs are nearest the dense ones.
+"""ALPS: prune a matrix by one least-squares problem, for the outputs nearest the dense ones.
 
-The problem is ``min ‖(W - W₀) X‖²`` for matrices ``W`` with a given number of weights. It needs no more of the inputs
-``X`` than ``H = X Xᵀ``. Source: Meng, Behdin, Wang, Mazumder, "ALPS: Improved Optimization for Highly Sparse One-Shot
-Pruning for Large Language Models", NeurIPS 2024, Algorithms 1 and 2.
+The problem is ``min ‖(W - W₀) X‖²`` over matrices ``W`` with a given number of weights. It needs only ``H = X Xᵀ`` of
+the inputs ``X``. Source: Meng, Behdin, Wang, Mazumder, "ALPS: Improved Optimization for Highly Sparse One-Shot Pruning
+for Large Language Models", NeurIPS 2024, Algorithms 1 and 2.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fedprune_app.core.scores import NOfM, magnitude_mask
 
-# The penalty grows from the first to the last in so many steps, by the same factor each time. The paper lets the
-# factor depend on how many weights of the mask changed.
+# The penalty grows from _FIRST to _LAST in _STEPS steps, by a constant factor. In the paper the factor depends on how
+# many weights of the mask changed.
 _FIRST, _LAST, _STEPS = 0.01, 2.0, 40
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -25,17 +25,18 @@ def alps(
     n_of_m: NOfM | None = None,
     damping: float = 0.01,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the pruned matrix and its mask, both (out, in), for each of some ``matrices`` that have the same inputs.
+    """Return the pruned matrix and its mask, both (out, in), for each of ``matrices``, which share their inputs.
 
     ``hessian`` (in, in) is ``X Xᵀ`` up to a factor; its diagonal grows by ``damping`` times its mean. A matrix keeps
     exactly ``keep_count(n, density)`` of its entries, wherever they are, or with ``n_of_m`` n of every m neighbours of
     a row. The results have the dtypes of the matrices.
 
-    The method of multipliers has two copies of the weights. One solves the problem without a mask, the other one has
-    the wanted number of weights, and a growing penalty draws them together. The mask is the second copy's. Then
-    :func:`least_squares` gives the weights. Both see inputs of unit size, as the paper has it.
+    The method of multipliers keeps two copies of the weights. One solves the problem without a mask, the other has the
+    required number of weights, and a growing penalty draws them together. The mask is the second copy's. Then
+    :func:`least_squares` computes the weights. Both scale inputs to unit size, as in the paper.
 
-    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, and when results are not finite.
+    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, and for results that are not
+    finite.
     """
     damped_hessian = hessian.detach().float().clone()
     damped_hessian.diagonal().add_(damping * damped_hessian.diagonal().mean())

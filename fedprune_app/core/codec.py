@@ -1,12 +1,12 @@
-"""The wire codec writes a payload as one flat array of bytes, near the entropy bound, and reads anybody's bytes safely.
+"""The wire codec: a payload as one flat array of bytes, near the entropy bound, and safe to read from anyone.
 
 A message is ``{"fp1": uint8[...]}``; the key names format and version. The bytes are four sections,
 little-endian, with nothing between or after them::
 
     header | bitmaps | ANS words | values
 
-*Header.* The header has one entry per tensor, in order. An entry begins with a lead byte in one of two forms, most
-significant bit first:
+*Header.* One entry per tensor, in order. An entry begins with a lead byte in one of two forms, most significant bit
+first:
 
 - short ``[last][0][ndim - 1: 2][name length: 4]``: a float32 tensor with a mask, of 1 to 4 dimensions;
 - long ``[last][1][kind: 3][dtype: 3]``: any tensor; the varints ``ndim`` and ``name length`` follow.
@@ -15,10 +15,10 @@ The UTF-8 name and ``ndim`` varint sizes come next. Unless the tensor is dense, 
 entry. A varint is LEB128 in the fewest bytes. ``last`` is set on the final entry. A payload without tensors is zero
 bytes.
 
-*Masks.* The numbers ``n`` and ``k`` settle how a mask travels, so no other field is needed:
+*Masks.* The size ``n`` and the kept count ``k`` determine a mask's encoding, so no other field is needed:
 
 - A mask that keeps nothing or everything needs no bits.
-- A mask whose density is within 1/16 of one half travels as a bitmap. Entropy coding would save 1.2 % of the bitmap at
+- A mask whose density is within 1/16 of one half is sent as a bitmap. Entropy coding would save 1.2 % of the bitmap at
   most and take many times as long.
 - Any other mask is entropy-coded.
 
@@ -28,10 +28,10 @@ constriction's ``AnsCoder``: 32-bit words, 24-bit probabilities). A mask is i.i.
 borrowed from the values, below a 1 word ("bits back"). The start of the stack then costs 1 bit instead of 33. The
 zero bytes that end the last word are dropped.
 
-*Values.* The kept values of each tensor follow in row-major order, bit for bit, without the borrowed bytes. Of a
-boolean tensor with a mask none follow: the tensor is its mask, so that a mask can travel alone.
+*Values.* The kept values of each tensor follow in row-major order, bit for bit, without the borrowed bytes. A boolean
+tensor with a mask has none: it equals its mask, so a mask can be sent alone.
 
-Every message has one spelling: for a message that :func:`decode` accepts, :func:`encode` writes the same bytes again.
+The encoding is canonical: :func:`encode` reproduces the bytes of every message that :func:`decode` accepts.
 """
 
 from __future__ import annotations
@@ -122,22 +122,22 @@ _KNOWN: WeakKeyDictionary[Payload, dict[str, Bytes]] = WeakKeyDictionary()
 
 
 def encode_once(payload: Payload) -> dict[str, Bytes]:
-    """Return what :func:`encode` returns, which returns the same again as long as the payload lives.
+    """Encode ``payload`` and cache the result as long as the payload lives; :func:`encode` then returns it too.
 
-    A payload that goes both to disk and over the wire is encoded once so. Its tensors must not be written to.
+    For a payload that is both saved and sent. Its tensors must not be modified.
     """
     return _KNOWN.setdefault(payload, encode(payload))
 
 
 def encode(payload: Payload) -> dict[str, Bytes]:
-    """Return ``payload`` as bytes: of a masked tensor the kept values, and the mask in the cheapest way.
+    """Return ``payload`` as bytes: each masked tensor's kept values, and its mask in the cheapest form.
 
-    Values off the mask are zero by the payload's contract; they are neither sent nor checked. Masks come back in the
-    order of the tensors. The bytes depend on the payload alone, not on the machine. The function takes one copy of the
-    kept values beside the result.
+    Values off the mask are zero by the payload's contract; they are neither sent nor checked. Decoded masks are in the
+    order of the tensors. The bytes depend on the payload alone, not on the machine. The function allocates one copy of
+    the kept values in addition to the result.
 
-    Raises ``ValueError`` for a dtype, a name, a number of dimensions or a number of tensors for which the format has no
-    room.
+    Raises ``ValueError`` for a dtype, a name, a number of dimensions or a number of tensors that the format cannot
+    represent.
 
     >>> kept = torch.tensor([False, True, False, False, False, False, False, True])
     >>> payload = Payload.pruned({"w": torch.arange(8.0)}, {"w": kept})
@@ -152,7 +152,7 @@ def encode(payload: Payload) -> dict[str, Bytes]:
     if len(payload.tensors) > MAX_TENSORS:
         raise ValueError(f"a payload of {len(payload.tensors)} tensors, allowed: at most {MAX_TENSORS}")
     entries: list[_Entry] = []
-    masks: list[Bools] = []  # flat; of a dense tensor: empty
+    masks: list[Bools] = []  # flat; empty for a dense tensor
     values: list[Bytes] = []
     for name, tensor in payload.tensors.items():
         mask = payload.masks.get(name)
@@ -175,9 +175,9 @@ def encode(payload: Payload) -> dict[str, Bytes]:
 
 
 def counted(shape: Sequence[int]) -> int:
-    """Return as how many values a tensor of this shape counts in ``max_bytes`` of :func:`decode`.
+    """Return how many values a tensor of this shape counts for in ``max_bytes`` of :func:`decode`.
 
-    An empty tensor counts its other sizes too: they are numbers that torch multiplies.
+    An empty tensor counts its other sizes too, because torch multiplies them.
     """
     return math.prod(max(size, 1) for size in shape)
 
@@ -186,11 +186,10 @@ def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Paylo
     """Return the payload that :func:`encode` wrote.
 
     ``max_bytes`` bounds the memory of the result (values, and 1 byte per element of a mask), so that a few bytes cannot
-    claim a large tensor. The caller passes the size of the expected model where that is known.
+    claim a large tensor. Pass the size of the expected model where it is known.
 
-    Anything but a well-formed message raises ``ValueError`` with one line. Every declared size is checked
-    against the bytes present before memory is taken. Every mask is checked against its declared count after
-    decoding.
+    Anything but a well-formed message raises ``ValueError`` with one line. Every declared size is checked against the
+    bytes present before memory is allocated. Every mask is checked against its declared count after decoding.
     """
     body = _message_body(arrays)
     reader = _Reader(body.data)
@@ -320,7 +319,7 @@ def _check_writable(entry: _Entry) -> None:
 
 
 def varint(value: int) -> bytes:
-    """Return a number that is not negative as LEB128, as in protobuf: seven bits a byte, the lowest bits first.
+    """Return a non-negative number as LEB128, as in protobuf: seven bits a byte, lowest bits first.
 
     >>> varint(300).hex()
     'ac02'
@@ -334,7 +333,7 @@ def varint(value: int) -> bytes:
 
 
 class _Reader:
-    """A reader hands out the bytes of a message from the front, never one past its end."""
+    """A cursor over the bytes of a message that never reads past their end."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -405,7 +404,7 @@ def _bernoulli(entry: _Entry) -> Any:
 
 
 def _ans_encode(coded_masks: Sequence[tuple[_Entry, Bools]], lent_bytes: Bytes) -> Bytes:
-    """Return one stack of all masks, the last mask at the bottom, over the bytes lent to the stack."""
+    """Return one stack of all masks, the last mask at the bottom, on top of the borrowed bytes."""
     base = np.array([int.from_bytes(lent_bytes.tobytes(), "little")], np.uint32)
     coder = constriction.stream.stack.AnsCoder(base, seal=True)  # seals with a 1 word
     for entry, mask in reversed(coded_masks):
@@ -418,7 +417,7 @@ def _ans_encode(coded_masks: Sequence[tuple[_Entry, Bools]], lent_bytes: Bytes) 
 
 
 def _ans_decode(entries: Sequence[_Entry], words: memoryview, num_lent: int) -> tuple[dict[str, Bools], Bytes]:
-    """Return the masks and the bytes lent; these bytes and the 1 word must be all that remains of the stack."""
+    """Return the masks and the borrowed bytes; these bytes and the 1 word must be all that remains of the stack."""
     if not words or words[-1] == 0:
         raise ValueError("a message whose entropy-coded masks are missing or end in a zero byte")
     data = bytes(words) + bytes(-len(words) % 4)

@@ -1,8 +1,8 @@
-"""A cohort is several clients of one process that train together: one that wants to train waits until all others do.
+"""Cohorts: clients of one process that train together; a client ready to train waits for all others.
 
-Each client of a cohort does its work in a thread of its own, as if it were alone. One thread works at a time, until it
-wants to train or is done. When no other is left to work, all that want to train are trained together, and go on. So
-no system has to know of cohorts. On a CPU a client's result does not depend on who trains beside it.
+Each client of a cohort runs in a thread of its own, as if it were alone. One thread runs at a time, until it has to
+train or is done. Once all remaining clients wait, they are trained together and resume. So no system has to know of
+cohorts. On a CPU a client's result does not depend on the others of its cohort.
 """
 
 import math
@@ -18,30 +18,30 @@ from fedprune_app.core.named import Values
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-# So many clients are trained together at most, if the configuration does not say. More gain little on a CPU; on a GPU
-# 32 of LeNet-5 take a third of the time of eight per client.
+# The default largest cohorts. Larger ones gain little on a CPU; on a GPU, a client in a cohort of 32 (LeNet-5) takes a
+# third of the time of one in a cohort of eight.
 LARGEST_COHORT, LARGEST_ON_GPU = 8, 32
 
 
-def together(
-    request: Request, train_together: Callable[[Sequence[Request]], list[Result | Exception]], waits: bool = True
+def train_in_cohort(
+    request: Request, train_cohort: Callable[[Sequence[Request]], list[Result | Exception]], waits: bool = True
 ) -> Result:
-    """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
+    """Train with the other clients of this thread's cohort, or alone where there is none; return this client's result.
 
-    A client with which nobody can train has no reason to wait for the others: ``waits`` is then False. Raises the
-    exception that is this one's result.
+    ``waits`` is False for a client that cannot train with others and so need not wait. Raises this client's result if
+    it is an exception.
     """
     member = _member.get() if waits else None
-    result = train_together([request])[0] if member is None else member.train(request, train_together)
+    result = train_cohort([request])[0] if member is None else member.train(request, train_cohort)
     if isinstance(result, Exception):
         raise result
     return result
 
 
-def work_in_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Result]]:
-    """Do several clients' works as a cohort; yield the number of each and what it returned, once it is done.
+def run_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int, Result]]:
+    """Run the works of several clients as a cohort; yield each one's number and result once it is done.
 
-    The works handle their errors themselves: one that raises ends the cohort.
+    The works handle their own errors: an exception ends the cohort.
     """
     if len(works) == 1:
         yield 0, works[0]()
@@ -49,20 +49,20 @@ def work_in_cohort(works: Sequence[Callable[[], Result]]) -> Iterator[tuple[int,
     members = {number: _Member(work) for number, work in enumerate(works)}
     while members:
         for member in members.values():
-            member.go_on()
+            member.resume()
         for number in [number for number, member in members.items() if member.is_done]:
             yield number, members.pop(number).outcome()
         participants = list(members.values())
         if participants:
-            results = participants[0].train_together([member.request for member in participants])
+            results = participants[0].train_cohort([member.request for member in participants])
             for member, result in zip(participants, results, strict=True):
                 member.result = result
 
 
-def share_of(num_messages: int, num_workers: int, max_size: int) -> int:
-    """Return how many of ``num_messages`` each worker without work gets now, from 1 to ``max_size``.
+def messages_per_worker(num_messages: int, num_workers: int, max_size: int) -> int:
+    """Return how many of ``num_messages`` each idle worker gets now, from 1 to ``max_size``.
 
-    Where the workers have to go several times, each time is as long as the others, so that all end together.
+    Where the workers need several turns, the turns are of equal size, so that all workers end together.
     """
     times = max(1, math.ceil(num_messages / (num_workers * max_size)))
     return max(1, math.ceil(num_messages / (num_workers * times)))
@@ -75,11 +75,11 @@ def largest_cohort(run_config: Values) -> int:
 
 
 class _Member(Generic[Result]):
-    """A member works in a thread of its own while :meth:`go_on` waits, until it is done or wants to train."""
+    """One client's work in its own thread, which runs while :meth:`resume` waits, until it is done or has to train."""
 
     request: Any
     result: Any = None
-    train_together: Callable[[Sequence[Any]], list[Any]]
+    train_cohort: Callable[[Sequence[Any]], list[Any]]
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.is_done = False
@@ -88,7 +88,7 @@ class _Member(Generic[Result]):
         self._may_go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
         else:
@@ -99,9 +99,9 @@ class _Member(Generic[Result]):
         self._thread.join()
         return self._outcome.result()
 
-    def train(self, request: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
-        """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
-        self.request, self.train_together = request, train_together
+    def train(self, request: Any, train_cohort: Callable[[Sequence[Any]], list[Any]]) -> Any:
+        """Block until the cohort has trained, and return this member's result; called from the member's own thread."""
+        self.request, self.train_cohort = request, train_cohort
         self._stopped.release()
         self._may_go.acquire()
         result, self.request, self.result = self.result, None, None

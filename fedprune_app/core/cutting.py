@@ -1,24 +1,24 @@
-"""Groups of a matrix's inputs are removed by a Hessian, and the other weights make up for them."""
+"""Removal of groups of a matrix's inputs by a Hessian; the remaining weights compensate."""
 
 import torch
 from torch import Tensor
 
-_STEPS = 64  # at most in which groups are removed; more change little
+_STEPS = 64  # the most steps in which groups are removed; more change little
 
 
 def cut_inputs(
     weight: Tensor, hessian: Tensor, size: int, num_kept: int, damping: float = 0.01
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights (out, in) with ``num_kept`` groups of inputs left, and which inputs are left: bool (in,).
+    """Return the weights (out, in) with ``num_kept`` groups of inputs kept, and which inputs these are: bool (in,).
 
-    A group is ``size`` inputs side by side. ``hessian`` (in, in) has its diagonal raised by ``damping`` times the mean
-    of the diagonal. In each step the groups of the least ``tr(W_G (H⁻¹_GG)⁻¹ W_Gᵀ)`` go, which is the error of their
-    removal, and the other weights become those of the least squares ``min ‖(W - W₀) X‖²``. The result has the dtype of
-    ``weight``. Raises ``ValueError`` for a Hessian that is not positive definite.
+    A group is ``size`` neighbouring inputs. The diagonal of ``hessian`` (in, in) is raised by ``damping`` times its
+    mean. Each step removes the groups of least ``tr(W_G (H⁻¹_GG)⁻¹ W_Gᵀ)``, the error of their removal, and updates the
+    other weights to the least squares ``min ‖(W - W₀) X‖²``. The result has the dtype of ``weight``. Raises
+    ``ValueError`` for a Hessian that is not positive definite.
 
     Source: the optimal brain surgeon for groups, Hassibi and Stork, NeurIPS 1992; for a language model's heads and
-    feed-forward units Kurtić, Frantar and Alistarh, "ZipLM", NeurIPS 2023, section 3. The Hessian ``2/n Σ x xᵀ`` is all
-    that is asked of a text, so a sum of clients' Hessians cuts for all of them.
+    feed-forward units Kurtić, Frantar and Alistarh, "ZipLM", NeurIPS 2023, section 3. The method needs only the Hessian
+    ``2/n Σ x xᵀ`` of a text, so a sum of clients' Hessians serves all of them.
     """
     num_inputs = weight.shape[1]
     num_groups = num_inputs // size

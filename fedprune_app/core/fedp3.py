@@ -1,4 +1,4 @@
-"""FedP3's own arithmetic: who sends which coordinate, and the mean of a layer by attention."""
+"""FedP3's own arithmetic: which client sends which coordinate, and the mean of a layer by attention."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
 
     ``d_i`` is the squared L2 distance of client i's layer (all its tensors together) from the plain mean. Where all
     distances are equal, all weights are equal. The rule is ours: FedP3's Algorithm 3 names "an attention mapping
-    layer", and no signal from which this layer could learn. The arithmetic is in float64. The order of the clients
-    matters to the last bit, so the caller sorts the clients.
+    layer", but no signal from which it could learn. The arithmetic is in float64. The last bit depends on the order of
+    the clients, so the caller sorts them.
     """
     layers = [[tensor.double() for tensor in layer] for layer in tensors]
     mean = [torch.stack(parts).mean(0) for parts in zip(*layers, strict=True)]
@@ -29,7 +29,7 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
 def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Tensor:
     """Draw which client sends each coordinate, int64 (d,): a random permutation, cut into as many blocks as clients.
 
-    Blocks are equal, or differ by one where n does not divide d. Each coordinate belongs to each client with
+    Block sizes are equal, or differ by one where n does not divide d. Each coordinate belongs to each client with
     probability 1/n. Source: FedP3, Definition 2; Szlendak et al., "Permutation compressors", 2021.
     """
     clients = torch.randperm(num_clients, generator=rng)  # the first ones have the larger blocks

@@ -18,10 +18,10 @@ BACKWARD_PER_FORWARD = 2
 def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:
     """Return the FLOPs of one example's forward pass by layer name: 2 per multiply-add of the layer's matrix products.
 
-    ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the
-    papers. Their biases, norms, activations and pooling do not count. A module that multiplies matrices outside its
-    submodules (attention) has an entry of its own. The pass is on an example of zeros, or on shapes alone where the
-    model is on the meta device. The model stays as it is.
+    ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the papers;
+    biases, norms, activations and pooling do not. A module that multiplies matrices outside its submodules (attention)
+    has an entry of its own. The pass is on an example of zeros, or on shapes alone on the meta device. The model is not
+    changed.
     """
     model = deepcopy(model).eval()
     first = next(model.parameters())
@@ -34,7 +34,7 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     root = type(model).__name__
     counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
     layers: dict[str, int] = {}
-    totals: dict[str, int] = {}  # those of a module that nobody calls (a list) are those of its submodules
+    totals: dict[str, int] = {}  # a module that is never called (a list) has its submodules' sum
     for name, module in reversed(list(model.named_modules())):
         below = sum(totals.get(f"{name}.{child}" if name else child, 0) for child, _ in module.named_children())
         totals[name] = counts.get(f"{root}.{name}" if name else root, below)
@@ -46,7 +46,7 @@ def sparse_flops(layer_flops: Mapping[str, int], masks: Tensors) -> float:
     """Return the FLOPs when only kept weights are multiplied: each layer's count times the kept share of its weight.
 
     ``masks`` are by parameter name (``conv1.weight``), True = kept. A layer without a mask is dense. Masks of other
-    parameters do not matter.
+    parameters are ignored.
     """
     densities = {name: int(mask.count_nonzero()) / max(1, mask.numel()) for name, mask in masks.items()}
     return sum(count * densities.get(f"{name}.weight", 1.0) for name, count in layer_flops.items())

@@ -1,9 +1,9 @@
-"""GPTQ rounds a matrix column by column, and the columns to the right make up for what rounding changed.
+"""GPTQ: round a matrix column by column; the columns to the right compensate for the rounding error.
 
 Frantar, Ashkboos, Hoefler and Alistarh, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", ICLR 2023, Algorithm 1. It is the sweep of :mod:`fedprune_app.core.sparsegpt` with a rounded weight in
-the place of 0. Scale and minimum of a block are chosen when the block is reached, so they fit the weights that are to
-be rounded. All of it is computed in float64: a level is an integer, and no number of threads rounds it to another one.
+the place of 0. A block's scale and minimum are chosen when the sweep reaches it, so they fit the weights that are
+rounded. All arithmetic is in float64, so that the number of threads changes no level.
 """
 
 from collections.abc import Sequence
@@ -23,30 +23,30 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, mask: Tensor | None = None
     """Return the quantized matrix.
 
     ``weight`` is (out, in), and ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its diagonal grows by ``damping``
-    times the mean of the diagonal. A row that ends within a block is filled up with weights of 0. What the boolean
-    ``mask`` (out, in) does not keep is exactly 0 in the result, on a grid without minimums. Inputs that were never seen
-    (0 on the diagonal) have weights of 0 before they are rounded.
+    times the mean of the diagonal. A row that ends within a block is padded with 0. Weights off the boolean ``mask``
+    (out, in) are exactly 0 in the result, which requires a grid without minimums. Weights of unseen inputs (0 on the
+    diagonal) are set to 0 before rounding.
 
-    A block's scale and minimum have the smallest sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
-    ``H⁻¹``: what the error of a column costs after the columns to the right made up for it.
+    A block's scale and minimum minimise the sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
+    ``H⁻¹``: the cost of a column's error after the columns to the right have compensated for it.
 
     Raises ``ValueError`` for a mask on a grid with minimums, for values that are not
     finite or too large for float16, and when the damped ``hessian`` is not positive definite.
     """
-    (quantized,) = gptq_together([weight], hessian, grid, None if mask is None else [mask], damping)
+    (quantized,) = gptq_batched([weight], hessian, grid, None if mask is None else [mask], damping)
     return quantized
 
 
-def gptq_together(
+def gptq_batched(
     matrices: Sequence[Tensor],
     hessian: Tensor,
     grid: Grid,
     masks: Sequence[Tensor] | None = None,
     damping: float = 0.01,
 ) -> list[Quantized]:
-    """Return what :func:`gptq` returns, for each of some ``matrices`` (out, in) that have the same inputs.
+    """Return the result of :func:`gptq` for each of ``matrices`` (out, in), which share their inputs.
 
-    One pass goes through the rows of all matrices. The arguments and errors are those of :func:`gptq`.
+    One pass covers the rows of all matrices. Arguments and errors are those of :func:`gptq`.
     """
     if masks is not None and grid.has_minimums:
         raise ValueError(f"grid {grid.gguf_type} has no exact 0, allowed with a mask: one without minimums")

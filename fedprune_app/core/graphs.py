@@ -1,4 +1,4 @@
-"""A GPU repeats a recorded step: the CPU starts the step as a whole, and not one operation after another.
+"""CUDA graphs: a GPU repeats a recorded step as a whole, not operation by operation.
 
 A step is some hundred small operations. A GPU does each of them faster than the CPU can start it. A CUDA graph is the
 list of these operations with the memory that they read and write.
@@ -9,19 +9,19 @@ from functools import partial
 
 import torch
 
-# So many steps are done before one is recorded: the first ones load kernels and choose between algorithms.
+# Steps before the recorded one: they load kernels and choose between algorithms.
 WARM_UP_STEPS = 3
 
 
 class CudaGraphs:
-    """A step is recorded as a CUDA graph of this device."""
+    """Record a step as a CUDA graph of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # CUDA records on no default one
 
     def warm_up(self, step: Callable[[], object]) -> None:
-        """Do a step on the stream where a step is recorded afterwards."""
+        """Do a step on the stream on which a step is recorded afterwards."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -29,7 +29,7 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], object]) -> Callable[[], None]:
-        """Record a step without doing it, and return a function that does it."""
+        """Record a step without doing it, and return a function that replays it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             step()
@@ -37,10 +37,10 @@ class CudaGraphs:
 
 
 class RepeatedSteps:
-    """The first of these steps are done, the next one is recorded, and the others repeat it.
+    """Do the first steps, record the next one, and replay it for the others.
 
-    A step must read all that differs between steps from memory that stays in its place. A step that draws random
-    numbers, or cannot be recorded because its network asks the GPU for a value, is done each time.
+    A step must read everything that differs between steps from fixed memory. A step that draws random numbers, or
+    cannot be recorded because its network reads a value from the GPU, is done each time.
     """
 
     def __init__(self, recorder: CudaGraphs) -> None:
@@ -49,7 +49,7 @@ class RepeatedSteps:
         self._recorded: dict[int, Callable[[], None]] = {}
 
     def __call__(self, size: int, step: Callable[[], object]) -> None:
-        """Do a step of this size. Steps of the same size have the same operations on the same memory."""
+        """Do a step of this size. Steps of one size have the same operations on the same memory."""
         if size not in self._recorded and self._done.get(size, 0) < WARM_UP_STEPS:
             self._done[size] = self._done.get(size, 0) + 1
             before = _global_draws()
@@ -66,6 +66,6 @@ class RepeatedSteps:
 
 
 def _global_draws() -> list[bytes]:
-    """Return the states of torch's generators, which differ once something was drawn."""
+    """Return the states of torch's generators, which change with every draw."""
     states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])  # type: ignore[no-untyped-call]
     return [state.numpy().tobytes() for state in states]

@@ -1,7 +1,7 @@
-"""Grids are the numbers that weights are rounded to: those of GGUF's files, which llama.cpp reads.
+"""Grids of numbers that weights are rounded to: those of GGUF files, which llama.cpp reads.
 
-A block is 32 weights side by side in a row. A weight is ``scale · level``, or ``scale · level + minimum`` on a grid
-with minimums. Levels are integers, and scale and minimum are float16 numbers of the block.
+A block is 32 neighbouring weights of a row. A weight is ``scale · level``, or ``scale · level + minimum`` on a grid
+with minimums. Levels are integers; scale and minimum are float16 numbers of the block.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch import Tensor
 
 BLOCK = 32
 _TINY = torch.finfo(torch.float32).tiny
-_SHARES = [0.5 + 0.05 * step for step in range(12)]  # of the range of a block, that levels are spread over
+_SHARES = [0.5 + 0.05 * step for step in range(12)]  # of a block's range, over which the levels are spread
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid has the levels from ``lowest`` to ``highest``; its blocks are stored as GGUF's type ``gguf_type``."""
+    """The integers from ``lowest`` to ``highest`` that weights are rounded to, stored as GGUF's ``gguf_type``."""
 
     gguf_type: str
     lowest: int
@@ -27,16 +27,16 @@ class Grid:
         return self.gguf_type.endswith("_1")
 
     def levels(self, weights: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-        """Return the levels, as floats, that are nearest to ``weights``; a scale of 0 has the level 0 alone."""
+        """Return the levels, as floats, that are nearest to ``weights``; with a scale of 0 all levels are 0."""
         inverse = torch.where(scale == 0, 0, 1 / scale)
         return ((weights - minimum) * inverse).round_().clamp_(self.lowest, self.highest)
 
     def fitted(self, weights: Tensor, importance: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and minimum (rows,) of the blocks ``weights`` (block, rows), which are numbers of float16.
+        """Return scale and minimum (rows,), representable in float16, of the blocks ``weights`` (block, rows).
 
-        Levels are spread over several shares of the block's range. For each of these, scale and minimum become those of
-        the least squares for its levels. Those with the smallest sum of ``importance · error²`` stay; ``importance`` is
-        (block, rows). What is not finite in float16 is returned as it is.
+        Levels are spread over several shares of the block's range. For each share, scale and minimum are fitted to its
+        levels by least squares. Those with the smallest sum of ``importance · error²`` are returned; ``importance`` is
+        (block, rows). Values that are not finite in float16 are returned as they are.
         """
         shares = weights.new_tensor(_SHARES)[:, None, None]
         if self.has_minimums:
@@ -63,9 +63,9 @@ class Grid:
 
 
 def grid_of(bits: int, *, keeps_zeros: bool) -> Grid:
-    """Return the grid with 8, 5, 4 or 3 bits. One that ``keeps_zeros`` has no minimums, so 0 is one of its numbers.
+    """Return the grid with 8, 5, 4 or 3 bits; with ``keeps_zeros`` it has no minimums, so that 0 is on the grid.
 
-    Levels of 3 bits are in blocks of 4: GGUF has no simple ones with 3.
+    Levels of 3 bits are stored in blocks of 4: GGUF has no simple blocks with 3.
     """
     if bits == 8:
         return Grid("Q8_0", -127, 127)
@@ -75,7 +75,7 @@ def grid_of(bits: int, *, keeps_zeros: bool) -> Grid:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix has ``levels``, int8 (out, in), and ``scales`` and ``minimums``, float16 (out, in / 32)."""
+    """A matrix rounded to a grid: ``levels``, int8 (out, in); ``scales`` and ``minimums``, float16 (out, in / 32)."""
 
     grid: Grid
     levels: Tensor
@@ -83,16 +83,16 @@ class Quantized:
     minimums: Tensor
 
     def weights(self) -> Tensor:
-        """Return the weights (out, in), float32, as llama.cpp has them."""
+        """Return the weights (out, in), float32, as llama.cpp computes them."""
         blocks = self.levels.view(len(self.levels), -1, BLOCK).float() * self.scales.float()[..., None]
         return (blocks + self.minimums.float()[..., None]).flatten(1)
 
     def packed(self) -> Tensor:
         """Return the matrix as bytes (out, bytes of a row) in GGUF's layout.
 
-        A block has its scale, its minimum if there are any, the fifth bits, and then two levels a byte, the first and
-        the second half of the block. In Q8_0 each level has a byte. Source: the structures ``block_q4_0`` to
-        ``block_q8_0`` in ggml.
+        A block has its scale, its minimum if the grid has any, the fifth bits, and then two levels a byte: one of the
+        block's first half and one of its second. In Q8_0 each level takes a byte. Source: the structures ``block_q4_0``
+        to ``block_q8_0`` in ggml.
         """
         levels = self.levels.view(len(self.levels), -1, BLOCK)  # (out, blocks, 32)
         head = [self.scales] if not self.grid.has_minimums else [self.scales, self.minimums]

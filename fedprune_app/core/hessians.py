@@ -1,6 +1,6 @@
-"""Hessians of clients travel, are added up to the same bits in any order, and lose their noise.
+"""Hessians of clients: their wire forms, exact sums in any order, clipping and removal of noise.
 
-``H = 2/n Σ x xᵀ`` over a client's n sequences is all that SparseGPT asks of a text, and ``Σ_k n_k H_k / Σ_k n_k`` is
+``H = 2/n Σ x xᵀ`` over a client's n sequences is all that SparseGPT needs of a text, and ``Σ_k n_k H_k / Σ_k n_k`` is
 the Hessian of all clients' text together. This module is ours: FedSpaLLM's clients send weights.
 """
 
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from fedprune_app.core.named import TensorDict, Tensors
 
-# This prefix before the name of the first matrix with the same inputs names their Hessian in a payload.
+# The prefix of a Hessian's name in a payload, before the name of the first matrix with these inputs.
 HESSIAN = "hessian/"
-CORRELATIONS, SCALES = "correlations/", "scales/"  # likewise, where the former has the diagonal alone
+CORRELATIONS, SCALES = "correlations/", "scales/"  # likewise, where the Hessian is sent as its diagonal
 _FRACTION = 2.0**40
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 
@@ -27,7 +27,7 @@ def packed_upper(matrix: Tensor) -> Tensor:
 
 
 def unpacked(upper: Tensor, size: int) -> Tensor:
-    """Return the symmetric matrix (size, size) whose :func:`packed_upper` this is."""
+    """Return the symmetric matrix (size, size) of a :func:`packed_upper` triangle."""
     matrix = upper.new_zeros(size, size).masked_scatter_(_upper_mask(size), upper)
     return matrix + matrix.triu(1).T
 
@@ -36,15 +36,15 @@ def _upper_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).triu()
 
 
-FORMS = ("float32", "int8", "diagonal")  # in which the numbers of a Hessian travel
-_BLOCK, _LEVELS = 64, 127  # of correlations in 8 bits: numbers with one scale, and the largest of them
+FORMS = ("float32", "int8", "diagonal")  # in which a Hessian is sent
+_BLOCK, _LEVELS = 64, 127  # of correlations in 8 bits: numbers that share a scale, and the largest level
 
 
 def encoded(matrices: Tensors, form: str = "float32") -> TensorDict:
-    """Return the tensors in which Hessians (n, n) travel, in one of :data:`FORMS`.
+    """Return the tensors in which Hessians (n, n) are sent, in one of :data:`FORMS`.
 
-    The upper triangle is in float32, or else the diagonal is. In "int8" its correlations, row by row with 0 on the
-    diagonal, are in 8 bits, and 64 of these share a float16 scale. In "diagonal" there is nothing else. A noised matrix
+    "float32" sends the upper triangle, the other forms the diagonal, both in float32. "int8" adds the correlations, row
+    by row with 0 on the diagonal, in 8 bits; 64 of them share a float16 scale. "diagonal" adds nothing. A noised matrix
     has no correlations, since its diagonal may be below 0.
     """
     tensors: TensorDict = {}
@@ -69,7 +69,7 @@ def encoded(matrices: Tensors, form: str = "float32") -> TensorDict:
 
 
 def like(sizes: Mapping[str, int], form: str = "float32") -> TensorDict:
-    """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``sizes`` inputs, without values."""
+    """Return tensors without values, in the names, shapes and dtypes of :func:`encoded` for ``sizes`` inputs."""
     tensors: dict[str, Tensor] = {}
     for name, size in sizes.items():
         count = size * (size + 1) // 2
@@ -81,9 +81,9 @@ def like(sizes: Mapping[str, int], form: str = "float32") -> TensorDict:
 
 
 def decoded(name: str, tensors: Mapping[str, Tensor], size: int) -> Tensor:
-    """Return the upper triangle of a matrix (size, size), float32, from what :func:`encoded` made of it.
+    """Return the upper triangle, float32, of a matrix (size, size) that :func:`encoded` encoded.
 
-    Each number follows from two others by single roundings of float32, so every machine has the same bits.
+    Each number is computed from two others by single roundings of float32, so every machine has the same bits.
     """
     sent = tensors[HESSIAN + name]
     if len(sent) > size:
@@ -104,7 +104,7 @@ def _products_of_sizes(diagonal: Tensor) -> Tensor:
 
 
 def shrunk(hessian: Tensor, share: float) -> Tensor:
-    """Return a Hessian whose correlations are smaller by ``share``: of few tokens, or in few bits, these are too large.
+    """Return a Hessian with its correlations reduced by ``share``: from few tokens, or in few bits, they are too large.
 
     Source: Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance matrices", 2004, with the
     diagonal as target.
@@ -115,12 +115,12 @@ def shrunk(hessian: Tensor, share: float) -> Tensor:
 
 
 class ClippedMoments:
-    """Clipped second moments are a sum over sequences, of which each has a norm of at most ``clip_norm``.
+    """The sum of sequences' second moments, each clipped to a norm of ``clip_norm``.
 
     A sequence with T tokens adds ``1/T Σ_t x_t x_tᵀ / ‖x_t‖²``, scaled down where its Frobenius norm is above
-    ``clip_norm``. Each token counts alike, so that the same norm fits every layer: no sequence's is above 1. A sequence
-    with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation. With
-    ``by_diagonal`` it is the diagonal's norm that is at most ``clip_norm``, for those who release nothing else.
+    ``clip_norm``. Every token has equal weight, so the same norm suits every layer: no sequence's is above 1. A
+    sequence with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation. With
+    ``by_diagonal`` the norm is that of the diagonal, for clients that release nothing else.
     """
 
     def __init__(
@@ -139,25 +139,25 @@ class ClippedMoments:
         norms = tokens.norm(dim=2, keepdim=True)
         is_finite = norms.isfinite().all(dim=1, keepdim=True)
         tokens = torch.where(is_finite & (norms > 0), tokens / norms, 0) / math.sqrt(tokens.shape[1])
-        # ‖XᵀX‖ = ‖XXᵀ‖: the smaller of the two is enough, a few sequences at a time
+        # ‖XᵀX‖ = ‖XXᵀ‖: compute the smaller of the two, a few sequences at a time
         factors = tokens if tokens.shape[1] <= tokens.shape[2] else tokens.mT
         chunk_size = max(1, _PRODUCTS // factors.shape[1] ** 2)
         sizes = torch.cat([(chunk @ chunk.mT).flatten(1).norm(dim=1) for chunk in torch.split(factors, chunk_size)])
         if self.by_diagonal:
             sizes = tokens.square().sum(dim=1).norm(dim=1)
-        # A norm of 0 is that of a sequence that adds nothing.
+        # A sequence that adds nothing has the norm 0.
         shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
         rows = (tokens * shares[:, None, None]).flatten(0, 1)
         self.matrix.addmm_(rows.T, rows)
 
 
-_PRODUCTS = 2**24  # numbers of the products whose norms are computed at a time
+_PRODUCTS = 2**24  # numbers in the products whose norms are computed at a time
 
 
 def isometric(matrix: Tensor) -> Tensor:
-    """Return the upper triangle (n (n + 1) / 2,) of a symmetric matrix, scaled to have the matrix' Frobenius norm.
+    """Return the upper triangle (n (n + 1) / 2,) of a symmetric matrix, scaled to the matrix' Frobenius norm.
 
-    Entries off the diagonal are in the matrix twice, so they grow by √2.
+    Entries off the diagonal occur twice in the matrix, so they are scaled by √2.
     """
     scaled = matrix * math.sqrt(2)
     scaled.diagonal().copy_(matrix.diagonal())
@@ -165,7 +165,7 @@ def isometric(matrix: Tensor) -> Tensor:
 
 
 def from_isometric(vector: Tensor, size: int) -> Tensor:
-    """Return the upper triangle of the matrix (n, n) whose :func:`isometric` vector this is."""
+    """Return the upper triangle of the matrix (size, size) with this :func:`isometric` vector."""
     upper = vector / math.sqrt(2)
     diagonal = _diagonal(size)
     upper[diagonal] = vector[diagonal]
@@ -173,14 +173,14 @@ def from_isometric(vector: Tensor, size: int) -> Tensor:
 
 
 def denoised(matrix: Tensor, std: float) -> Tensor:
-    """Return a positive definite estimate of a matrix (n, n), float32, that was noised in its :func:`isometric` vector.
+    """Return a positive definite estimate, float32, of a matrix (n, n) with noise in its :func:`isometric` vector.
 
-    The eigenvectors stay. Each eigenvalue ``λ`` becomes ``λ - 2τ² h(λ)``, with ``h(λ) = 1/n Σ_j 1/(λ - λ_j)`` over the
-    other eigenvalues and ``τ = std √(n/2)``: noise with the standard deviation ``std`` has eigenvalues between ``-2τ``
-    and ``2τ``, and pushes those of the matrix apart (Bun, Allez, Bouchaud and Potters, "Rotational Invariant Estimator
-    for General Noisy Matrices", 2016, on additive noise). The sum is smoothed over a width of ``2τ/√n``, the order of
-    the eigenvalues is kept, and none is left below a twentieth of their mean: SparseGPT relies on directions that it
-    takes to be empty. This is post-processing: it costs no privacy.
+    The eigenvectors are kept. Each eigenvalue ``λ`` becomes ``λ - 2τ² h(λ)``, with ``h(λ) = 1/n Σ_j 1/(λ - λ_j)`` over
+    the other eigenvalues and ``τ = std √(n/2)``: noise with the standard deviation ``std`` has eigenvalues between
+    ``-2τ`` and ``2τ``, and pushes those of the matrix apart (Bun, Allez, Bouchaud and Potters, "Rotational Invariant
+    Estimator for General Noisy Matrices", 2016, on additive noise). The sum is smoothed over a width of ``2τ/√n``, the
+    order of the eigenvalues is kept, and none is left below a twentieth of their mean: SparseGPT relies on directions
+    that it assumes to be empty. This is post-processing: it costs no privacy.
     """
     values, vectors = torch.linalg.eigh(matrix.double())
     if std:
@@ -198,10 +198,10 @@ _LEAST = 0.05  # of the mean eigenvalue; 0.02 and 0.1 gave worse models at an ε
 
 
 class HessianSum:
-    """The sum of clients' Hessians of one input, by integer additions: no order of arrival changes a bit.
+    """The exact sum of clients' Hessians of one input, by integer additions: the order of arrival changes no bit.
 
     A number is added as a whole part and as a fraction in units of 2⁻⁴⁰, so that inputs of very different size keep
-    their digits. ``is_noised`` says that clients add noise, so that a matrix need not be a sum of products.
+    their digits. With ``is_noised``, clients add noise, so a matrix need not be a sum of products.
     """
 
     def __init__(self, size: int, is_noised: bool = False) -> None:
@@ -213,9 +213,9 @@ class HessianSum:
         self._fraction = torch.zeros_like(self._whole)
 
     def add(self, name: str, tensors: Tensors, weight: int) -> None:
-        """Add what :func:`encoded` made, ``weight`` times: that many sequences are behind it.
+        """Add tensors of :func:`encoded` with ``weight``, their number of sequences.
 
-        An error leaves the sum as if these tensors had not come.
+        An error leaves the sum unchanged.
         """
         upper = self.check(name, tensors, weight)
         integers = upper.round()
@@ -253,7 +253,7 @@ class HessianSum:
             raise ValueError(f"a sum of Hessians is above {_LARGEST:g}, allowed: at most that")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the sum as tensors, to be kept: :meth:`of` makes it of them again."""
+        """Return the sum as tensors for a checkpoint, which :meth:`of` reads."""
         counts = torch.tensor([self.weight, self.num_added])
         return {f"whole/{name}": self._whole, f"fraction/{name}": self._fraction, f"counts/{name}": counts}
 
@@ -265,12 +265,12 @@ class HessianSum:
         return total
 
     def matrix(self) -> Tensor:
-        """Return the mean (size, size), float32, over all sequences that were added."""
+        """Return the mean (size, size), float32, over all sequences added."""
         total = self._whole.double() + self._fraction.double() / _FRACTION
         return unpacked((total / max(1, self.weight)).float(), self.size)
 
 
 def _diagonal(size: int) -> Tensor:
-    """Return where the diagonal is in the upper triangle of a matrix, row by row."""
+    """Return the places of the diagonal in a matrix' upper triangle, row by row."""
     numbers = torch.arange(size)
     return numbers * size - numbers * (numbers - 1) // 2

@@ -1,4 +1,4 @@
-"""The layers of a network are found by the names of their tensors; functions here choose layers for a client."""
+"""Layers of a network, found by the names of their tensors, and choices of layers for a client."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -9,8 +9,8 @@ import numpy as np
 def last_layers(names: Sequence[str], weights: Collection[str], count: int) -> list[str]:
     """Return those of ``names`` that belong to the last ``count`` layers with one of ``weights``, in the model's order.
 
-    Norms that stand between or behind these layers come with them. Parameters and buffers of one layer stay together.
-    ``ValueError`` if the model has fewer layers than ``count``.
+    Norms between or after these layers are included. Parameters and buffers of one layer stay together. ``ValueError``
+    if the model has fewer layers than ``count``.
     """
     layers = list(dict.fromkeys(_layer(name) for name in names))
     weighted = [layer for layer in layers if any(_layer(weight) == layer for weight in weights)]
@@ -24,7 +24,7 @@ def layers_of(names: Sequence[str], weights: Collection[str]) -> dict[str, tuple
     """Return the layers of a network in its order: name of each convolution or linear layer → names of its tensors.
 
     ``names`` are tensors in the model's order, ``weights`` those of convolutions and linear layers. Biases, and norms
-    with their running statistics, belong to the layer before them. So does a projection beside a residual block
+    with their running statistics, belong to the layer before them, and so does the projection of a residual block
     (torchvision's ``downsample``), which gives ResNet-18 its 18 layers. Every name is in exactly one layer.
     ``ValueError`` if the first tensor belongs to no layer.
     """
@@ -49,7 +49,7 @@ def layers_of(names: Sequence[str], weights: Collection[str]) -> dict[str, tuple
 def consecutive(layers: Sequence[str], first: int, count: int) -> tuple[str, ...]:
     """Return ``count`` layers from position ``first`` on, in the model's order.
 
-    Behind the last layer comes the first one.
+    After the last layer the first one follows.
 
     >>> consecutive(["conv1", "conv2", "fc1"], first=2, count=2)
     ('conv1', 'fc1')
@@ -59,7 +59,7 @@ def consecutive(layers: Sequence[str], first: int, count: int) -> tuple[str, ...
 
 
 def drawn(layers: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> tuple[str, ...]:
-    """Draw a number of layers uniformly from ``counts``, then draw that many layers uniformly without replacement."""
+    """Draw a number of layers uniformly from ``counts``, then that many layers uniformly without replacement."""
     count = _valid_count(counts[int(rng.integers(len(counts)))], layers)
     selection = {layers[i] for i in rng.permutation(len(layers))[:count]}
     return tuple(layer for layer in layers if layer in selection)
@@ -72,12 +72,12 @@ def _valid_count(count: int, layers: Sequence[str]) -> int:
 
 
 def matching(layers: Sequence[str], pattern: str) -> tuple[str, ...]:
-    """Return the layers that the text ``pattern`` names; parts of the text are separated by blanks or commas.
+    """Return the layers that ``pattern`` names; its parts are separated by blanks or commas.
 
-    * A name stands for this layer and all layers below it: ``layer2`` includes ``layer2.0``.
-    * A minus before a name takes these layers away. A text that begins with a minus takes away from all layers.
+    * A name selects this layer and all layers below it: ``layer2`` includes ``layer2.0``.
+    * A minus before a name removes these layers. A pattern that begins with a minus removes from all layers.
 
-    ``ValueError`` for a part that names no layer, and for a text that leaves no layer.
+    ``ValueError`` for a part that names no layer, and for a pattern that leaves no layer.
 
     >>> layers = ["conv1", "layer2.0", "layer2.1"]
     >>> matching(layers, "layer2"), matching(layers, "-layer2.0")
@@ -103,10 +103,11 @@ def within_capacity(
 
     The client has room for the share ``capacity`` of all parameters.
 
-    Layers are taken in turn from position ``first`` on, while the deployed model stays within the capacity. Deployed
-    are these layers and the head in full, and ``density`` of the others' weights. If not even one layer fits, the
-    client trains the smallest layer, and the others get as dense as there is room. ``sizes`` are parameters per layer;
-    ``prunable`` are those of them that may be pruned. ``ValueError`` if not even the head and the smallest layer fit.
+    Layers are selected in order from position ``first`` on, while the deployed model stays within the capacity. It
+    consists of these layers and the head in full, and of ``density`` of the others' weights. If not even one layer
+    fits, the client trains the smallest layer, and the others are as dense as there is room for. ``sizes`` are
+    parameters per layer; ``prunable`` are those of them that may be pruned. ``ValueError`` if not even the head and the
+    smallest layer fit.
     """
     room = capacity * sum(sizes.values()) + 1e-6
     hidden = [layer for layer in sizes if layer != head]
@@ -128,7 +129,7 @@ def within_capacity(
 def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Collection[str], density: float) -> float:
     """Return how many parameters a client holds.
 
-    The ``dense`` layers count in full. Of each other layer's ``prunable`` parameters the share ``density`` counts.
+    ``dense`` layers count in full. Of each other layer's ``prunable`` parameters the share ``density`` counts.
     """
     return sum(
         size if layer in dense else size - prunable[layer] + density * prunable[layer] for layer, size in sizes.items()
@@ -140,9 +141,9 @@ def assign_layers(
 ) -> dict[int, list[int]]:
     """Return distinct layers for each client, dealt by a shuffled round-robin over shuffled clients.
 
-    :func:`layer_counts` says how many layers each client gets for its share. If the shares add up to 1, every layer
-    goes to somebody. No layer goes to more clients than needed: two layers' numbers of clients differ by at most one.
-    Where the numbers differ, the layers in ``first`` have more clients. ``ValueError`` for a share outside (0, 1].
+    :func:`layer_counts` turns each client's share into a number of layers. If the shares add up to 1, every layer has a
+    client. Two layers' numbers of clients differ by at most one, and layers in ``first`` then have the larger number.
+    ``ValueError`` for a share outside (0, 1].
     """
     order = sorted(rng.permutation(num_layers).tolist(), key=lambda layer: layer not in first)
     clients = rng.permutation(sorted(shares)).tolist()
@@ -156,8 +157,9 @@ def assign_layers(
 def layer_counts(num_layers: int, shares: Mapping[int, float]) -> dict[int, int]:
     """Return how many of ``num_layers`` each client gets: its share, rounded up or down, and at least one.
 
-    Together the clients get the rounded sum of the shares, or a layer each if that is more. The shares with the largest
-    remainders are rounded up; of equal remainders those named first. ``ValueError`` for a share outside (0, 1].
+    The counts add up to the rounded sum of the shares, or to one layer per client if that is more. The shares with the
+    largest remainders are rounded up; among equal remainders those listed first. ``ValueError`` for a share outside (0,
+    1].
 
     >>> layer_counts(5, {0: 0.5, 1: 0.3, 2: 0.2})
     {0: 3, 1: 1, 2: 1}

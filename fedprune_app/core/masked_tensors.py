@@ -1,8 +1,8 @@
 """Passes over masked tensors in C: sums, means, kept values, and the entries that an expansion prunes.
 
-PyTorch needs many passes over memory for what these do in one. The work is done by ``native/masked_tensors.c``. A
-function here returns None, and has changed nothing, where the library was not compiled or does not know a dtype or a
-device. The caller then does the same with PyTorch, to the same bits.
+``native/masked_tensors.c`` does in one pass over memory the work of many PyTorch operations. A function here returns
+None, and changes nothing, where the library was not compiled or does not support a dtype or a device. The caller then
+computes the same bits with PyTorch.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ from fedprune_app.core import compiled
 
 _NAME = "masked_tensors"
 _BINS = 2**16
-_LARGE = 2**20  # coordinates; a smaller tensor is done before a thread wakes up on a busy core
+_LARGE = 2**20  # coordinates; a smaller tensor is done before a thread starts on a busy core
 _threads_of_large = 1
 _Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _Level = ctypes.c_int32
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # by their number in C
-# The integers that have a dtype's memory, by item size.
+# The integer of each item size, in whose memory another dtype is viewed.
 _NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _ARGUMENTS = {
     "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Double, ctypes.c_int32, _Int],
@@ -44,15 +44,15 @@ def is_compiled() -> bool:
 
 
 def use_threads(number: int) -> None:
-    """Let this process take so many threads for a large tensor, and not only PyTorch's. No result depends on it."""
+    """Set this process' number of threads for a large tensor, beyond PyTorch's; no result depends on it."""
     global _threads_of_large
     _threads_of_large = number
 
 
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of zeros; on the CPU in memory of NumPy's, which the system hands out in large pages.
+    """Return a tensor of zeros; on the CPU in NumPy's memory, which the system allocates in large pages.
 
-    PyTorch's memory comes in pages of 4 KiB. To get so many pages takes longer than a pass over them.
+    PyTorch's memory comes in pages of 4 KiB. Allocating so many takes longer than a pass over them.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -60,7 +60,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor with any values, in memory as that of :func:`zeros`."""
+    """Return an uninitialised tensor, in memory as that of :func:`zeros`."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.empty(shape, _NUMPY[dtype.itemsize])).view(dtype)
@@ -70,9 +70,9 @@ def add(sums: Tensor, counts: Tensor, values: Sequence[Tensor], masks: Sequence[
         weight: int) -> bool | None:  # fmt: skip
     """Add ``round(scale · values)``, half to even, to ``sums`` where masks keep; add ``weight`` to ``counts`` there.
 
-    ``sums`` is int64. ``counts`` is int32 of the same shape, or anything if no tensor has a mask. A tensor without mask
-    is added everywhere and is not counted in ``counts``. All products must be below 2^51 in magnitude. The values of
-    all tensors are of one type: float32, float16 or bfloat16.
+    ``sums`` is int64. ``counts`` is int32 of the same shape, and unused if no tensor has a mask. A tensor without mask
+    is added everywhere and not counted in ``counts``. All products must be below 2^51 in magnitude. The values of all
+    tensors are of one type: float32, float16 or bfloat16.
     """
     is_masked = any(mask is not None for mask in masks)
     shape, dtype = sums.shape, values[0].dtype
@@ -116,9 +116,9 @@ def keep(values: Tensor, mask: Tensor) -> Tensor | None:
 
 
 def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """Return an array of ``mask``'s length with the ``kept`` values, given as bytes, where ``mask`` is True; else 0.
+    """Return an array of ``mask``'s length with the ``kept`` values, given as bytes, where ``mask`` is True, else 0.
 
-    ``mask`` keeps exactly as many. ``dtype`` is an integer's of as many bytes as a value has.
+    ``mask`` keeps exactly as many. ``dtype`` is the integer of a value's size.
     """
     if not _is_usable():
         return None
@@ -129,7 +129,7 @@ def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any
 
 
 def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDArray[Any] | None:
-    """Return the ``num_kept`` values that ``mask`` keeps. ``values`` is flat and of integers."""
+    """Return the ``num_kept`` values that ``mask`` keeps of the flat integers ``values``."""
     if not _is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
         return None
     result = np.empty(num_kept, values.dtype)
@@ -139,11 +139,11 @@ def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDAr
 
 
 def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
-    """Return the mask of what stays where ``target`` entries go; more go if nobody holds more than that.
+    """Return the mask of what remains when ``target`` entries are pruned, or all entries that no client holds if more.
 
-    First go the entries that nobody holds, all of them. Then those with the fewest ``holders`` (int32) go, of equal
-    numbers those with the smallest magnitude of ``order`` (float32, float16 or bfloat16, and finite), and of equal
-    magnitudes those at the lowest index.
+    Entries that no client holds are pruned first. Then come those with the fewest ``holders`` (int32), of equal numbers
+    those with the smallest magnitude of ``order`` (float32, float16 or bfloat16, and finite), and of equal magnitudes
+    those at the lowest index.
     """
     shape, size = holders.shape, holders.numel()
     are_fit = _fits(holders, torch.int32, shape) and order.dtype in _FLOATS and _fits(order, order.dtype, shape)
@@ -152,7 +152,7 @@ def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
     levels = np.empty(int(holders.max()) + 1, np.int64)
     _call("levels", size, holders.data_ptr(), levels.ctypes.data, len(levels) - 1)
     num_missing = target - int(levels[0])
-    level, threshold, num_ties = 1, 0, 0  # all with fewer holders go, and of those with so many none
+    level, threshold, num_ties = 1, 0, 0  # prune all with fewer holders than `level`, and none at it
     while num_missing > 0 and level < len(levels):
         if levels[level] > num_missing:
             high, num_missing = _position(_histogram(holders, order, level), num_missing)
@@ -168,7 +168,7 @@ def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
 
 
 def _histogram(holders: Tensor, order: Tensor, level: int, high: int = -1) -> NDArray[np.int64]:
-    """Count the upper 16 bits of ``order`` at a level of holders, or the lower ones where the upper are ``high``."""
+    """Count the upper 16 bits of ``order`` at a level of holders, or the lower 16 where the upper ones are ``high``."""
     histogram = np.empty(_BINS, np.int64)
     _call("histogram", holders.numel(), holders.data_ptr(), order.data_ptr(), level, high, histogram.ctypes.data,
           _FLOATS.index(order.dtype))  # fmt: skip
@@ -193,7 +193,7 @@ def _fits(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
 
 
 def _call(name: str, size: int, *arguments: object) -> None:
-    """Call a function of the library: its first argument is the number of coordinates, and its last that of threads."""
+    """Call a function of the library, with the number of coordinates first and the number of threads last."""
     threads = max(torch.get_num_threads(), _threads_of_large if size >= _LARGE else 1)
     _function(name)(size, *arguments, threads)
 

@@ -1,4 +1,4 @@
-"""Masks say which coordinates to keep; functions here count, choose and compare them. True = kept, everywhere."""
+"""Masks of the coordinates to keep: counting, choosing and comparing them. True = kept, everywhere."""
 
 import math
 from collections.abc import Mapping
@@ -30,11 +30,10 @@ def keep_count(n: int, density: float) -> int:
 def erk_densities(shapes: Shapes, density: float) -> dict[str, float]:
     """Return Erdős-Rényi-kernel densities: small tensors stay denser, all together keep ``density`` of the coordinates.
 
-    A tensor's density is proportional to ``sum(shape) / prod(shape)``. A tensor whose density would pass 1 becomes
-    dense, and the others share the rest, until no density passes 1. All given tensors take part. A 1-D tensor (bias,
-    norm scale) has the largest ratio, 1. So it is dense unless ``density`` is tiny (all shapes' sums together then
-    exceed the coordinates to keep). A scalar or empty tensor counts as 1-D. ``density`` is in [0, 1], else
-    ``ValueError``.
+    A tensor's density is proportional to ``sum(shape) / prod(shape)``. A tensor whose density would exceed 1 becomes
+    dense, and the others share the rest, until no density exceeds 1. A 1-D tensor (bias, norm scale) has the largest
+    ratio, 1, so it is dense unless ``density`` is tiny (all shapes' sums together then exceed the coordinates to keep).
+    A scalar or empty tensor counts as 1-D. ``density`` is in [0, 1], else ``ValueError``.
 
     Source: Evci et al. 2020 (RigL), used by Dis-PFL, section 3.2, for the initial masks.
 
@@ -64,8 +63,8 @@ def erk_densities(shapes: Shapes, density: float) -> dict[str, float]:
 def uniform_densities(shapes: Shapes, density: float) -> dict[str, float]:
     """Return ``density`` for every weight (2 or more dimensions) and 1 for every 1-D tensor.
 
-    1-D tensors stay dense because they cost next to nothing, and because a normalisation scale masked to 0 silences its
-    whole channel.
+    1-D tensors stay dense because they are small, and because a normalisation scale masked to 0 silences its whole
+    channel.
     """
     return {name: density if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
 
@@ -92,8 +91,8 @@ def random_masks(
 def random_coordinates(shapes: Shapes, density: float, seed: int) -> Masks:
     """Draw masks that together keep exactly ``keep_count(d, density)`` of all d coordinates, uniformly placed.
 
-    Unlike :func:`random_masks` the function draws from all tensors at once, biases too. ``seed`` alone decides, so the
-    seed can travel in place of the masks. Source: Fed-SPA's random sparsifier.
+    Unlike :func:`random_masks` it draws from all tensors at once, biases included. The masks depend on ``seed`` alone,
+    so the seed can be sent in their place. Source: Fed-SPA's random sparsifier.
     """
     sizes = [math.prod(shape) for shape in shapes.values()]
     kept = torch.zeros(sum(sizes), dtype=torch.bool)
@@ -104,12 +103,12 @@ def random_coordinates(shapes: Shapes, density: float, seed: int) -> Masks:
 
 
 def packed(tensors: Tensors, masks: Tensors) -> TensorDict:
-    """Return each masked tensor as the vector of its kept values, to be sent to somebody who knows the masks."""
+    """Return each masked tensor as the vector of its kept values, for a receiver that knows the masks."""
     return {name: tensor[masks[name]] if name in masks else tensor for name, tensor in tensors.items()}
 
 
 def unpacked(values: Tensors, masks: Tensors, fallback: Tensors) -> TensorDict:
-    """Return the tensors that :func:`packed` packed; coordinates that were not sent are those of ``fallback``."""
+    """Undo :func:`packed`; coordinates that were not sent come from ``fallback``."""
     tensors = dict(values)
     for name in values.keys() & masks.keys():
         tensors[name] = fallback[name].clone()
@@ -120,7 +119,7 @@ def unpacked(values: Tensors, masks: Tensors, fallback: Tensors) -> TensorDict:
 def magnitude_masks(weights: Tensors, density: float) -> Masks:
     """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, per tensor.
 
-    Ties go to the lowest flat index. Source: FedP3, section 4.3.1, as its released code has it (``int(p n)`` per weight
+    Ties go to the lowest flat index. Source: FedP3, section 4.3.1, as in its released code (``int(p n)`` per weight
     tensor).
     """
     masks = {}
@@ -133,9 +132,9 @@ def magnitude_masks(weights: Tensors, density: float) -> Masks:
 
 
 def magnitude_masks_across(weights: Tensors, density: float) -> Masks:
-    """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, of all tensors together.
+    """Return masks of the ``keep_count(n, density)`` weights of largest magnitude across all tensors.
 
-    Ties go to the tensor that comes first, and in it to the lowest flat index. Source: SNIP, Lee et al., ICLR 2019.
+    Ties go to the earlier tensor, then to the lowest flat index. Source: SNIP, Lee et al., ICLR 2019.
     """
     kept = magnitude_masks({"all": torch.cat([weight.reshape(-1) for weight in weights.values()])}, density)["all"]
     parts = torch.split(kept, [weight.numel() for weight in weights.values()])
@@ -146,7 +145,7 @@ def prune_percent(weights: Tensors, masks: Tensors, percent: float) -> Masks:
     """Return masks without about ``percent`` % of the remaining weights of each tensor: those of smallest magnitude.
 
     Per tensor the threshold is the linearly interpolated percentile of ``|w|`` over the alive coordinates (kept and
-    non-zero). Coordinates strictly below the threshold leave the mask. New masks are subsets of the old ones. A tensor
+    non-zero). Coordinates strictly below the threshold are pruned. New masks are subsets of the old ones. A tensor
     without alive coordinates keeps its mask. ``percent`` is in [0, 100], else ``ValueError``.
 
     Source: Sub-FedAvg, sections 3.5 and 4. The paper prunes "w.r.t. the full dense network". The released code,
@@ -167,9 +166,8 @@ def prune_percent(weights: Tensors, masks: Tensors, percent: float) -> Masks:
 def relative_threshold_masks(weights: Tensors, ratio: float) -> Masks:
     """Return masks that keep ``|w| > ratio · max |w|``, where the maximum is over the weight's own tensor.
 
-    The number of kept weights depends on the weights' distribution. The largest weight always stays. With ratio 0 exact
-    zeros go, and a tensor of zeros loses everything. ``ratio`` is in [0, 1), else ``ValueError``. A weight that is NaN
-    raises ``ValueError``, too.
+    The number of kept weights depends on the weights' distribution. The largest weight is always kept. Ratio 0 prunes
+    exact zeros, and so all of a tensor of zeros. ``ValueError`` for a ``ratio`` outside [0, 1) and for NaN.
 
     Source: Fed-LTP, equation 9, whose "largest value" is read as the largest magnitude.
     """
@@ -190,14 +188,14 @@ def prune_and_grow(weights: Tensors, gradients: Tensors, masks: Tensors, fractio
     Per tensor ``n = ceil(fraction * kept)``, at least 1 if anything is kept and ``fraction`` > 0.
 
     1. The n kept coordinates of smallest ``|w|`` are dropped.
-    2. Of all coordinates that are now off, those just dropped included, the n of largest ``|gradient|`` are kept.
+    2. Of all coordinates now off, including those just dropped, the n of largest ``|gradient|`` are kept.
 
     Ties go to the lowest flat index. Every tensor keeps exactly as many coordinates as before. A tensor that is dense
-    or empty does not change. The weights do not change: the caller gives a grown coordinate its value.
+    or empty does not change. The weights do not change: the caller sets the value of a grown coordinate.
 
     ``gradients`` are those of the dense model, off the mask too (RigL); random numbers in their place make growth
-    uniform (SET). All tensors of a name have one shape and device. ``ValueError`` when ``fraction`` is outside
-    [0, 1] or a weight or gradient is NaN.
+    uniform (SET). Tensors of one name have the same shape and device. ``ValueError`` when ``fraction`` is outside [0,
+    1] or a weight or gradient is NaN.
 
     Source: Dis-PFL, Algorithm 2; Evci et al. 2020 (RigL), Mocanu et al. 2018 (SET).
 
@@ -225,10 +223,9 @@ def prune_and_grow(weights: Tensors, gradients: Tensors, masks: Tensors, fractio
 
 
 def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """Return the mask of the ``count`` eligible coordinates of largest score.
+    """Return the mask of the ``count`` eligible coordinates of largest score; ties go to the lowest flat index.
 
-    Ties go to the lowest flat index. The function selects the smallest score that enters and then compares all scores
-    with it, which is many times faster than a stable sort.
+    It selects the smallest score that enters and compares all scores with it, many times faster than a stable sort.
     """
     if not count:
         return torch.zeros_like(eligible)
@@ -247,7 +244,7 @@ def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
 def kth_smallest(flat: Tensor, rank: int) -> Tensor:
     """Return the ``rank``-th smallest value, counted from 1, by the fastest way on the device.
 
-    On the CPU NumPy's selection is many times as fast as PyTorch's, on a GPU a sort is, which takes all of the device.
+    On the CPU NumPy's selection is many times as fast as PyTorch's; on a GPU a sort is, which uses the whole device.
     """
     if flat.device.type == "cpu":
         return torch.as_tensor(np.partition(flat.detach().numpy(), rank - 1)[rank - 1])
@@ -255,7 +252,7 @@ def kth_smallest(flat: Tensor, rank: int) -> Tensor:
 
 
 def mask_distance(a: Tensors, b: Tensors) -> float:
-    """Return the mean over tensors, each counting alike, of the share of coordinates in which two masks differ.
+    """Return the share of coordinates in which two masks differ, averaged over tensors with equal weight.
 
     The distance is in [0, 1], and 0 for masks without tensors. Source: Sub-FedAvg, Algorithm 1 line 13. ``ValueError``
     when ``a`` and ``b`` do not name the same tensors.

@@ -1,4 +1,4 @@
-"""What every network can be asked or given: its key, its traced operations, its mode, a copy to try things on."""
+"""Helpers for any network: its key, its traced operations, its mode, a copy for checks."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ _ELSEWHERE = {"training", "_parameters", "_buffers", "_modules"}
 
 
 def computation_key(model: nn.Module) -> Hashable | None:
-    """Return a key that two networks share only if they compute the same in training, but for their values.
+    """Return a key that two networks share only if their training computes the same, apart from their values.
 
-    The key has the types of all modules, their attributes, hooks included, and the shapes of their tensors. A module of
-    a user's class may compute by more than that, so the key then has the traced operations as well. Return None where
-    there are such modules and torch.fx cannot follow the network.
+    The key has the types of all modules, their attributes, hooks included, and the shapes of their tensors. A user's
+    class may depend on more than that, so the key then includes the traced operations. Return None for a network with
+    such modules that torch.fx cannot trace.
     """
     modules = tuple((name, type(module), _attributes(module)) for name, module in model.named_modules())
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -36,18 +36,18 @@ def _attributes(module: nn.Module) -> str:
 
 
 def traced(model: nn.Module) -> fx.Graph:
-    """Return the operations of a network in training, which may be others than in a test. It stays as it is."""
+    """Return a network's operations in training, which may differ from those in evaluation; it is not changed."""
     return fx.Tracer().trace(deepcopy(model).train())
 
 
 def tensors_of(model: nn.Module) -> TensorDict:
-    """Return all parameters and buffers by name: the model's own, not copies."""
+    """Return all parameters and buffers by name, not copied."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @contextmanager
 def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put all modules in train or eval mode meanwhile; afterwards each one is back in its own mode."""
+    """Set all modules to train or eval mode within the context; afterwards restore each one's own mode."""
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -61,7 +61,7 @@ def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
 def generic_copy(model: nn.Module, draw: torch.Generator) -> nn.Module:
     """Return a copy in train mode that trains all parameters, with values at which no gradient is 0 by chance.
 
-    First values may be: a last layer of zeros hides all others from the loss.
+    Initial values may be such: a last layer of zeros hides all others from the loss.
     """
     copy = deepcopy(model).train().requires_grad_(True)
     for parameter in copy.parameters():

@@ -1,4 +1,4 @@
-"""A payload is the one currency of the system: named tensors with explicit masks."""
+"""The payload, in which every model and update is held: named tensors with explicit masks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has no bfloat16: two bytes 
 
 @dataclass(frozen=True, eq=False)
 class Payload:
-    """A payload holds named tensors and, for the pruned ones, a boolean mask of the same shape (True = kept).
+    """Named tensors and, for the pruned ones, a boolean mask of the same shape (True = kept).
 
-    A name without a mask is dense. A name that is absent was not sent. Tensors are zero where their mask is
-    False (:meth:`pruned` sets these zeros). A zero alone does not say that a weight is pruned: a weight just grown is 0
-    and kept.
+    A name without a mask is dense. A name that is absent was not sent. Tensors are zero where their mask is False
+    (:meth:`pruned` sets these zeros). A zero does not imply pruned: a weight just grown is 0 and kept.
 
-    Raises ``ValueError`` for a mask without tensor, of another shape, or not boolean, and ``TypeError`` for what is no
-    tensor.
+    Raises ``ValueError`` for a mask without tensor, of another shape, or not boolean, and ``TypeError`` for a value
+    that is no tensor.
 
     >>> payload = Payload.pruned({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([True, False])})
     >>> payload.tensors["w"].tolist(), payload.density()
@@ -79,8 +78,8 @@ class Payload:
     def digest(self) -> str:
         """Return the SHA-256, in hexadecimal, of names, dtypes, shapes, values and masks.
 
-        The order of the names in the payload is ignored. Equal models have equal digests, whether their tensors come
-        from memory, from a file or from a message.
+        The order of the names is ignored. Equal models have equal digests, whether they come from memory, a file or a
+        message.
         """
         total = hashlib.sha256()
         for part, tensors in (("tensor", self.tensors), ("mask", self.masks)):
@@ -92,17 +91,14 @@ class Payload:
         return total.hexdigest()
 
     def to_ndarrays(self) -> list[np.ndarray]:
-        """Return the values in the payload's order, then the masks in theirs.
-
-        A Flower ``NumPyClient`` passes this list.
-        """
+        """Return the values in the payload's order, then the masks in theirs, as a Flower ``NumPyClient`` sends."""
         return [_to_ndarray(tensor) for tensor in (*self.tensors.values(), *self.masks.values())]
 
     @classmethod
     def from_ndarrays(
         cls, arrays: Sequence[np.ndarray], names: Iterable[str], mask_names: Iterable[str] = ()
     ) -> Payload:
-        """Return the payload that :meth:`to_ndarrays` listed, given the names in order.
+        """Undo :meth:`to_ndarrays`, given the names in order.
 
         ``ValueError`` for a wrong number of arrays.
         """

@@ -1,4 +1,4 @@
-"""Randomness is an argument: one generator per (seed, role, partition, round), equal on every machine."""
+"""Seeds and generators: one stream per (seed, role, partition, round), equal on every machine."""
 
 import hashlib
 import random
@@ -10,7 +10,7 @@ import torch
 
 
 def derive_seed(seed: int, role: str, partition: int = 0, round: int = 0) -> int:
-    """Return a 63-bit seed from a run's seed and the use of the randomness; distinct uses get unrelated streams.
+    """Return a 63-bit seed for one use of a run's seed; distinct uses have unrelated streams.
 
     >>> derive_seed(0, "init")
     2559000112367765771
@@ -33,11 +33,11 @@ def numpy_generator(seed: int, role: str, partition: int = 0, round: int = 0) ->
 
 @contextmanager
 def global_draws_of(seed: int) -> Iterator[None]:
-    """Let code of others draw by this seed: dropout as it trains, a function that makes a network or data.
+    """Seed the global generators within the context, for code that draws from them: dropout, a user's network or data.
 
-    Such code takes the global generators of torch, NumPy and Python. Those of the CPU are afterwards as they were.
+    These are the generators of torch, NumPy and Python. Those of the CPU are restored afterwards.
     """
-    # torch.manual_seed formats the whole stack for a device that is not there, which takes as long as a small step
+    # torch.manual_seed formats the whole stack for a missing device, which takes as long as a small step
     cpu_generator = torch.default_generator
     state, numpy_state, python_state = cpu_generator.get_state(), np.random.get_state(), random.getstate()
     cpu_generator.manual_seed(seed)

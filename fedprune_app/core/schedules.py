@@ -1,4 +1,4 @@
-"""A schedule says how a quantity falls over the rounds of a run."""
+"""Schedules: how a quantity falls over the rounds of a run."""
 
 import math
 
@@ -6,7 +6,7 @@ import math
 def cosine_fraction(initial: float, round: int, num_rounds: int) -> float:
     """Return the cosine annealing ``initial / 2 * (1 + cos(π round / num_rounds))``.
 
-    Rounds count from 0. Round 0 has ``initial``. The last round, ``num_rounds - 1``, is small but still above 0.
+    Rounds count from 0. Round 0 returns ``initial``; the last one, ``num_rounds - 1``, a value still above 0.
     ``ValueError`` unless ``initial`` is in [0, 1], ``num_rounds`` at least 1 and ``round`` in [0, num_rounds).
 
     Source: Dis-PFL, Algorithm 2 (prune rate α_t), after Liu et al. 2021.

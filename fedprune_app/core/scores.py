@@ -1,11 +1,11 @@
-"""Scores say which entries of one matrix to prune, by the matrix and its inputs: magnitude, Wanda, N:M. True = kept."""
+"""Scores of one matrix' entries for pruning, by its weights and inputs: magnitude, Wanda, N:M. True = kept."""
 
 import torch
 from torch import Tensor
 
 from fedprune_app.core.masks import keep_count, kth_smallest
 
-# The score of what was pruned before is below all others.
+# The score of already pruned entries, below all others.
 PRUNED = -1.0
 
 # An N:M pattern is the pair (n, m): of every m neighbours in a row, n are kept.
@@ -37,7 +37,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 def n_of_m_mask(scores: Tensor, n_of_m: NOfM) -> Tensor:
     """Return the mask of the n largest of every m neighbouring scores of a row (rows, columns).
 
-    Of equal scores the later ones are kept. ``ValueError`` unless 0 < n <= m and m divides the number of columns.
+    Among equal scores the later ones are kept. ``ValueError`` unless 0 < n <= m and m divides the number of columns.
 
     >>> n_of_m_mask(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), (2, 4)).tolist()
     [[False, True, True, False]]
@@ -60,8 +60,8 @@ def check_n_of_m(n_of_m: NOfM, num_columns: int) -> None:
 def magnitude_mask(weight: Tensor, density: float | None = None, n_of_m: NOfM | None = None) -> Tensor:
     """Return the mask of the ``keep_count(n, density)`` weights of largest magnitude, or of n of every m neighbours.
 
-    ``weight`` is one tensor. Of equal weights the one at the lowest flat index goes. ``ValueError`` unless exactly one
-    of ``density`` and ``n_of_m`` is given.
+    Among equal weights the one at the lowest flat index is pruned. ``ValueError`` unless exactly one of ``density`` and
+    ``n_of_m`` is given.
     """
     scores = weight.detach().abs().float()
     if n_of_m is not None and density is None:
@@ -70,18 +70,18 @@ def magnitude_mask(weight: Tensor, density: float | None = None, n_of_m: NOfM | 
 
 
 def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None, n_of_m: NOfM | None = None) -> Tensor:
-    """Return Wanda's mask, which removes the smallest ``|w| · ‖x_j‖`` of every row; weights are not updated.
+    """Return Wanda's mask, which prunes the smallest ``|w| · ‖x_j‖`` of every row; weights are not updated.
 
     ``weight`` is (out, in), ``input_norms`` (in,) up to a common factor. Each row keeps ``in - ⌊in · sparsity⌋``
-    weights. Of equal weights the one at the lowest column goes. Of a matrix that was pruned before, each row loses its
-    zeros, and of what is still missing its share by its other weights: so masks only shrink. ``ValueError`` unless
-    exactly one of ``density`` and ``n_of_m`` is given.
+    weights. Among equal weights the one at the lowest column is pruned. In a matrix pruned before, zeros stay pruned,
+    and the rows share the remaining removals in proportion to their other weights, so masks only shrink. ``ValueError``
+    unless exactly one of ``density`` and ``n_of_m`` is given.
 
     Source: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024, section 3.
     """
     scores = weight.detach().abs().float() * input_norms.float()  # (out, in) * (in,)
     zeros = weight.detach() == 0
-    scores = scores.masked_fill(zeros, PRUNED)  # first, also where an input was never seen
+    scores = scores.masked_fill(zeros, PRUNED)  # pruned first, also where an input was never seen
     if n_of_m is not None and density is None:
         return n_of_m_mask(scores, n_of_m)
     num_inputs = scores.shape[1]
@@ -100,16 +100,16 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None
 
 
 def missing_until(alive: Tensor, missing: int | Tensor) -> Tensor:
-    """Return how many of the ``missing`` weights go in the rows or columns up to each, in proportion to the weights.
+    """Return how many of the ``missing`` removals fall into the rows or columns up to each, in proportion to weights.
 
-    ``alive`` are the numbers of weights that are not 0 up to each. Shares are rounded up, so that no row or column
-    keeps more than it has.
+    ``alive`` is the cumulative number of non-zero weights. Shares are rounded up, so that no row or column keeps more
+    than it has.
     """
     return -(-missing * alive // alive[-1].clamp(min=1))
 
 
 def one_target(density: float | None, n_of_m: NOfM | None) -> float:
-    """Return ``density`` if it is given and ``n_of_m`` is not; raise ``ValueError`` otherwise."""
+    """Return ``density`` if it alone is given; raise ``ValueError`` otherwise."""
     if density is None or n_of_m is not None:
         raise ValueError(f"density is {density} and n_of_m is {n_of_m}, allowed: exactly one of them")
     return density

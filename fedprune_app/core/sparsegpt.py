@@ -1,4 +1,4 @@
-"""SparseGPT prunes one matrix column by column and lets the columns to the right make up for the removed weights.
+"""SparseGPT: prune a matrix column by column; the columns to the right compensate for removed weights.
 
 Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", ICML 2023, Algorithm 1.
 """
@@ -19,17 +19,17 @@ _SMALL = 256  # rows of a triangle that is inverted by substitution
 
 
 class Hessian:
-    """A Hessian is ``H = 2/n Σ x xᵀ`` over a layer's inputs, in float32.
+    """The second moments ``H = 2/n Σ x xᵀ`` of a layer's inputs, in float32.
 
-    ``n`` counts sequences, as the released code does. The choice of ``n`` only scales ``H``. The damping is relative to
-    ``H``, and masks and weights do not depend on the scale.
+    ``n`` counts sequences, as the released code does. It only scales ``H``; the damping is relative to ``H``, so masks
+    and weights do not depend on the scale.
     """
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self.num_sequences = 0
         self._upper = torch.zeros(num_inputs, num_inputs, device=device)  # right of and on the diagonal
         self._is_whole = True
-        # H is symmetric: a wide one is computed in column panels, each down to the diagonal, which saves two fifths.
+        # H is symmetric: if wide, it is computed in column panels, each down to the diagonal, which saves two fifths.
         self._panel = num_inputs if num_inputs < _WIDE else -(-num_inputs // _PANELS)
 
     @property
@@ -41,7 +41,7 @@ class Hessian:
         return self._upper
 
     def add(self, inputs: Tensor) -> None:
-        """Add the inputs (sequences, ..., in) of some sequences."""
+        """Add the inputs (sequences, ..., in) of a batch."""
         num_added, size = inputs.shape[0], inputs.shape[-1]
         total = self.num_sequences + num_added
         tokens = inputs.detach().reshape(-1, size).float() * math.sqrt(2 / total)
@@ -53,29 +53,29 @@ class Hessian:
         self.num_sequences = total
 
     def input_norms(self) -> Tensor:
-        """Return ``‖x_j‖₂``, by which Wanda weighs, for every input ``j`` (in,).
+        """Return ``‖x_j‖₂``, Wanda's weight of each input ``j``: (in,).
 
-        The norm is the root of the mean over sequences of the squared norm of input ``j``.
+        It is the root of the mean over sequences of the squared norm of input ``j``.
         """
         return (self._upper.diagonal() / 2).sqrt()
 
 
 class InputNorms:
-    """Input norms are the diagonal of :class:`Hessian` alone, for methods that need nothing else."""
+    """The diagonal of :class:`Hessian` alone, for methods that need nothing else."""
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self.num_sequences = 0
         self._squares = torch.zeros(num_inputs, device=device)
 
     def add(self, inputs: Tensor) -> None:
-        """Add the inputs (sequences, ..., in) of some sequences."""
+        """Add the inputs (sequences, ..., in) of a batch."""
         total = self.num_sequences + inputs.shape[0]
         tokens = inputs.detach().reshape(-1, inputs.shape[-1]).float()
         self._squares.mul_(self.num_sequences / total).add_(tokens.square().sum(dim=0), alpha=1 / total)
         self.num_sequences = total
 
     def input_norms(self) -> Tensor:
-        """Return the norms that :meth:`Hessian.input_norms` returns."""
+        """Return the same norms as :meth:`Hessian.input_norms`."""
         return self._squares.sqrt()
 
 
@@ -94,28 +94,28 @@ def sparsegpt(
 
     Blocks of ``block_size`` columns are pruned left to right. When a block is reached, the entries of all its rows
     compete by ``w² / U_jj²``, ``U`` being the upper Cholesky factor of ``H⁻¹``. With ``n_of_m`` every ``m`` columns of
-    a row compete when they are reached. Then, column by column, the columns to the right take over the contribution of
-    the removed weights.
+    a row compete when they are reached. Then, column by column, the columns to the right compensate for the removed
+    weights.
 
     With ``density`` the matrix keeps exactly ``keep_count(n, density)`` entries, and each block its share to within one
-    entry. Of equal entries the one at the lowest flat index of the block goes. Entries that are 0 when they come count
-    as pruned before and stay so: of a pruned matrix a block loses its zeros, and of what is still missing its share by
-    the entries that are not 0. So masks only shrink. The released code
-    removes one entry more per block: all up to and including the one at position ``⌊n · sparsity⌋`` when sorted.
+    entry. Among equal entries the one at the block's lowest flat index is pruned. Zeros of the given matrix stay
+    pruned, and the blocks share the remaining removals in proportion to their other entries, so masks only shrink. The
+    released code removes one entry more per block: all up to and including the one at position ``⌊n · sparsity⌋`` when
+    sorted.
 
-    The diagonal grows by ``damping`` times its mean. Inputs that were never seen (0 on the diagonal) have
-    their column removed, or as much of the column as the count allows, since such a column counts as 0.
+    The diagonal grows by ``damping`` times its mean. The column of an input that was never seen (0 on the diagonal)
+    counts as 0, so it is pruned as far as the count allows.
 
-    With a ``recorder`` the way through the columns of a block is recorded, and repeated for the other blocks.
+    With a ``recorder`` the sweep over a block's columns is recorded, and replayed for the other blocks.
 
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for values that are not finite, and
-    when the damped ``hessian`` is not positive definite. The function never falls back to another method.
+    when the damped ``hessian`` is not positive definite. There is no fallback to another method.
     """
-    (result,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, recorder)
+    (result,) = sparsegpt_batched([weight], hessian, density, n_of_m, block_size, damping, recorder)
     return result
 
 
-def sparsegpt_together(
+def sparsegpt_batched(
     matrices: Sequence[Tensor],
     hessian: Tensor,
     density: float | None = None,
@@ -124,10 +124,10 @@ def sparsegpt_together(
     damping: float = 0.01,
     recorder: CudaGraphs | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return what :func:`sparsegpt` returns, for each of some ``matrices`` (out, in) that have the same inputs.
+    """Return the result of :func:`sparsegpt` for each of ``matrices`` (out, in), which share their inputs.
 
-    The matrices share one factor, and one pass over the columns goes through the rows of all of them. Each matrix has
-    its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
+    The matrices share one factor and one pass over the columns. Each matrix has its own mask and count of kept entries.
+    Arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
         if not (bool(matrix.isfinite().all()) and bool(hessian.isfinite().all())):
@@ -154,7 +154,7 @@ def sparsegpt_together(
     for number, (start, stop) in enumerate(pairwise(bounds)):
         if density is not None:
             scores = (weights[:, start:stop] / factor.diagonal()[start:stop]).square()  # (rows, block) / (block,)
-            if was_pruned:  # the columns before have updated what was 0
+            if was_pruned:  # earlier columns have updated the zeros
                 scores.masked_fill_(pruned_before[:, start:stop], PRUNED)
             parts = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
             for part_scores, part_mask, kept_counts in parts:
@@ -183,9 +183,9 @@ def sparsegpt_together(
 
 
 class _Block:
-    """A block is some columns of all rows. All blocks of as many columns are, in turn, at the same place in memory.
+    """Some columns of all rows; blocks of one width share their memory, so that a recorded sweep repeats.
 
-    Columns are rows here: the sweep reads and writes them whole.
+    Stored transposed: the sweep reads and writes whole columns.
     """
 
     def __init__(self, columns: int, template: Tensor, n_of_m: NOfM | None) -> None:
@@ -197,14 +197,14 @@ class _Block:
         self._n_of_m = n_of_m
 
     def put(self, weights: Tensor, kept: Tensor, pruned_before: Tensor, factor: Tensor) -> None:
-        """Put weights, mask and zeros (rows, block) in their place, and the block (block, block) of ``U``."""
+        """Copy in weights, mask and zeros (rows, block), and the block (block, block) of ``U``."""
         self.weights.copy_(weights.T)
         self.kept.copy_(kept.T)
         self._pruned_before.copy_(pruned_before.T)
         self._factor.copy_(factor)
 
     def sweep(self) -> None:
-        """Column by column, the columns to the right take over the contribution of the removed weights."""
+        """Compensate for removed weights in the columns to the right, column by column."""
         block, diagonal = self.weights, self._factor.diagonal()
         for i in range(len(block)):
             if self._n_of_m is not None and i % self._n_of_m[1] == 0:
@@ -220,8 +220,8 @@ class _Block:
 def inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor:
     """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``.
 
-    The inverse itself is never made. With rows and columns in reverse order, ``H = V Vᵀ`` has an upper triangle ``V``
-    by one factorisation, and ``U`` is the inverse of ``V``. That is half of the operations.
+    With rows and columns in reverse order, one factorisation gives ``H = V Vᵀ`` with an upper triangle ``V``, and ``U``
+    is the inverse of ``V``. This takes half the operations of inverting ``H``.
     """
     damped_hessian = hessian.detach().clone()
     diagonal = damped_hessian.diagonal()
@@ -240,7 +240,7 @@ def inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor
 
 
 def _upper_inverse(upper: Tensor) -> Tensor:
-    """Return the inverse of an upper triangle (n, n): by halves, so that nearly all of the work is products."""
+    """Return the inverse of an upper triangle (n, n), by halves, so that nearly all work is matrix products."""
     size = len(upper)
     if size <= _SMALL:
         small_inverse: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size).to(upper), upper=True)
@@ -254,10 +254,9 @@ def _upper_inverse(upper: Tensor) -> Tensor:
 
 
 def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[int]:
-    """Return for each of some columns how many entries are kept in the columns before.
+    """Return for each of ``bounds`` how many entries are kept in the columns before it.
 
-    ``zeros`` (out, in) are the entries that were pruned before. What is missing beside them is shared out over the
-    other entries.
+    ``zeros`` (out, in) are the entries pruned before. The remaining removals are shared out over the other entries.
     """
     rows, num_columns = zeros.shape
     if not bool(zeros.any()):

@@ -1,8 +1,8 @@
-"""Channels live or die in groups; functions here choose channels and lead from a full network to a small one and back.
+"""Groups of channels: choosing them, and converting between the full network and a smaller one.
 
-A full network's coordinates are the server's: every client that removed other channels shares them. A small network has
-the removed channels physically gone. :func:`gather` takes a full network's tensors to a small one's. :func:`scatter`
-takes them back. :func:`coordinate_masks` says which full coordinates a small network has.
+Full coordinates are the server's; clients that removed different channels share them. A small network has
+the removed channels physically gone. :func:`gather` converts a full network's tensors to a small one's,
+:func:`scatter` converts them back, and :func:`coordinate_masks` returns which full coordinates a small network has.
 """
 
 import copy
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from fedprune_app.core.modules import generic_copy, tensors_of
 from fedprune_app.core.named import Shapes, TensorDict, Tensors
 
-# Channel masks are, for each group by its name, bool (size,), True = kept.
+# Channel masks by group name: bool (size,), True = kept.
 Kept = TensorDict
 
 
-# Extents say how far leading units reach into tensors: name → dimension → how many of its indices.
+# The extents of leading units in tensors: name → dimension → number of indices.
 Extents = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A slice says where a group's channels lie in one tensor: along ``dim``, each as ``repeat`` neighbouring indices.
+    """Where a group's channels lie in one tensor: along ``dim``, each as ``repeat`` neighbouring indices.
 
     A linear layer behind flattened h x w feature maps has ``repeat = h * w``.
     """
@@ -39,7 +39,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """A channel group is ``size`` channels that can only be removed together, in all of ``slices``.
+    """``size`` channels that can only be removed together, in all of ``slices``.
 
     ``scales`` are the BatchNorm scales that rank the channels. Channels joined by a residual connection have several
     scales.
@@ -58,15 +58,15 @@ def full_channels(groups: Sequence[ChannelGroup]) -> Kept:
 def choose_channels(
     groups: Sequence[ChannelGroup], tensors: Tensors, kept: Kept, fraction: float, floor: float
 ) -> Kept:
-    """Return channel masks without the channels of smallest BatchNorm scale, of each group by itself, once.
+    """Return channel masks without the channels of smallest BatchNorm scale, in one step per group.
 
     Among the n channels that a group still has, the threshold is the scale at position ``int(n * fraction)`` of the
-    sorted |γ|. Channels at or below the threshold go, so 6 become 3 and 16 become 8 at ``fraction`` 0.45. A group's
-    floor is ``int(size * floor)`` and at least 1. A group at or below its floor stays as it is, and so does a group
-    that would fall below its floor. ``fraction`` and ``floor`` are in [0, 1), else ``ValueError``.
+    sorted |γ|. Channels at or below the threshold are removed, so 6 become 3 and 16 become 8 at ``fraction`` 0.45. A
+    group's floor is ``int(size * floor)`` and at least 1. A group at or below its floor, or that would fall below it,
+    is not changed. ``fraction`` and ``floor`` are in [0, 1), else ``ValueError``.
 
-    Source: Sub-FedAvg, section 3.5, and its released code, which ranks within each layer where the text reads as if it
-    ranked all scales together.
+    Source: Sub-FedAvg, section 3.5, and its released code, which ranks within each layer; the text can be read as
+    ranking all scales together.
     """
     for key, value in (("fraction", fraction), ("floor", floor)):
         if not 0 <= value < 1:
@@ -84,13 +84,13 @@ def choose_channels(
 
 
 def channel_distance(a: Kept, b: Kept) -> float:
-    """Return the share of all channels, of all groups together, in which two choices differ; 0 without channels."""
+    """Return the share of all groups' channels in which two choices differ; 0 without channels."""
     total = sum(mask.numel() for mask in a.values())
     return sum(int((a[name] != b[name]).sum()) for name in a) / total if total else 0.0
 
 
 def _indices(groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, dict[int, Tensor]]:
-    """Return tensor → dimension → the kept indices, ascending, of the tensors and dimensions that groups cut."""
+    """Return tensor → dimension → the kept indices, ascending, for tensors and dimensions that groups cut."""
     indices: dict[str, dict[int, Tensor]] = {}
     for group in groups:
         for piece in group.slices:
@@ -118,9 +118,9 @@ def coordinate_masks(groups: Sequence[ChannelGroup], kept: Kept, shapes: Shapes)
 
 
 def gather(tensors: Tensors, groups: Sequence[ChannelGroup], kept: Kept) -> TensorDict:
-    """Return a full network's tensors (or masks) as the small network has them.
+    """Return a full network's tensors (or masks) in the small network's shapes.
 
-    Tensors that no group cuts stay as they are.
+    Tensors that no group cuts are not changed.
     """
     result = dict(tensors)
     for name, indices_by_dim in _indices(groups, kept).items():
@@ -153,9 +153,9 @@ def scatter(
 def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.Module:
     """Remove channels from ``model`` in place and return ``model``.
 
-    Its parameters and buffers are new, smaller ones, and its layers hold the new sizes. Layers may be convolutions (not
-    grouped ones), batch normalisations and linear layers. The result computes the same as the masked full
-    network, faster. Raises ``ValueError`` for a layer of another kind.
+    It gets new, smaller parameters and buffers, and its layers the new sizes. Layers may be convolutions (not grouped
+    ones), batch normalisations and linear layers. The result computes the same as the masked full network, faster.
+    Raises ``ValueError`` for a layer of another kind.
     """
     names = {piece.tensor for group in groups for piece in group.slices}
     state = tensors_of(model)
@@ -185,7 +185,7 @@ def _resize(path: str, layer: nn.Module, shape: torch.Size) -> None:
 
 
 def of_leading_units(model: nn.Module, reach: Extents, norm_groups: Mapping[str, int]) -> Callable[[Tensor], Tensor]:
-    """Return the network of the leading units of ``model``, whose GroupNorms it changes."""
+    """Return the network of the leading units of ``model``; changes the GroupNorms of ``model``."""
     for name, count in norm_groups.items():
         model.get_submodule(name).num_groups = count  # type: ignore[assignment]
     state = tensors_of(model)
@@ -199,10 +199,10 @@ def check_cut(
     masks: Callable[[], Tensors],
     cut: Callable[[nn.Module], Callable[[Tensor], Tensor]],
 ) -> None:
-    """Raise ``ValueError`` unless ``cut(model)`` computes what the full network does with 0 where masks are False.
+    """Raise ``ValueError`` unless ``cut(model)`` computes the same as the full network with 0 where masks are False.
 
-    The two are compared on random images, with random weights and running statistics, in eval mode. The small one has
-    to have a gradient, too. ``model`` stays as it is.
+    Both are compared on random images, with random weights and running statistics, in eval mode. The small one must
+    have a gradient, too. ``model`` is not changed.
     """
     draw = torch.Generator().manual_seed(0)
     try:
@@ -222,7 +222,7 @@ def check_cut(
         if outputs.shape == expected.shape and torch.allclose(outputs, expected, 0.0, 1e-3 * float(expected.std())):
             return
         problem = "computes something else"
-    except Exception as failure:  # a user's network raises what it likes
+    except Exception as failure:  # a user's network may raise anything
         problem = f"fails: {type(failure).__name__}: {failure}"
     raise ValueError(
         "the model cannot be made smaller, allowed: one that with fewer units computes what it does with these units "
@@ -234,10 +234,10 @@ def check_cut(
 
 
 def hidden_groups(layers: Mapping[str, Sequence[str]], shapes: Shapes) -> tuple[ChannelGroup, ...]:
-    """Return the units between consecutive layers of a chain, each group by the name of the layer that puts them out.
+    """Return the units between consecutive layers of a chain, each group named by the layer whose outputs they are.
 
     ``layers`` maps each layer, in order, to the names of its tensors (:func:`fedprune_app.core.layers.layers_of`); its
-    ``weight`` is (out, in, ...). Whether a network is such a chain, :func:`check_cut` finds out.
+    ``weight`` is (out, in, ...). :func:`check_cut` checks whether a network is such a chain.
     """
     groups = []
     for (name, tensors), (follower, _) in pairwise(layers.items()):
@@ -258,10 +258,7 @@ def leading_count(size: int, share: float, multiple: int = 1) -> int:
 
 
 def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Return where the first ``counts[group]`` units of each group lie.
-
-    Groups and dimensions that are whole are left out.
-    """
+    """Return the extents of the first ``counts[group]`` units of each group; whole groups are left out."""
     result: dict[str, dict[int, int]] = {}
     for group in groups:
         if counts[group.name] < group.size:
@@ -273,9 +270,9 @@ def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[s
 def leading_part(
     model: nn.Module, groups: Sequence[ChannelGroup], shares: Mapping[str, float]
 ) -> tuple[dict[str, dict[int, int]], dict[str, int]]:
-    """Return the extents of these shares of the units, by group, and how many groups each GroupNorm then has left.
+    """Return the extents of the leading ``shares`` of each group's units, and the groups left in each GroupNorm.
 
-    GroupNorm keeps whole groups, so that the small network computes what the masked one would.
+    GroupNorm keeps whole groups, so that the small network computes the same as the masked one.
     """
     counts: dict[str, int] = {}
     norm_groups: dict[str, int] = {}
@@ -289,7 +286,7 @@ def leading_part(
 
 
 def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
-    """Return the leading block of ``tensor``, a view: along each dimension of ``dims`` the given number of indices."""
+    """Return a view of the leading block of ``tensor``: along each dimension of ``dims`` that number of indices."""
     for dim, count in (dims or {}).items():
         tensor = tensor.narrow(dim, 0, count)
     return tensor
@@ -316,16 +313,13 @@ def leading_masks(cut: Extents, shapes: Shapes) -> TensorDict:
 
 
 class LeadingCounts:
-    """Leading counts say how many coordinates of a mask lie in any of its leading blocks, from one pass over the mask.
-
-    The mask is of a weight (out, in, ...).
-    """
+    """Count the kept coordinates in any leading block of a mask (out, in, ...), from one pass over it."""
 
     def __init__(self, mask: Tensor) -> None:
         counts = mask.flatten(2).sum(2) if mask.dim() > 2 else mask.long()
         self.table = counts.cumsum(0).cumsum(1)  # (out, in)
 
     def within(self, dims: Mapping[int, int] | None) -> int:
-        """Return the number of kept coordinates in the block that :func:`leading_block` cuts out."""
+        """Return the number of kept coordinates in the block of :func:`leading_block`."""
         rows, columns = ((dims or {}).get(dim, size) for dim, size in enumerate(self.table.shape))
         return int(self.table[rows - 1, columns - 1])

@@ -6,5 +6,5 @@ def one_line(text: object) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error that may be of any kind in one line, with its kind."""
+    """Return any error as one line, with its type."""
     return one_line(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Winning tickets are chosen among several, and iterative pruning makes nested sub-models of one.
+"""Winning tickets: masks, the choice among several tickets, and nested sub-models by iterative pruning.
 
 Source: Fed-LTP, section 4; Frankle and Carbin, "The Lottery Ticket Hypothesis", ICLR 2019.
 """
@@ -13,13 +13,13 @@ from fedprune_app.core.masks import Masks, keep_count, relative_threshold_masks
 from fedprune_app.core.named import TensorDict, Tensors, Values
 from fedprune_app.core.scores import magnitude_mask, smallest
 
-# A ticket that is right of one percent fewer images is drawn with 1/e of the probability.
+# A ticket with 0.01 less accuracy is drawn with 1/e of the probability.
 TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A ticket is a pruned network: the values to start from, the masks, and the trained weights that gave these."""
+    """A pruned network: the values to start from, the masks, and the trained weights from which they were chosen."""
 
     start: Tensors
     trained: Tensors
@@ -28,7 +28,7 @@ class Ticket:
 
 
 def ticket_masks(weights: Tensors, density: float, rule: str = "quantile") -> Masks:
-    """Return the masks of trained weights, tensor by tensor, by one of two rules.
+    """Return the masks of trained weights, per tensor, by one of two rules.
 
     * ``quantile`` keeps exactly ``keep_count(n, density)`` weights of largest magnitude, so that ``p = 1 - Pr``
       (equation 11).
@@ -43,10 +43,10 @@ def ticket_masks(weights: Tensors, density: float, rule: str = "quantile") -> Ma
 
 
 def selection_probabilities(counts: Sequence[float], total: int, temperature: float = TEMPERATURE) -> list[float]:
-    """Return the probability with which each ticket is taken, given its number of correct predictions of ``total``.
+    """Return each ticket's probability of being chosen, from its number of correct predictions of ``total``.
 
     They are the softmax of accuracies over ``temperature``. Equation 10 as printed is the softmax of the counts
-    themselves: it all but always takes the best ticket. The largest exponent is 0, so nothing overflows.
+    themselves, which nearly always chooses the best ticket. The largest exponent is 0, so nothing overflows.
 
     >>> [round(share, 2) for share in selection_probabilities([90, 80], total=100, temperature=0.1)]
     [0.73, 0.27]
@@ -62,7 +62,7 @@ def nested_levels(weights: Tensors, masks: Tensors, num_models: int, pruned_shar
     The numbers are int16, and 0 outside ``masks``. ``M_i`` keeps ``keep_count(kept, (1 - pruned_share)^i)`` of a
     tensor's ``kept`` coordinates, those of largest magnitude. This is equation 15, so each sub-model loses a
     ``pruned_share`` of the survivors. Equation 12 with rule (9), read literally, removes nothing after its first pass,
-    since all survivors exceed the threshold. :func:`at_level` gives the masks. ``ValueError`` for NaN.
+    since all survivors exceed the threshold. :func:`at_level` returns the masks. ``ValueError`` for NaN.
     """
     levels = {}
     for name, mask in masks.items():

@@ -1,4 +1,4 @@
-"""A topology says from whom each client of a decentralised round receives models: index lists only, no messages."""
+"""Topologies: from which clients each client of a decentralised round receives models."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,11 @@ TOPOLOGIES = {
 def neighbours(
     topology: str, clients: Sequence[int], active: Sequence[int], limit: int, rng: np.random.Generator
 ) -> Neighbours:
-    """Return from whom each active client receives this round: sorted active clients, never the client itself.
+    """Return the senders of each active client this round: sorted active clients, never the client itself.
 
-    ``clients`` are all partition ids, in the order to which "ring" and "exponential" refer. ``active`` are
-    those that take part this round, in any order. The fixed topologies leave an inactive neighbour out. The random ones
-    draw ``min(limit, len(active) - 1)`` among the active. The fixed ones use neither ``limit`` nor ``rng``.
-    ``ValueError`` for an unknown topology.
+    ``clients`` are all partition ids, in the order that "ring" and "exponential" use. ``active`` are this round's
+    participants, in any order. The fixed topologies omit inactive neighbours and use neither ``limit`` nor ``rng``. The
+    random ones draw ``min(limit, len(active) - 1)`` of the active clients. ``ValueError`` for an unknown topology.
 
     Source: Dis-PFL, section 4.1, bounds the links of the busiest node. "random" bounds these links in both directions.
     The authors' code draws "random-in", which bounds the downloads alone.
@@ -35,7 +34,7 @@ def neighbours(
     if topology not in TOPOLOGIES:
         raise ValueError(f"topology is '{topology}', allowed: {', '.join(TOPOLOGIES)}")
     active_set, size = set(active), len(clients)
-    members = [client for client in clients if client in active_set]  # the order of arrival must not matter
+    members = [client for client in clients if client in active_set]  # independent of the order of arrival
     if topology == "random":
         return _random_regular(members, limit, rng)
     if topology == "random-in":
@@ -50,7 +49,7 @@ def neighbours(
 
 
 def _random_regular(members: Sequence[int], limit: int, rng: np.random.Generator) -> Neighbours:
-    """Draw a circulant digraph under a random relabelling: place i receives from places i + s, s the distinct shifts.
+    """Draw a circulant digraph with random labels: place i receives from places i + s for distinct shifts s.
 
     Each place also sends to one place per shift, so both degrees are exact without any retries.
     """
@@ -70,7 +69,7 @@ def _random_in(members: Sequence[int], limit: int, rng: np.random.Generator) -> 
 
 
 def _senders(topology: str, place: int, size: int) -> list[int]:
-    """Return the places from which ``place`` receives in a fixed topology; the list may name ``place`` itself."""
+    """Return the places from which ``place`` receives in a fixed topology, possibly including itself."""
     if topology == "ring":
         return [(place - 1) % size, (place + 1) % size]
     if topology == "exponential":
@@ -79,7 +78,7 @@ def _senders(topology: str, place: int, size: int) -> list[int]:
 
 
 def links(received: Mapping[int, Sequence[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return in-degree and out-degree of every client that ``received`` names, as receiver or as sender.
+    """Return in-degree and out-degree of every client in ``received``, as receiver or sender.
 
     >>> links({0: (1, 3), 1: (0,), 3: (0,)})
     ({0: 2, 1: 1, 3: 1}, {0: 2, 1: 1, 3: 1})

@@ -1,4 +1,4 @@
-"""torchvision can be imported beside a CPU-only torch once it was made ready here."""
+"""Preparation for importing torchvision next to a CPU-only torch."""
 
 import importlib.util
 import sys
@@ -9,12 +9,12 @@ from pathlib import Path
 
 @cache
 def prepare_torchvision() -> None:
-    """Load torchvision's compiled operators, or declare those that do not load: before any import of torchvision.
+    """Load torchvision's compiled operators, or declare those that fail to load; call before any import of torchvision.
 
-    transformers imports torchvision in its own time, and so may a plug-in. torchvision's wheel brings operators built
-    against CUDA torch. Beside a CPU-only torch they do not load, and torchvision then fails while it describes the
-    operators that are not there ("operator torchvision::nms does not exist"). torchvision asks for two of them. Their
-    declaration without an implementation is enough for its datasets, transforms and models.
+    transformers imports torchvision by itself, and so may a plug-in. torchvision's wheel contains operators built
+    against CUDA torch. With a CPU-only torch they do not load, and torchvision then fails while it registers the
+    missing operators ("operator torchvision::nms does not exist"). It needs two of them. A declaration without an
+    implementation is enough for its datasets, transforms and models.
     """
     import torch
 
@@ -27,7 +27,7 @@ def prepare_torchvision() -> None:
 
 
 def declare_operators() -> None:
-    """Declare the operators that torchvision asks for and that are not there."""
+    """Declare the operators that torchvision needs, where they are missing."""
     import torch
 
     for name in ("nms", "qnms"):

@@ -1,19 +1,19 @@
-"""Images are augmented as they are trained on."""
+"""Augmentation of training images."""
 
 import torch
 from torch import Tensor
 
 
 class CropFlip:
-    """A crop-flip shifts each image of a batch by -4 to 4 pixels along both axes and mirrors it with probability 1/2.
+    """Shift each image of a batch by -4 to 4 pixels along both axes, and mirror it with probability 1/2.
 
-    It is made once from a client's normalised images (N, C, H, W), of which it keeps a padded copy on their device.
-    ``black`` (C,) is the normalised value of a black pixel. Papers pad before they normalise. So the pixels that come
-    into view at the border are black, and not 0, which is the mean colour.
+    It is built once from a client's normalised images (N, C, H, W), and keeps a padded copy of them on their device.
+    ``black`` (C,) is the normalised value of a black pixel. Papers pad before they normalise, so the border is black,
+    and not 0, which is the mean colour.
 
-    :meth:`draws` maps positions (B,) to choices (B, 4) by 3 B draws from a CPU generator. A choice has the position of
-    an image, the shifts down and to the right, and whether the image is mirrored. A call with choices, on the images'
-    device, gives images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
+    :meth:`draws` maps positions (B,) to choices (B, 4) by 3 B draws from a CPU generator. A choice is the position of
+    an image, the shifts down and to the right, and whether the image is mirrored. Calling it with choices, on the
+    images' device, returns images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
     """
 
     PADDING = 4
@@ -40,6 +40,6 @@ class CropFlip:
         x = right + torch.where(mirrored.bool(), x.flip(0), x)  # (B, W)
         row = position * self._rows + y  # (B, H) among the rows of all images
         pixel = row.unsqueeze(2) * self._columns + x.unsqueeze(1)  # (B, H, W)
-        # One selection of whole pixels: three times as fast as indexing by image, row and column.
+        # Selecting whole pixels at once is three times as fast as indexing by image, row and column.
         batch = self._pixels.index_select(0, pixel.flatten())
         return batch.view(count, self._height, self._width, -1).permute(0, 3, 1, 2)

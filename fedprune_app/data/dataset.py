@@ -1,4 +1,4 @@
-"""A dataset is a labelled set of examples in memory; here is also what its readers share: labels, files, errors."""
+"""The dataset in memory, and helpers of its readers: labels, files, errors."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from fedprune_app.files import locked
 
 
 def shortened(names: Sequence[str], limit: int = 12) -> str:
-    """Return the first ``limit`` names as text, and how many there are beside these.
+    """Return the first ``limit`` names as text, and the number of the others.
 
     >>> shortened(["a", "b", "c"], limit=2)
     'a, b, ... (1 more)'
@@ -29,14 +29,14 @@ def shortened(names: Sequence[str], limit: int = 12) -> str:
 
 
 class FileError(ValueError):
-    """A data file cannot be used."""
+    """Raised for a data file that cannot be used."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(f"'{path}' {reason}")
 
 
 def text_of(value: object) -> str:
-    """Return the text of a label or an owner. Bytes are UTF-8, and a whole number has no fraction.
+    """Return the text of a label or an owner; bytes are UTF-8, and a whole number has no fraction.
 
     >>> text_of(b"cat"), text_of(1.0), text_of("1.0")
     ('cat', '1', '1.0')
@@ -47,8 +47,8 @@ def text_of(value: object) -> str:
 
 
 def in_order(labels: Collection[str]) -> tuple[str, ...]:
-    """Return the different labels in order: numbers by their value, texts by their letters."""
-    sorted_labels = sorted({*labels})  # it also orders 01 and 1
+    """Return the distinct labels in order: numerically if all are numbers, else alphabetically."""
+    sorted_labels = sorted({*labels})  # orders 01 and 1, which are equal as numbers
     try:
         return tuple(sorted(sorted_labels, key=float))
     except ValueError:
@@ -58,9 +58,9 @@ def in_order(labels: Collection[str]) -> tuple[str, ...]:
 def coded(
     labels: Mapping[str, Sequence[str]], classes: Sequence[str], refuse: Callable[[str, str], ValueError]
 ) -> dict[str, NDArray[np.int64]]:
-    """Return the labels of each part as numbers of ``classes``.
+    """Return the labels of each part as indices into ``classes``.
 
-    What ``refuse`` makes of a part and of a label that is no class is raised.
+    Raises ``refuse(part, label)`` for an unknown label.
     """
     numbers = {name: number for number, name in enumerate(classes)}
     for part, names in labels.items():
@@ -81,19 +81,19 @@ _MOST_DIGESTED = 256 << 20  # bytes of each part: 0.2 s
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset is a labelled image set in memory (or mapped from a cache file); its arrays are read-only.
+    """Labelled images in memory or mapped from a cache file, with classes and normalisation; arrays are read-only.
 
-    Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A dataset of
-    a plug-in may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they
-    become float32. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and for numbers as they are.
-    ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it is nobody's; None where
-    a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
-    examples, and is -1 for who has no training example. ``groups`` (N,) says by a name or a number to which group each
-    training example belongs, such as a patient's, and ``test_groups`` says that of the test examples. An example with
-    an empty name is a group of its own. ``features`` are the names of the C numbers of an example, in order, where
-    numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples, and no
-    published constants. ``notes`` say what is there and is not read. ``stored`` returns digests of the training and
-    then the test examples as they are stored, whatever settings make of them.
+    Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A plug-in's
+    dataset may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they become
+    float32. ``mean`` and ``std`` per channel apply to images scaled to [0, 1], and to numbers as they are. ``owners``
+    (N,) numbers the owner of each training example from 0 on, -1 for an example without owner; None if the dataset has
+    no owners. Each number up to the highest one has an example. ``test_owners`` are the owners of the test examples, -1
+    for an owner without training examples. ``groups`` (N,) names or numbers the group of each training example, such as
+    a patient's, and ``test_groups`` that of each test example. An example with an empty name is a group of its own.
+    ``features`` are the names of the C numbers of an example, in order, if they have names. ``is_measured`` means that
+    ``mean`` and ``std`` were measured on the training examples, and are not published constants. ``notes`` describe
+    data that were found and not read. ``stored`` returns digests of the training and then the test examples as they are
+    stored, independent of the settings.
     """
 
     name: str
@@ -123,14 +123,15 @@ class Dataset:
 
     @property
     def features_digest(self) -> str:
-        """Return a SHA-256 of the names of the features in their order, which is empty without names."""
+        """Return a SHA-256 of the features' names in their order; empty without names."""
         return hashlib.sha256(json.dumps(self.features).encode()).hexdigest() if self.features else ""
 
     @cached_property
     def content_sha256(self) -> str:
-        """The digest is of all labels and classes, and of all images or of 256 MiB of them, evenly spaced.
+        """Return a SHA-256 of all labels and classes, and of all images or 256 MiB of them, evenly spaced.
 
-        Two datasets of the same digest are taken for one. A change of a few images among many GiB may go unseen.
+        Two datasets with the same digest are considered equal. A change of a few images among many GiB may not be
+        detected.
         """
         total = hashlib.sha256(json.dumps(self.classes).encode())
         for images, labels in ((self.train_images, self.train_labels), (self.test_images, self.test_labels)):
@@ -148,10 +149,10 @@ class Dataset:
 
 
 def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return whose each training example and each test example is as a number.
+    """Return the owner of each training example and of each test example as a number.
 
-    It is that of the name among all names of training examples in order. It is -1 for an empty name, and for somebody
-    who has test examples alone.
+    Owners of training examples are numbered by name. -1 stands for an empty name, and for an owner of test examples
+    alone.
     """
     numbers = {name: number for number, name in enumerate(sorted({*owners} - {""}))}
     train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in (owners, test_owners))
@@ -159,7 +160,7 @@ def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[ND
 
 
 def visible(folder: Path) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder in the order of their names; an absent folder has none."""
+    """Return the entries of a folder ordered by name, without hidden ones; an absent folder has none."""
     if not folder.is_dir():
         return []
     entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
@@ -179,9 +180,9 @@ def missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
 def require(
     name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], object], alternatives: str = ""
 ) -> None:
-    """Make sure that the files exist; with ``download`` missing files are fetched once (one process at a time).
+    """Check that the files exist; with ``download``, fetch missing ones once (one process at a time).
 
-    ``alternatives`` is a text for the error: which other files the dataset could be read from.
+    ``alternatives`` is a text for the error: other files from which the dataset could be read.
     """
     if download and not all(file.exists() for file in files):
         try:
@@ -205,7 +206,7 @@ def fetch_archive(url: str, folder: Path, md5: str) -> None:
 
 
 def scale(examples: NDArray[Any], public_scale: bool) -> Scale:
-    """Return the mean and the standard deviation by channel that examples are normalised with."""
+    """Return the mean and the standard deviation per channel with which examples are normalised."""
     channels = examples.shape[1]
     if public_scale:
         centre, width = (0.5, 0.5) if examples.dtype == np.uint8 else (0.0, 1.0)
@@ -214,10 +215,10 @@ def scale(examples: NDArray[Any], public_scale: bool) -> Scale:
 
 
 def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> Scale:
-    """Return mean and standard deviation by channel: of images in [0, 1], or of numbers as they are.
+    """Return mean and standard deviation per channel: of images in [0, 1], or of numbers as they are.
 
-    A part has examples, and the positions of those that count. Those of images are exact, from a histogram, for which a
-    thousand images at a time are read.
+    A part is examples and the positions that count. For images the result is exact, from a histogram, which reads a
+    thousand images at a time.
     """
     if parts[0][0].dtype != np.uint8:
         numbers = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
@@ -241,14 +242,14 @@ def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> Scale:
 
 @dataclass(frozen=True)
 class Form:
-    """A form says how data of a user's own are read. Fields that are keys of the configuration are described there.
+    """How a user's own data are read; fields that are configuration keys are described there.
 
-    * ``classes``: the names of the classes, and their order. None means those that the data have: every class that has
+    * ``classes``: the names of the classes, in order. Empty means those found in the data: every class that has
       a folder or a name, or every label.
-    * ``needs_test``: there has to be a test part. Without it data may be without one, and then have no test examples.
-    * ``image_size``: the side of the square that each picture becomes; 0 leaves pictures as they are.
-    * ``image_fit``: "crop" cuts a picture to a square around its middle, "stretch" squeezes it into the square.
-    * ``by_owner``: an image folder says whose each training image is.
+    * ``needs_test``: a test part is required. Otherwise the data may have no test examples.
+    * ``image_size``: the side of the square to which each picture is resized; 0 keeps pictures as they are.
+    * ``image_fit``: "crop" cuts a picture to a square around its centre, "stretch" squeezes it into the square.
+    * ``by_owner``: the folders of an image folder are owners.
     * ``label_column``, ``image_column``, ``owner_column``, ``group_column``: names of columns.
     * ``ignore_columns``: names of a table's columns that are no features.
     """

@@ -1,7 +1,7 @@
-"""Image datasets are uint8 arrays: embedded digits, the papers' public sets, folders of images, a server's public ones.
+"""Image datasets as uint8 arrays: embedded digits, the papers' public sets, image folders, a server's public images.
 
-Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its binary version, decoded images
-from ``.npy`` files.
+Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its binary version, decoded images from
+``.npy`` files.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fedprune_app.core.named import ImageShape
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
-from fedprune_app.data import brought, folders, partitions, tables
+from fedprune_app.data import folders, partitions, plugin_datasets, tables
 from fedprune_app.data.dataset import (
     Dataset,
     Form,
@@ -36,10 +36,10 @@ from fedprune_app.data.partitions import Indices, stratified_holdout
 
 @dataclass(frozen=True)
 class _IdxSet:
-    """An IDX set says where torchvision keeps a set, and describes the set.
+    """Where torchvision stores a dataset of IDX files, and its classes and normalisation.
 
-    The place is torchvision's class, its arguments, and the prefixes of the train and test files. Of the classes the
-    first ``num_classes`` are read, or all.
+    The location is torchvision's class, its arguments, and the prefixes of the train and test files. Only the first
+    ``num_classes`` classes are read, or all.
     """
 
     torchvision_class: str
@@ -89,7 +89,7 @@ IDX = {
 
 
 def idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
-    """Read an IDX set; torchvision only downloads the files, because its classes also unpickle an older form."""
+    """Read an IDX set; torchvision only downloads the files, because its classes also unpickle an older format."""
     kind = IDX[name]
     raw = folder / kind.torchvision_class / "raw"
     files = [
@@ -117,7 +117,7 @@ def idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
 def _read_idx(path: Path, ndim: int) -> Images:
     """Read an IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values.
 
-    The values stay in the file, which all processes of this machine share, and are read when they are used.
+    The values are mapped from the file, shared by all processes of this machine, and read on use.
     """
     header = 4 + 4 * ndim
     is_empty = not path.stat().st_size  # an empty file cannot be mapped
@@ -172,17 +172,16 @@ def cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
 def load_dataset(
     name: str, data_dir: str | Path = "", download: bool = False, *, public_scale: bool = False, **form: Any
 ) -> Dataset:
-    """Load the dataset of a name in :data:`fedprune_app.data.names.DATASETS`, once per process.
+    """Load a dataset by its name in :data:`fedprune_app.data.names.DATASETS`, once per process.
 
     * ``data_dir`` is the folder of its files (unused for digits).
-    * With ``download`` missing files are fetched into this folder.
-    * Data of a user's own are normalised by the statistics of the training examples. With ``public_scale`` images are
-      normalised to [-1, 1], whatever they are, and numbers stay as they are.
-    * ``form`` has fields of :class:`Form`, which say how data of a user's own are read.
+    * With ``download`` missing files are downloaded into this folder.
+    * A user's own data are normalised by the statistics of the training examples. With ``public_scale`` images are
+      normalised to [-1, 1] independent of the data, and numbers are not changed.
+    * ``form`` are fields of :class:`Form`: how a user's own data are read.
 
-    Raises a one-line ``ValueError`` for missing files (with the expected files and how to get
-    them) and for damaged files. The error names the damaged file. The exception are images of folders, which only the
-    log names.
+    Raises a one-line ``ValueError`` for missing files (with the expected files and how to get them) and for damaged
+    files. The error names the damaged file; images of folders are named in the log only.
     """
     return _load(name, str(data_dir), download, Form(**form), public_scale)
 
@@ -192,7 +191,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     if name == "digits":
         return _digits()
     if name in LOADERS:
-        return brought.dataset(name, LOADERS[name], data_dir, form, public_scale=public_scale)
+        return plugin_datasets.dataset(name, LOADERS[name], data_dir, form, public_scale=public_scale)
     if not data_dir:
         raise ValueError(f"data-dir is empty: dataset '{name}' is read from files, give the folder that has them")
     folder = Path(data_dir).expanduser().absolute()
@@ -201,7 +200,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     if name == "tiny-imagenet":
         return folders.tiny_imagenet(folder, download)
     if name == "huggingface":
-        return brought.on_disk(folder, form, public_scale=public_scale)
+        return plugin_datasets.on_disk(folder, form, public_scale=public_scale)
     if name == "table":
         return tables.table(folder, form, public_scale=public_scale)
     if name == "image-folder":
@@ -211,7 +210,7 @@ def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bo
     return cifar_binary(name, folder, download)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     _load.cache_clear()
 
 
@@ -219,7 +218,7 @@ def forget() -> None:
 
 
 def _digits() -> Dataset:
-    """Split the digits 80/20 by label, the same for every seed, so that runs compare on the same test images."""
+    """Split the digits 80/20 by label, equal for every seed, so that all runs have the same test images."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -235,7 +234,7 @@ def _digits() -> Dataset:
 # --- a server's public images -----------------------------------------------------------------------------------------
 
 
-_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what image libraries mean by grey
+_LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, which image libraries use for grey
 
 
 def public_dataset(
@@ -243,9 +242,9 @@ def public_dataset(
 ) -> tuple[Tensor, Tensor, int]:
     """Return training images of a dataset as float32 (N, *shape), their labels (N,), and the number of classes.
 
-    ``samples`` images are drawn with the label law of the dataset; 0 takes all images. The images are normalised by
+    ``samples`` images are drawn with the label distribution of the dataset; 0 returns all. The images are normalised by
     their own mean and standard deviation per channel. Raises ``ValueError`` as
-    :func:`~fedprune_app.data.datasets.load_dataset`, and for more samples than there are.
+    :func:`~fedprune_app.data.datasets.load_dataset`, and for more samples than available.
     """
     dataset = load_dataset(name, data_dir, download)
     indices = some_of(dataset.train_labels, samples, seed)
@@ -256,9 +255,9 @@ def public_dataset(
 
 
 def some_of(labels: Labels, samples: int, seed: int) -> Indices:
-    """Return sorted positions of ``samples`` labels with the label law of all, or of all labels for 0.
+    """Return sorted positions of ``samples`` labels with the overall label distribution; 0 returns all positions.
 
-    ``ValueError`` for more samples than there are.
+    ``ValueError`` for more samples than available.
     """
     if samples > len(labels):
         raise ValueError(f"fedltp.public-samples is {samples}, allowed: at most {len(labels)}, which are public")
@@ -269,9 +268,9 @@ def some_of(labels: Labels, samples: int, seed: int) -> Indices:
 def adapted(images: Images, shape: ImageShape) -> Tensor:
     """Return uint8 images (N, C, H, W) as float32 (N, *shape) in [0, 1].
 
-    * Grey comes from colours by luminance.
-    * Colours come from grey by repeating it.
-    * Sizes change by bilinear interpolation with antialiasing.
+    * Colour becomes grey by luminance.
+    * Grey becomes colour by repetition.
+    * Images are resized by bilinear interpolation with antialiasing.
     """
     channels, *size = shape
     pixels = torch.from_numpy(np.ascontiguousarray(images)).float().div_(255)

@@ -1,8 +1,8 @@
-"""Folders of images: the classes are folders, and the pixels are kept in a cache file beside them.
+"""Image folders: each class is a folder, and decoded pixels are cached next to them.
 
-A training image may belong to somebody: the images of a client are then in a folder of its own. It may belong to a
-group, such as a patient's, whose images are in a folder inside their class, or which ``groups.csv`` names. Pictures of
-Pillow become pixels here, whoever brings them: folders, Hugging Face's datasets and plug-ins.
+A training image may have an owner: a client's images are then in a folder of its own. It may have a group, such as a
+patient's: a folder inside the class, or an entry in ``groups.csv``. Pictures of Pillow are decoded here for all
+sources: folders, Hugging Face's datasets and plug-ins.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]
 _GREY = ("1", "L", "LA")
-_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM", "TIFF")  # Pillow gives PostScript to another program
+_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "WEBP", "PPM", "TIFF")  # Pillow passes PostScript to another program
 
 
 def open_picture(file: IO[bytes]) -> Picture:
-    """Open a picture of a format that is read everywhere here, whatever its file is called. Raises ``OSError``."""
+    """Open a picture by its content, if it has one of the allowed formats, whatever its name. Raises ``OSError``."""
     from PIL import Image
 
     return Image.open(file, formats=_FORMATS)
@@ -63,9 +63,9 @@ def stacked(
 ) -> Pixels:
     """Return the pixels of ``count`` pictures as (N, C, H, W), with one channel if every picture is grey, else three.
 
-    With ``size`` each picture becomes a square of that side, see :func:`resized`; else all have one size. What
-    ``refuse`` makes of a picture's position and the reason is raised for a picture that cannot be read, for one of
-    another size, and for one of more than 8 bits per channel, of which too few levels might be left.
+    With ``size`` each picture becomes a square of that side, see :func:`resized`; else all must have one size. Raises
+    ``refuse(position, reason)`` for a picture that cannot be read, for one of another size, and for one of more than 8
+    bits per channel, which would lose levels.
     """
     images: Pixels = np.empty(0, np.uint8)
     for i, picture in enumerate(pictures):
@@ -74,7 +74,7 @@ def stacked(
         try:
             array = pixels(picture)
             array = resized(array, (size, size), fit) if size else array
-        except Exception as error:  # Pillow's readers raise what they like, DecompressionBombError too
+        except Exception as error:  # Pillow's readers may raise anything, DecompressionBombError too
             raise refuse(i, f"cannot be read as an image ({type(error).__name__})") from None
         if i == 0:
             images = np.empty((count, *array.shape), np.uint8)
@@ -88,14 +88,14 @@ def stacked(
 
 
 def pixels(picture: Picture) -> Pixels:
-    """Return a picture of 8 bits per channel as (C, H, W), turned as its EXIF data say.
+    """Return a picture of 8 bits per channel as (C, H, W), rotated by its EXIF data.
 
     Grey has one channel, and all else has three: the colours of a palette, not its indices. Transparency is dropped.
     """
     from PIL import ImageOps
 
-    picture.load()  # Pillow then turns TIFF files, and says so in their EXIF data
-    with suppress(Exception):  # damaged EXIF data say nothing
+    picture.load()  # this rotates TIFF files and updates their EXIF data
+    with suppress(Exception):  # damaged EXIF data are ignored
         picture = ImageOps.exif_transpose(picture)
     if picture.mode in _GREY and not picture.has_transparency_data:
         return np.asarray(picture.convert("L"))[None]
@@ -104,9 +104,9 @@ def pixels(picture: Picture) -> Pixels:
 
 
 def resized(image: Pixels, size: tuple[int, int], fit: str) -> Pixels:
-    """Return pixels (C, H, W) with another (height, width), by Pillow's bicubic interpolation with antialiasing.
+    """Return pixels (C, H, W) resized to (height, width), by Pillow's bicubic interpolation with antialiasing.
 
-    With the ``fit`` "crop" an image is cut around its middle to the new proportions, with "stretch" it is squeezed.
+    ``fit`` "crop" first cuts an image around its centre to the new proportions, "stretch" squeezes it.
     """
     from PIL import Image, ImageOps
 
@@ -131,7 +131,7 @@ def picture_of(image: Pixels) -> Picture:
 # --- folders ----------------------------------------------------------------------------------------------------------
 
 
-_READING = b"npy3"  # version of the way in which files become pixels: a cache of another version is not used
+_READING = b"npy3"  # version of the decoding: a cache of another version is not used
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 Member = tuple[os.DirEntry[str], int]  # a file, and its label
 
@@ -141,10 +141,9 @@ def image_folder(
 ) -> Dataset:
     """Read ``folder/train/<class>/*`` and ``folder/test/<class>/*``; by owner ``folder/<owner>/<class>/*``.
 
-    A folder inside that of a class has the images of one group, unless ``folder/groups.csv`` says which groups there
-    are: its columns are ``file``, a path below ``folder``, and ``group``. Images are normalised by ``norm``, a mean and
-    a deviation by channel, or else as :func:`scale` says. By owner all images are training images, and none is for
-    tests. Raises a one-line ``ValueError``.
+    A folder inside a class holds the images of one group, unless ``folder/groups.csv`` lists the groups, in the columns
+    ``file``, a path below ``folder``, and ``group``. Images are normalised by ``norm``, a mean and a deviation per
+    channel, or else by :func:`scale`. By owner all images are training images. Raises a one-line ``ValueError``.
     """
     places_by_part: dict[str, list[Path]] = {}
     if form.by_owner:
@@ -178,7 +177,7 @@ def image_folder(
 
 
 def _groups(folder: Path, items: Sequence[os.DirEntry[str]]) -> list[str]:
-    """Return the name of each image's group; it is empty where an image has none."""
+    """Return the name of each image's group, empty for an image without group."""
     paths = [Path(item).relative_to(folder) for item in items]
     table = folder / "groups.csv"
     if not table.exists():
@@ -195,11 +194,11 @@ def _groups(folder: Path, items: Sequence[os.DirEntry[str]]) -> list[str]:
     return [names.get(path, "") for path in paths]
 
 
-_DEPTH = 3  # parts of an image's path: the training images or a client, the class, the file
+_DEPTH = 3  # parts of an image's path: `train` or an owner, the class, the file
 
 
 def _file_digest(path: Path) -> bytes:
-    """Return a digest of a file and of the folder that is its class."""
+    """Return a digest of a file and of its class, the folder that holds it."""
     return hashlib.sha256(os.fsencode(f"{path.parent.name}/") + path.read_bytes()).digest()
 
 
@@ -220,13 +219,13 @@ def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:
 
 
 def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files of a class, and those of the groups that are folders in it."""
+    """Yield the files of a class, and those in its folders, which are groups."""
     for item in visible(folder):
         yield from visible(Path(item)) if item.is_dir() else [item]
 
 
 def _unread_notes(places: Sequence[Path], num_read: int) -> tuple[str, ...]:
-    """Return how many files in these places are not read, since they are no images or too deep."""
+    """Return a note of how many files in these folders are not read, as no images or too deep."""
     num_files = sum(len(files) for place in places for _, _, files in os.walk(place))
     note = f"files that are no images in the folder of a class ({', '.join(sorted(_SUFFIXES))}) are not read"
     return (f"{note}: {num_files - num_read:,}",) if num_files > num_read else ()
@@ -235,7 +234,7 @@ def _unread_notes(places: Sequence[Path], num_read: int) -> tuple[str, ...]:
 def tiny_imagenet(folder: Path, download: bool) -> Dataset:
     """Read Tiny ImageNet; its classes are the sorted WordNet ids.
 
-    The published validation set is the test set, since the published test set is unlabelled.
+    The published validation set is the test set, because the published test set has no labels.
     """
     root = first_folder(folder / "tiny-imagenet-200", folder, inside="val") or folder / "tiny-imagenet-200"
     annotations = root / "val" / "val_annotations.txt"
@@ -276,7 +275,7 @@ def _build_dataset(
 def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> Split:
     """Return decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
 
-    A cache that is cut is made again. A lock keeps the processes of a run from decoding the same folder.
+    A truncated cache is rebuilt. A lock prevents the processes of a run from decoding the same folder.
     """
     if not members:
         raise ValueError(f"data-dir '{folder}' has no images in {part}/")
@@ -287,7 +286,7 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
     for item, _ in members:
         try:
             status = item.stat()
-        except OSError as error:  # a link to nothing
+        except OSError as error:  # a dangling link
             raise FileError(item.path, f"cannot be read as an image ({type(error).__name__})") from None
         relative_path = item.path.removeprefix(str(folder))
         digest.update(os.fsencode(f"{relative_path}/{status.st_size}/{status.st_mtime_ns}\n"))
@@ -298,17 +297,17 @@ def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> S
         if (images := _read_cache(file)) is None:
             make_private_folder(directory)
             with locked(directory / f"{part}.lock", f"reads the images in {part}/ of {str(folder)!r}"):
-                if (images := _read_cache(file)) is None:  # no other process made it meanwhile
+                if (images := _read_cache(file)) is None:  # no other process wrote it meanwhile
                     with replacing(file, private=True) as new_file:
                         np.save(new_file, _decode(paths, form))
                     images = np.load(file, mmap_mode="r")
-    except OSError:  # there is no place for a cache
+    except OSError:  # no cache can be written
         images = _decode(paths, form)
     return images, labels
 
 
 def _decode(paths: list[str], form: Form = AS_IT_IS) -> Images:
-    """Decode images into (N, C, H, W), see :func:`stacked`. The error for a refused image names its file."""
+    """Decode images into (N, C, H, W), see :func:`stacked`. The error for an unreadable image names its file."""
 
     def refuse(i: int, reason: str) -> FileError:
         return FileError(paths[i], reason)
@@ -316,9 +315,9 @@ def _decode(paths: list[str], form: Form = AS_IT_IS) -> Images:
     def pictures() -> Iterator[Picture]:
         for i, path in enumerate(paths):
             with ExitStack() as stack:
-                try:  # a file that Pillow opens itself is mapped into memory, and a TIFF to be turned is then misread
+                try:  # a file that Pillow opens itself is mapped into memory, and a rotated TIFF is then misread
                     picture = stack.enter_context(open_picture(stack.enter_context(Path(path).open("rb"))))
-                except Exception as error:  # Pillow's readers raise what they like
+                except Exception as error:  # Pillow's readers may raise anything
                     raise refuse(i, f"cannot be read as an image ({type(error).__name__})") from None
                 yield picture
 
@@ -328,8 +327,8 @@ def _decode(paths: list[str], form: Form = AS_IT_IS) -> Images:
 def read_image(path: Path, shape: ImageShape, fit: str = "crop") -> Images:
     """Return one image as uint8 of ``shape`` (C, H, W), with C = 1 for grey.
 
-    An image of another size is brought to it as ``fit`` says, see :func:`resized`. Grey comes from colours by
-    luminance. Raises a one-line ``ValueError`` naming the file.
+    An image of another size is resized by ``fit``, see :func:`resized`. Colour becomes grey by luminance. Raises a
+    one-line ``ValueError`` naming the file.
     """
     channels, height, width = shape
     image = resized(_decode([str(path)])[0], (height, width), fit)
@@ -339,7 +338,7 @@ def read_image(path: Path, shape: ImageShape, fit: str = "crop") -> Images:
 
 
 def _cache_directory(folder: Path) -> Path:
-    """Return the folder of the cache: in the data's own, or the user's where that cannot be written."""
+    """Return the folder of the cache: inside the data's own, or the user's cache where that is read-only."""
     if may_write(own_cache := folder / ".fedprune-cache"):
         return own_cache
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -347,7 +346,7 @@ def _cache_directory(folder: Path) -> Path:
 
 
 def _read_cache(path: Path) -> Images | None:
-    """Return the cached images, mapped into memory; None without a file, or for one that is cut."""
+    """Return the cached images, mapped into memory; None if the file is missing or truncated."""
     try:
         images: Images = np.load(path, mmap_mode="r", allow_pickle=False)
     except (FileNotFoundError, ValueError, EOFError):

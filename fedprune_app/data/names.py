@@ -1,4 +1,4 @@
-"""The datasets, texts and partitions that there are to choose, each with one line on it; they are quick to import."""
+"""Names of the datasets, texts and partitions, each with a one-line description; quick to import."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ PARTITIONS: dict[str, str] = {
 }
 
 OWNERS = "owners"
-# By dataset of a plug-in: the function that loads it, given the key data-dir. See ``data/brought.py``.
+# A plug-in's datasets: name → function that loads it from the key data-dir. See ``data/plugin_datasets.py``.
 LOADERS: dict[str, Callable[[str], Any]] = {}
-# By partition of a plug-in: the function that deals (labels, number of clients, generator), as for LOADERS.
+# A plug-in's partitions: name → function of (labels, number of clients, generator).
 DEALERS: dict[str, Callable[..., Any]] = {}

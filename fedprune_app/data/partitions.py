@@ -1,8 +1,8 @@
-"""A partition deals samples to clients: labels go in, and one sorted list of indices per client comes out.
+"""Partitions of samples among clients: from labels to one sorted list of indices per client.
 
-Every function is deterministic in its ``rng``, never gives a sample to two clients, and deals out every sample
-except where its docstring names the samples it leaves out. Impossible parameters raise a one-line ``ValueError``.
-There are at most as many clients as samples, which the caller checks.
+Every function is deterministic in its ``rng``, assigns no sample to two clients, and assigns every sample except where
+its docstring names the samples left out. Impossible parameters raise a one-line ``ValueError``. The caller checks that
+there are at most as many clients as samples.
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ _MAX_DRAWS = 1000
 
 
 def iid(labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
-    """Shuffle and deal out: volumes differ by at most one sample, and every sample is used."""
+    """Shuffle and deal out all samples; volumes differ by at most one sample."""
     return _sort_parts(np.array_split(rng.permutation(len(labels)), num_clients))
 
 
@@ -29,11 +29,11 @@ def shards(
     shard_size: int,
     rng: np.random.Generator,
 ) -> list[Indices]:
-    """Sort by label, cut into shards, and let every client draw ``shards_per_client`` without replacement.
+    """Sort by label and cut into shards; each client draws ``shards_per_client`` without replacement.
 
     ``shard_size=0`` cuts exactly as many shards as are drawn, of sizes that differ by at most one. Every sample is then
-    used. A positive size cuts ``len(labels) // shard_size`` shards. As in the paper, the shards that nobody draws and
-    the samples after the last full shard are left out. Two shards of a client may carry the same label.
+    used. A positive size cuts ``len(labels) // shard_size`` shards. As in the paper, undrawn shards and the samples
+    after the last full shard are left out. Two shards of a client may have the same label.
 
     Source: Sub-FedAvg, section 4 (CIFAR-10: 100 clients, 2 shards of 250). Its code sorts unstably; here samples
     of one label keep their order.
@@ -63,16 +63,16 @@ def classes(
     rng: np.random.Generator,
     assignment: str = "cyclic",
 ) -> list[Indices]:
-    """Deal each client a fixed number of classes, and volumes as equal as the sizes of the classes allow.
+    """Deal each client a fixed number of classes, with volumes as equal as the sizes of the classes allow.
 
     * ``assignment="cyclic"``: client i holds classes (i+j) mod C, j < ``classes_per_client`` (FedP3, class-wise).
     * ``assignment="random"``: classes are drawn at random, each by as many clients as any other, plus or minus one
-      (Dis-PFL, pathological). Dis-PFL's code draws without that balance and gives samples of a class in demand to
+      (Dis-PFL, pathological). Dis-PFL's code draws without that balance and assigns samples of a popular class to
       several clients; here no sample is used twice.
 
-    All samples of a class are divided among its holders, at least one each. Samples of a class that nobody holds
-    (fewer places than classes) are left out. With classes of equal size and equally many holders, all shares are
-    equal. Otherwise shares are scaled alternately to equal volumes per client and to the sizes of the classes.
+    All samples of a class are divided among its holders, at least one each. Samples of a class that no client holds
+    (fewer places than classes) are left out. With classes of equal size and equally many holders, all shares are equal.
+    Otherwise shares are scaled alternately to equal volumes per client and to the sizes of the classes.
     """
     num_classes = int(labels.max()) + 1
     if not 1 <= classes_per_client <= num_classes:
@@ -97,8 +97,8 @@ def dirichlet_class(
 ) -> list[Indices]:
     """Split each class over the clients by proportions p ~ Dir(alpha · 1_K); volumes are unequal.
 
-    The whole draw is repeated until every client has ``min_size`` samples, at most 1000 times. Every sample is
-    used. Source: Hsu et al. 2019 as used by FedML and Fed-LTP, without FedML's cap on the volume of a client.
+    The draw is repeated until every client has ``min_size`` samples, at most 1000 times. Every sample is used. Source:
+    Hsu et al. 2019 as used by FedML and Fed-LTP, without FedML's cap on the volume of a client.
     """
     sizes = np.bincount(labels)
     for _ in range(_MAX_DRAWS):
@@ -116,10 +116,10 @@ def dirichlet_class(
 def dirichlet_client(
     labels: Indices, num_clients: int, alpha: float, rng: np.random.Generator, num_groups: int = 0
 ) -> list[Indices]:
-    """Deal equal volumes (±1) to clients that each have label preferences of their own, p ~ Dir(alpha · 1_C).
+    """Deal equal volumes (±1) to clients, each with its own label preferences p ~ Dir(alpha · 1_C).
 
-    With ``num_groups`` clients form that many groups of neighbouring numbers, of sizes that differ by at most one,
-    and a group has one preference (Dis-PFL, figure 5: 20 clients, 4 groups). 0 leaves every client its own preference.
+    With ``num_groups`` clients form that many groups of consecutive numbers, of sizes that differ by at most one, and
+    share a group's preference (Dis-PFL, figure 5: 20 clients, 4 groups). With 0 every client has its own.
 
     These steps are repeated until all clients are full:
 
@@ -127,9 +127,9 @@ def dirichlet_client(
     2. Draw a class from the client's preferences.
     3. Take an unused sample of that class.
 
-    A class that is used up is drawn no more; the papers' redrawing amounts to the same. A client whose preferred
-    classes are all used up draws from the rest, where the papers' code loops forever. Every sample is used. Source:
-    Dis-PFL, section 5.1, and FedP3, appendix.
+    A class that is used up is no longer drawn; the papers' redrawing is equivalent. A client whose preferred classes
+    are all used up draws from the rest, where the papers' code loops forever. Every sample is used. Source: Dis-PFL,
+    section 5.1, and FedP3, appendix.
     """
     sizes = np.bincount(labels)
     num_groups = num_groups or num_clients
@@ -156,11 +156,10 @@ def dirichlet_client(
 
 
 def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
-    """Return positions (kept, held out); a random share with the label law of the whole is held out.
+    """Return positions (kept, held out); the random held-out share has the overall label distribution.
 
-    :func:`stratified_sample` draws the share.
-    The share is round(fraction · n) samples. If ``fraction > 0``, at least one sample is held out and at least one is
-    kept; a single sample is kept.
+    The share is round(fraction · n) samples, drawn by :func:`stratified_sample`. If ``fraction > 0``, at least one
+    sample is held out and at least one is kept; a single sample is kept.
     """
     total = min(max(round(fraction * len(labels)), 1), len(labels) - 1) if fraction > 0 else 0
     if total <= 0:
@@ -170,7 +169,7 @@ def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generato
 
 
 def most_held_out(num_kept: int, fraction: float) -> int:
-    """Return how many samples :func:`stratified_holdout` can have held out, at least 1, where it kept so many.
+    """Return the most samples, at least 1, that :func:`stratified_holdout` can hold out while it keeps ``num_kept``.
 
     Of n samples at most ``fraction · n + 1/2`` are held out. The quotient is often a whole number that floats miss.
     """
@@ -178,7 +177,7 @@ def most_held_out(num_kept: int, fraction: float) -> int:
 
 
 def stratified_sample(labels: Indices, size: int, rng: np.random.Generator) -> Indices:
-    """Return sorted positions of ``size`` random samples, at most ``len(labels)``, with the label law of the whole.
+    """Return sorted positions of ``size`` random samples, at most ``len(labels)``, with the label distribution of all.
 
     Labels get their share of ``size`` by largest remainder, ties to the smaller label.
     """
@@ -195,7 +194,7 @@ def take_per_label(labels: Indices, counts: NDArray[np.int64], rng: np.random.Ge
 def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator) -> Indices:
     """Draw (K, k) classes, distinct in a row, each in equally many rows plus or minus one.
 
-    Every client takes the classes that were taken least so far, at random among equals.
+    Every client takes the classes taken least so far, at random among equals.
     """
     num_holders = np.zeros(num_classes, dtype=np.int64)
     client_classes = np.empty((num_clients, classes_per_client), dtype=np.int64)
@@ -206,17 +205,17 @@ def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: in
 
 
 def _equal_volume_counts(membership: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return (K, C) counts: positive where held, columns sum to the class's size, rows as equal as that allows."""
+    """Return counts (K, C), positive where held; columns sum to the classes' sizes, rows are as equal as possible."""
     num_clients = len(membership)
     holders = membership.sum(axis=0)
-    surplus = np.where(holders > 0, sizes - holders, 0)  # samples beyond the one that every holder gets
+    surplus = np.where(holders > 0, sizes - holders, 0)  # samples beyond the one of every holder
     volume = sizes[holders > 0].sum() / num_clients - membership.sum(axis=1)
     shares = membership.astype(np.float64)
     for _ in range(100):  # iterative proportional fitting; it ends on the columns, which must be exact
         shares *= _ratio(volume, shares.sum(axis=1))[:, None]
         shares *= _ratio(surplus, shares.sum(axis=0))
     counts = np.floor(shares + 1e-6).astype(np.int64)
-    for label in range(len(sizes)):  # the samples that rounding down left over go to the shortest volumes
+    for label in range(len(sizes)):  # the samples left by rounding down go to the smallest volumes
         clients = np.flatnonzero(membership[:, label])
         num_missing = int(surplus[label] - counts[:, label].sum())
         deficit = (volume - counts.sum(axis=1))[clients]
@@ -231,7 +230,7 @@ def _ratio(numerator: NDArray[np.float64], denominator: NDArray[np.float64]) -> 
 def _cumulative_preferences(preferences: NDArray[np.float64], samples_left: NDArray[np.int64]) -> list[list[float]]:
     """Return, per client, cumulative preferences over the classes with samples left, ending in exactly 1.
 
-    A client without any preference among these classes gets them in proportion to the samples that are left.
+    A client without any preference for these classes draws them in proportion to the samples left.
     """
     weights = preferences * (samples_left > 0)
     weights[weights.sum(axis=1) <= 0] = samples_left
@@ -241,7 +240,7 @@ def _cumulative_preferences(preferences: NDArray[np.float64], samples_left: NDAr
 
 
 def _deal_counts(labels: Indices, counts: NDArray[np.int64], rng: np.random.Generator) -> list[Indices]:
-    """Give client k ``counts[k, c]`` random samples of class c; (K, C)."""
+    """Assign client k ``counts[k, c]`` random samples of class c; counts are (K, C)."""
     parts: list[list[Indices]] = [[] for _ in counts]
     for label, column in enumerate(counts.T):
         members = rng.permutation(np.flatnonzero(labels == label))

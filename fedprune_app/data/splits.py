@@ -1,8 +1,8 @@
-"""Every client has training, validation and test data, all three of one label law; here is what decides which.
+"""The training, validation and test data of each client, all of one label distribution.
 
 Data that are dealt without ``private`` are split by label: each part has the client's shares of the labels. A client's
-own data, and data dealt with ``private``, are split record by record: see :func:`_draw_mask`. Where examples have
-groups, all of a group are in one part, which the name of the group draws.
+own data, and data dealt with ``private``, are split record by record: see :func:`_draw_mask`. If examples have groups,
+a group is in one part only, drawn by the group's name.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import listed
 from fedprune_app.core.named import TensorDict
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.data import brought, datasets, partitions
+from fedprune_app.data import datasets, partitions, plugin_datasets
 from fedprune_app.data.dataset import Dataset, Labels, Scale, measured_scale, text_of
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, LOADERS, OWNERS
@@ -30,25 +30,25 @@ from fedprune_app.data.partitions import Indices
 
 @dataclass(frozen=True)
 class DataConfig:
-    """A data configuration says which data is dealt, and how.
+    """Which data are dealt to clients, and how.
 
     A field is the key of the run configuration with underscores: ``shard_size`` is ``shard-size``.
 
-    * ``samples_per_client``: only this number times clients of samples are dealt out, drawn with the label law of the
-      whole. All clients get as many unless the partition makes volumes unequal. 0 deals out everything.
+    * ``samples_per_client``: deal only this number times clients of samples, drawn with the overall label distribution.
+      All clients have equally many unless the partition makes volumes unequal. 0 deals all.
     * ``dirichlet_groups``: ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`.
     * ``public_share``: this share of the training images is dealt to no client: :func:`public_part`.
     * ``test_samples``: with ``test_split="proportional"`` a client is tested on this many images, or a few more,
       because the number of each label is rounded up.
-    * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
-      number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
-    * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.Form`.
-    * ``by_group``: all examples of a group are inside a promise of privacy together, so groups are counted.
-    * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
-      others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
-    * ``split_secret``: each record's part is drawn by this secret in place of the ``seed``, where it is not empty: by
-      the record as it is stored, whatever the run makes of it. The server knows the seed and chooses the run: from how
-      many records are in a part it could find out which records there are. See also :func:`part_sizes`.
+    * ``is_own``: the folder holds one client's data, and this client, number 0 of 1, uses all of it. Nothing is dealt.
+      Its test data are the folder's, or ``test_fraction`` of the images if the folder has none.
+    * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.dataset.Form`.
+    * ``by_group``: privacy protects all examples of a group together, so groups are counted.
+    * ``private``: privacy protects each image. So no operation on one image may depend on the others: an image folder
+      is not normalised by its own statistics, and each image's part is drawn separately.
+    * ``split_secret``: if not empty, each record's part is drawn by this secret instead of the ``seed``, from the
+      record as it is stored, independent of the run's settings. The server knows the seed and chooses the run: from the
+      number of records in a part it could infer which records exist. See also :func:`part_sizes`.
     """
 
     dataset: str = "digits"
@@ -92,20 +92,20 @@ def data_config(config: Config, is_own: bool = False, split_secret: str = "") ->
     )
 
 
-# --- who has which examples -------------------------------------------------------------------------------------------
+# --- examples of each client ------------------------------------------------------------------------------------------
 
 
 CPU = torch.device("cpu")
 
 
 class Pool:
-    """A pool is a dataset's training set followed by its test set, under one index; nothing is copied but labels."""
+    """A dataset's training set followed by its test set, under one index, without copies of the images."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
-        self.groups: list[str] = []  # by index; none where the dataset has no groups
+        self.groups: list[str] = []  # by index; empty if the dataset has no groups
         if dataset.groups is not None:
             test_groups = [""] * len(dataset.test_labels) if dataset.test_groups is None else dataset.test_groups
             self.groups = [text_of(name) for name in (*dataset.groups, *test_groups)]
@@ -114,8 +114,8 @@ class Pool:
     def images(self, indices: Indices, device: torch.device = CPU, scale: Scale | None = None) -> Tensor:
         """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised.
 
-        Numbers of a table are normalised in float64: a time in seconds has no meaning in float32.
-        ``scale`` has the mean and the deviation by channel; without it they are the dataset's.
+        Numbers of a table are normalised in float64: float32 cannot resolve a time in seconds. ``scale`` is the mean
+        and the deviation per channel, by default the dataset's.
         """
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
         parts = (self.dataset.train_images, train), (self.dataset.test_images, test - self.num_train)
@@ -130,8 +130,8 @@ class Pool:
         """Return the SHA-256 digests of the images at these indices, each of that image alone.
 
         They take 0.25 s for 2,000 images of 224 x 224 pixels in colour, on one core. A grey image has the same digest
-        among grey images, which have one channel here, as among coloured ones, which have three. A ledger has the
-        digests of a table's numbers as float32, as the ledgers of earlier versions have.
+        with one channel as with three. ``for_ledgers`` digests a table's numbers as float32, as ledgers of earlier
+        versions do.
         """
         digests = []
         for i in indices.tolist():
@@ -145,10 +145,10 @@ class Pool:
         return digests
 
     def record_digests(self, indices: Indices) -> list[bytes]:
-        """Return digests of the records at these indices as they are stored, no two of which are equal.
+        """Return distinct digests of the records at these indices as they are stored.
 
-        Each is of the record and of how many equal ones are before it, in its group. Examples that a plug-in loads are
-        taken as they are loaded.
+        Each is of the record and of the number of equal ones before it, in its group. Examples of a plug-in are
+        digested as loaded.
         """
         if self._numbered is None:
             stored = self.dataset.stored
@@ -165,7 +165,7 @@ class Pool:
         return [self._numbered[i] for i in indices.tolist()]
 
     def drawn_by(self, indices: Indices, digests: Sequence[bytes]) -> list[bytes]:
-        """Return what draws the part of each example: the name of its group, or else its own digest."""
+        """Return the bytes that draw each example's part: of its group's name, or else its own digest."""
         drawn = list(digests)
         for place, name in enumerate(self._names(indices)):
             if name:
@@ -191,16 +191,16 @@ class Pool:
         return kept
 
     def _names(self, indices: Indices) -> list[str]:
-        """Return the name of each example's group, which is empty where it has none."""
+        """Return the name of each example's group, empty for an example without group."""
         return [self.groups[i] for i in indices.tolist()] if self.groups else [""] * len(indices)
 
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """A client's data are images float32 (N, C, H, W), normalised by the dataset's mean and std, and labels int64 (N,).
+    """A client's images, float32 (N, C, H, W), normalised by the dataset's mean and std, and labels, int64 (N,).
 
-    Validation (and so decisions) never overlaps training. Validation is empty if its share is 0 or
-    the client has a single sample.
+    Validation (and so decisions) never overlaps training. Validation is empty if its share is 0 or the client has a
+    single sample.
     """
 
     train_images: Tensor
@@ -216,9 +216,9 @@ class ClientData:
 
 
 def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
-    """Return the dataset that is dealt out, or that a client has to itself.
+    """Return the dataset that is dealt, or that a client owns.
 
-    With a number of clients the mean and the deviation are those with which these clients normalise their images.
+    With ``num_clients`` the mean and the deviation are those with which these clients normalise their images.
     """
     dataset = _pool(config).dataset
     if not num_clients:
@@ -228,7 +228,7 @@ def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
 
 
 def unread(config: DataConfig) -> list[str]:
-    """Return what is in the data and is not read, or is nobody's, as lines for the user."""
+    """Return notes for the user on data that are not read, have no owner or have no group."""
     data = _pool(config).dataset
     num_unowned = 0 if data.owners is None else int((data.owners < 0).sum())
     line = f"{num_unowned:,} training examples are nobody's; partition 'owners' leaves them out"
@@ -238,10 +238,10 @@ def unread(config: DataConfig) -> list[str]:
 
 
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
-    """Raise ``ValueError`` where a plug-in loads or deals other data each time: processes do both for themselves."""
+    """Raise ``ValueError`` if a plug-in loads or deals different data each time: each process does both by itself."""
     if config.dataset in LOADERS:
         content = _pool(config).dataset.content_sha256
-        datasets.forget()
+        datasets.clear_cache()
         _pool.cache_clear()
         if _pool(config).dataset.content_sha256 != content:
             raise ValueError(
@@ -262,8 +262,8 @@ def check_repeatable(config: DataConfig, num_clients: int) -> None:
 def client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device = CPU) -> ClientData:
     """Return the data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
 
-    Images are on the ``device``, labels on the CPU. Tensors are made when first read, and a process keeps those of its
-    last two clients only.
+    Images are on the ``device``, labels on the CPU. Tensors are created when first read, and a process keeps those of
+    its last two clients only.
     """
     pool, indices = _pool(config), _split_indices(config, partition_id, num_clients)
     scale = _scale(config, num_clients)
@@ -278,19 +278,19 @@ def client_data(config: DataConfig, partition_id: int, num_clients: int, device:
 
 
 def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
-    """Return images and labels of the training images that no client has.
+    """Return the training images that no client has, and their labels.
 
-    Like clients' images they are normalised, float32.
+    They are normalised, float32, as the clients' images are.
     """
     pool, indices = _pool(config), _public_indices(config)
     return pool.images(indices), torch.from_numpy(pool.labels[indices])
 
 
 def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> list[bytes]:
-    """Return the sorted SHA-256 digests of all images that the client has, in whatever part they are.
+    """Return the sorted SHA-256 digests of all images that the client has, in any part.
 
-    The names and the order of files play no part, nor do labels. Where a client's own folder has test images, these
-    are among them; the test images that dealt data share with other clients are not.
+    They do not depend on names or order of files, nor on labels. Test images in a client's own folder are included;
+    test images that dealt data share with other clients are not.
     """
     pool, indices = _pool(config), partition_indices(config, num_clients)[partition_id]
     if config.is_own:
@@ -314,10 +314,10 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
 
 
 def part_sizes(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, int]:
-    """Return how many examples count as being in each part, for all that is told, or divided by.
+    """Return how many examples count as being in each part, for every reported number and every divisor.
 
-    With ``by_group`` groups are counted. Where a secret draws the parts this is a plan, made of the number of all
-    examples or groups, and blanks take the place of those that a part lacks. Elsewhere it is how many there are.
+    With ``by_group`` groups are counted. If a secret draws the parts, this is a plan from the number of all examples or
+    groups, and blanks fill up a smaller part. Otherwise it is the actual number.
     """
     pool = _pool(config)
 
@@ -334,22 +334,22 @@ def part_sizes(config: DataConfig, partition_id: int, num_clients: int) -> dict[
 
 
 def group_numbers(config: DataConfig, partition_id: int, num_clients: int) -> TensorDict:
-    """Return, by part, the group of each of the client's examples as a number, from 0 on; nothing unless by group."""
+    """Return, by part, the group of each of the client's examples as a number from 0 on; empty unless by group."""
     if not config.by_group:
         return {}
     pool, parts = _pool(config), _split_indices(config, partition_id, num_clients)
     return {part: torch.from_numpy(pool.group_numbers(indices)) for part, indices in parts.items()}
 
 
-def forget() -> None:
-    """Drop all data that are kept, since a plug-in loads or deals others under their names."""
-    datasets.forget()
+def clear_cache() -> None:
+    """Drop all cached data, because a plug-in loads or deals other data under their names."""
+    datasets.clear_cache()
     for cached_function in (client_data, _pool, partition_indices, _split_indices, _scale):
         cached_function.cache_clear()
 
 
 class _StoredClientData(ClientData):
-    """Stored client data makes a tensor when it is first read: training never builds the test images."""
+    """Client data whose tensors are created when first read: training never builds the test images."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         vars(self)["_read"] = read  # the class is frozen
@@ -418,7 +418,7 @@ def partition_indices(config: DataConfig, num_clients: int) -> tuple[Indices, ..
         case "dirichlet-class":
             parts = partitions.dirichlet_class(labels, num_clients, config.dirichlet_alpha, rng)
         case name if name in DEALERS:
-            parts = brought.dealt(name, DEALERS[name], labels, num_clients, rng)
+            parts = plugin_datasets.dealt(name, DEALERS[name], labels, num_clients, rng)
         case _:
             alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
             parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)
@@ -426,7 +426,7 @@ def partition_indices(config: DataConfig, num_clients: int) -> tuple[Indices, ..
 
 
 def _owner_parts(config: DataConfig, dataset: Dataset, indices: Indices, num_clients: int) -> list[Indices]:
-    """Return each client's positions in ``indices``: client k has what is the k-th owner's."""
+    """Return each client's positions in ``indices``: client k has the examples of the k-th owner."""
     owners = dataset.owners
     if owners is None:
         raise ValueError(
@@ -438,15 +438,15 @@ def _owner_parts(config: DataConfig, dataset: Dataset, indices: Indices, num_cli
         raise ConfigError("--clients", num_clients, str(count), condition=f"with partition '{OWNERS}' and these data")
     owner_numbers = np.full(len(dataset.train_labels) + len(dataset.test_labels), -1)
     owner_numbers[: len(owners)] = owners
-    if dataset.test_owners is not None:  # else the test examples are nobody's
+    if dataset.test_owners is not None:  # else the test examples have no owner
         owner_numbers[len(owners) :] = dataset.test_owners
     return [np.flatnonzero(owner_numbers[indices] == owner) for owner in range(count)]
 
 
 def _indices_to_deal(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
-    """Return the sorted indices of the samples dealt out: all, or ``samples_per_client`` times clients.
+    """Return the sorted indices of the samples to deal: all, or ``samples_per_client`` times clients.
 
-    Never what is public, nor others of a group that is.
+    Public samples, and others of their groups, are excluded.
     """
     public = _public_indices(config)
     private = np.setdiff1d(np.arange(len(labels)), public, assume_unique=True)
@@ -470,9 +470,9 @@ def _public_indices(config: DataConfig) -> Indices:
 
 @lru_cache(maxsize=256)
 def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, Indices]:
-    """Return part → sorted indices into the pool; the key test-split describes the test part.
+    """Return part → sorted indices into the pool; the key test-split defines the test part.
 
-    Raises ``ValueError`` where nothing is left to train on.
+    Raises ``ValueError`` if no example is left for training.
     """
     shares = partition_indices(config, num_clients)
     if not 0 <= partition_id < num_clients:
@@ -513,10 +513,9 @@ def _holds_out_tests(config: DataConfig) -> bool:
 
 @lru_cache(maxsize=4)
 def _scale(config: DataConfig, num_clients: int) -> Scale:
-    """Return the mean and the deviation by channel with which all clients normalise.
+    """Return the mean and the deviation per channel with which all clients normalise.
 
-    They are published constants, or measured. No example that a client holds out for its test has a part in what is
-    measured.
+    They are published constants, or measured. Examples held out for a client's test are excluded from the measurement.
     """
     pool = _pool(config)
     data = pool.dataset
@@ -527,7 +526,7 @@ def _scale(config: DataConfig, num_clients: int) -> Scale:
         _hold_out(indices, config.test_fraction, "test split", config, client)[0] for client, indices in shares
     ]
     train, test = np.split(indices := np.sort(np.concatenate(train_parts)), [np.searchsorted(indices, pool.num_train)])
-    if not len(indices):  # nothing is left to train on, which is said to each client
+    if not len(indices):  # no example is left for training, which raises for each client
         return data.mean, data.std
     return measured_scale((data.train_images, train), (data.test_images, test - pool.num_train))
 
@@ -535,7 +534,7 @@ def _scale(config: DataConfig, num_clients: int) -> Scale:
 def _hold_out(
     indices: Indices, share: float, use: str, config: DataConfig, partition_id: int
 ) -> tuple[Indices, Indices]:
-    """Return those of the sorted ``indices`` that stay, and about ``share`` of them that are held out."""
+    """Split the sorted ``indices`` into those kept and about ``share`` of them that are held out."""
     pool = _pool(config)
     if config.is_own or config.private or pool.groups:
         digests = pool.record_digests if config.split_secret else pool.digests
@@ -552,10 +551,10 @@ def _hold_out(
 def _draw_mask(digests: Sequence[bytes], share: float, key: str) -> NDArray[np.bool_]:
     """Return which records are drawn, each with probability ``share``, by a hash of the record alone under ``key``.
 
-    Adding a record changes the draw of no other record, and equal digests are drawn together. The price is balance: of
-    n records share · n are drawn on average, with a standard deviation of √(n · share · (1 - share)), and so of each
-    label. Of 100 images of a label 30 ± 4.5 are test images with a share of 0.3, where a split by label takes 30 of
-    them; over 10 labels of 100 images the rarest label has 23 on average, and the most frequent one 37.
+    Adding a record changes the draw of no other record, and equal digests are drawn together. The cost is balance: of n
+    records share · n are drawn on average, with a standard deviation of √(n · share · (1 - share)), and so for each
+    label. Of 100 images of a label 30 ± 4.5 are test images with a share of 0.3, where a split by label has exactly 30;
+    over 10 labels of 100 images the rarest label has 23 on average, and the most frequent one 37.
     """
     secret = hashlib.sha256(key.encode()).digest()
     numbers = [int.from_bytes(hashlib.blake2b(digest, key=secret, digest_size=8).digest()) for digest in digests]

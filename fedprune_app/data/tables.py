@@ -34,16 +34,16 @@ _SUFFIXES = (".csv", ".parquet")
 def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     """Read ``folder/train.csv`` and ``folder/test.csv``, or Parquet files of these names.
 
-    Each row is an example. All columns are features, in the order of the training file, but the label's, the owner's,
-    the group's and those that the form ignores. They are numbers, which are normalised by the mean and the standard
-    deviation of the training rows. With ``public_scale`` they stay as they are. Labels, owners and groups are texts: 01
-    is not 1, and NA is a name like any other. Only an empty cell is a missing one. The classes are the different labels
-    in order, or those of the form. Raises a one-line ``ValueError`` naming the file and the column.
+    Each row is an example. All columns are features, in the order of the training file, except the columns of labels,
+    owners and groups and those that the form ignores. Features are numbers, normalised by the mean and the standard
+    deviation of the training rows, or not with ``public_scale``. Labels, owners and groups are texts: 01 is not 1, and
+    NA is an ordinary name. Only an empty cell is missing. The classes are the distinct labels in order, or those of the
+    form. Raises a one-line ``ValueError`` naming the file and the column.
     """
     label, owner, group, ignored = form.label_column, form.owner_column, form.group_column, form.ignore_columns
     texts = [label, *filter(None, (owner, group))]
     places = [folder / f"{part}{suffix}" for part in ("train", "test") for suffix in _SUFFIXES]
-    files = {path.stem: path for path in places if path.exists()}  # of two forms Parquet is taken
+    files = {path.stem: path for path in places if path.exists()}  # Parquet wins if both exist
     if "train" not in files or (form.needs_test and "test" not in files):
         part = "test" if "train" in files else "train"
         advice = "; test-split=holdout holds out a share of each client's rows" if part == "test" else ""
@@ -91,7 +91,7 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
 def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
     """Read the columns ``features`` of a CSV or Parquet file, in this order, as float64 (N, F, 1, 1).
 
-    Other columns are not looked at. Raises a one-line ``ValueError`` naming the file and the column.
+    Other columns are ignored. Raises a one-line ``ValueError`` naming the file and the column.
     """
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"file {str(path)!r} is no table, allowed: a file that ends in {' or '.join(_SUFFIXES)}")
@@ -107,7 +107,7 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
     types = dict.fromkeys(texts, str)
     try:
         if path.suffix == ".csv":
-            # pandas makes other names of those that are empty, or there twice: so the header is read for itself
+            # pandas renames empty and duplicate names, so the header is read separately
             header = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
             names = header.iloc[0].tolist()
             with warnings.catch_warnings():
@@ -116,13 +116,13 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
         else:
             frame = pandas.read_parquet(path)
             if any(name is not None for name in frame.index.names):
-                frame = frame.reset_index()  # columns that pandas keeps as the index are the first ones
+                frame = frame.reset_index()  # columns that pandas stores as the index come first
             frame.columns = frame.columns.astype(str)
             names = frame.columns.tolist()
             for name in set(texts) & set(names):
                 values = ["" if pandas.isna(value) else text_of(value) for value in frame[name]]
                 frame[name] = [value or None for value in values]
-    except Exception as error:  # pandas' readers raise what they like
+    except Exception as error:  # pandas' readers may raise anything
         raise FileError(path, f"cannot be read: {one_line(error)}") from None
     if len(set(names)) < len(names) or not all(name.strip() for name in names):
         allowed = "a name of its own for each (to_csv(index=False) writes no row numbers)"
@@ -131,7 +131,7 @@ def _read(path: Path, texts: Sequence[str]) -> pandas.DataFrame:
 
 
 def _row_digests(path: Path) -> list[bytes]:
-    """Return a digest of each row as it is stored, of all its columns."""
+    """Return a digest of each row as stored, over all its columns."""
     import pandas
 
     if path.suffix == ".csv":

@@ -1,4 +1,4 @@
-"""Texts are documents from files or Python's standard library, cut into segments that no two clients share."""
+"""Texts: documents from files or Python's standard library, cut into segments that no two clients share."""
 
 import itertools
 import json
@@ -17,12 +17,12 @@ from torch import Tensor
 from fedprune_app.core import rng
 from fedprune_app.data.dataset import FileError
 
-# An encoder maps a text to its token ids (tokens,).
+# Maps a text to its token ids (tokens,).
 Encoder = Callable[[str], Tensor]
 
-# Clients hold _PRIVATE and perplexity is measured on _HELD_OUT; no model here is trained on either. The first packages
-# of _PRIVATE are large and most unlike each other: networking, mail, a window toolkit, tables of characters, tests, a
-# parser maker.
+# Clients hold _PRIVATE, and perplexity is measured on _HELD_OUT; no model here is trained on either. The first packages
+# of _PRIVATE are large and very different: networking, mail, a window toolkit, tables of characters, tests, a parser
+# generator.
 _PRIVATE = (
     "asyncio", "email", "tkinter", "encodings", "unittest", "lib2to3", "xml", "idlelib", "multiprocessing", "importlib",
     "http", "logging", "urllib", "html", "re", "xmlrpc", "concurrent", "ctypes", "wsgiref", "collections", "json",
@@ -31,18 +31,18 @@ _PRIVATE = (
 _HELD_OUT = ("statistics", "textwrap", "fractions", "calendar", "bisect", "heapq")
 _SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"))
 _JOINS = {"wikitext": "\n\n", "ptb": " ", "c4": " "}
-_LIMITS = {"c4": (1100, 256)}  # at most so many documents, and windows
+_LIMITS = {"c4": (1100, 256)}  # the most documents, and windows
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document is a named text."""
+    """One text with its name, from a file, a line of a file, or a package of the standard library."""
 
     name: str
     text: str
 
 
-# --- where documents come from ----------------------------------------------------------------------------------------
+# --- sources of documents ---------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -60,14 +60,14 @@ def _stdlib() -> Mapping[str, Document]:
 
 
 def stdlib_training_text() -> list[Document]:
-    """Return the documents of the standard library that neither a client nor a test holds."""
+    """Return the documents of the standard library that are in no client's data and in no test."""
     return [doc for name, doc in _stdlib().items() if name not in {*_PRIVATE, *_HELD_OUT}]
 
 
 def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
     """Yield the private documents: those of all clients, unless each client has its own folder.
 
-    ``ValueError`` where there is no text.
+    ``ValueError`` if there is no text.
     """
     if dataset == "stdlib":
         yield from (_stdlib()[name] for name in _PRIVATE if name in _stdlib())
@@ -77,11 +77,11 @@ def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
 
 
 def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """Return a client's own text: the documents from which it learns, and a text on which it is tested.
+    """Return a client's own text: its training documents, and a text on which it is tested.
 
     Documents are the files of data-dir/calibration, or of data-dir itself. The test text is the files of data-dir/test,
     joined by line ends. Without test files it is ``test_fraction`` of the documents, at least one, drawn by ``seed``.
-    If there is a single document, the test text is its end. ``ValueError`` where there is no text.
+    If there is a single document, the test text is its end. ``ValueError`` if there is no text.
     """
     part = "calibration" if (Path(data_dir) / "calibration").is_dir() else ""
     documents = [document for path in _files(data_dir, part) for document in _documents(path)]
@@ -113,7 +113,7 @@ def perplexity_texts(
     * ``ptb*``: lines are joined by spaces;
     * ``c4*``: the first 1100 documents are joined by spaces, and 256 windows of these are measured.
 
-    Other files are taken as they are. ``ValueError`` where there is no text, or one that cannot be read.
+    Other files are not changed. ``ValueError`` if there is no text, or one that cannot be read.
     """
     texts, own_paths = {}, []
     if dataset == "stdlib":
@@ -128,7 +128,7 @@ def perplexity_texts(
 
 
 def _test_text(name: str, path: Path) -> tuple[str, int]:
-    """Return the text of a file as its corpus is tested, and the largest number of windows."""
+    """Return a file's text joined by the rule of its corpus, and the largest number of windows."""
     corpus = next((prefix for prefix in _JOINS if name.startswith(prefix)), None)
     max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
     if corpus is None:
@@ -149,7 +149,7 @@ def _test_text(name: str, path: Path) -> tuple[str, int]:
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
     try:
-        with path.open(encoding="utf-8-sig") as file:  # tools of Windows put a mark before the text
+        with path.open(encoding="utf-8-sig") as file:  # Windows tools write a byte order mark
             yield file
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(path, f"cannot be read as a text in UTF-8: {error}") from None
@@ -175,18 +175,18 @@ def _documents(path: Path) -> Iterator[Document]:
         return
     with _open_text(path) as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():  # tools leave blank lines between documents, or at the end of a file
+            if not line.strip():  # tools write blank lines between documents or at the end
                 continue
             try:
                 text = json.loads(line)["text"]
-                text.encode()  # not so for half of a pair of surrogates, as a cut leaves it
+                text.encode()  # fails for half of a surrogate pair, which a cut can leave
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 reason = f"has a line that is no object with a text under 'text': number {number}"
                 raise FileError(path, reason) from None
             yield Document(f"{path.stem}:{number}", text)
 
 
-# --- what clients hold ------------------------------------------------------------------------------------------------
+# --- clients' segments ------------------------------------------------------------------------------------------------
 
 
 def calibration_segments(
@@ -203,22 +203,22 @@ def calibration_segments(
     may_lack: bool = False,
     most_of_document: int = 0,
 ) -> tuple[Tensor, list[str]]:
-    """Return a client's segments (count, length) of token ids, and the names of the documents that they are from.
+    """Return a client's segments (count, length) of token ids, and the names of their documents.
 
-    With ``most_of_document`` they are of at most ``count`` documents, at most so many of each, and what is drawn of one
-    document depends on no other one. The names are then those of each segment's document.
+    With ``most_of_document`` the segments come from at most ``count`` documents, at most that many of each, and the
+    draw from one document does not depend on the others. There is then one name per segment.
 
-    A document is cut into segments side by side, and its tail is dropped. A document shorter than a segment gives none.
-    No client has more than ``max_segments`` segments. ``deal`` is one of these:
+    A document is cut into consecutive segments, and its tail is dropped. A document shorter than a segment has none. No
+    client has more than ``max_segments`` segments. ``deal`` is one of these:
 
     * ``documents``: document ``i`` belongs to client ``i mod num_partitions``. With fewer documents than clients, the
       clients of one document take turns at its segments.
     * ``one``: client ``i`` draws from document ``i mod len(documents)`` alone. Clients of one document take turns.
-    * ``segments``: one random segment of each document in turn, then a second one of each, is dealt out to all clients.
+    * ``segments``: one random segment of each document, then a second one of each, and so on, are dealt to all clients.
     * ``own``: the documents are this client's alone.
 
-    In the first three no two clients share a segment, whatever the seed. ``ValueError`` where there are too few
-    segments, unless they ``may_lack``: then they are those that there are.
+    In the first three no two clients share a segment, whatever the seed. ``ValueError`` for too few segments, unless
+    the client ``may_lack`` some: then all available ones are returned.
     """
     if deal == "own":
         client_documents, turn, turns = list(documents), 0, 1
@@ -266,7 +266,7 @@ def _stacked(segments: Sequence[Piece], length: int) -> Tensor:
 def _cut_documents(
     documents: Sequence[Document], encode: Encoder, length: int, draw: torch.Generator
 ) -> Iterator[list[Piece]]:
-    """Yield each document's segments, both in random order; a large collection need not be read to its end."""
+    """Yield each document's segments, both in random order; lazily, so a large collection is not read to its end."""
     for i in torch.randperm(len(documents), generator=draw).tolist():
         tokens = encode(documents[i].text)
         pieces = tokens[: len(tokens) // length * length].view(-1, length)
@@ -276,7 +276,7 @@ def _cut_documents(
 def _round_robin(piece_lists: Iterable[list[Piece]]) -> Iterator[Piece]:
     """Yield one piece of each document, then a second one of each, and so on."""
     more_pieces = []
-    for pieces in piece_lists:  # each document is read when its first piece is asked for
+    for pieces in piece_lists:  # each document is read when its first piece is needed
         yield from pieces[:1]
         more_pieces.append(pieces[1:])
     for row in itertools.zip_longest(*more_pieces):
@@ -284,7 +284,7 @@ def _round_robin(piece_lists: Iterable[list[Piece]]) -> Iterator[Piece]:
 
 
 def windows_of(tokens: Tensor, length: int) -> Tensor:
-    """Return windows (windows, length) side by side; the tail is dropped.
+    """Cut tokens into consecutive windows (windows, length); the tail is dropped.
 
     ``ValueError`` for a text shorter than one window.
     """

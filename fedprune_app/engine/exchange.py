@@ -1,7 +1,7 @@
-"""An exchange with many clients sends messages, yields each reply as it arrives, and drops the clients that are late.
+"""Exchanges with many clients: send messages, yield each reply as it arrives, and drop late clients.
 
 Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so the server holds every
-client's model at once. Here a reply is yielded when it arrives, and dropped when the caller is done with it.
+client's model at once. Here a reply is yielded on arrival, and freed when the caller is done with it.
 """
 
 import logging
@@ -23,16 +23,16 @@ POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _PUSH_BATCH = 16
 _PUSH_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
-_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it took
+_POLL_SHARE = 0.05  # polling delays a reply by at most this share of its time
 
 
 class TooFewReplies(RuntimeError):
-    """A round had fewer good replies than the configuration asks for; the message is one line for the user."""
+    """Raised for a round with fewer valid replies than the configuration requires; the message is one line."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer is one client's part in an exchange: the content of its reply, or the reason why there is none."""
+class ReceivedReply:
+    """One client's part in an exchange: the content of its reply, or why there is none."""
 
     client: int
     bytes_down: int
@@ -55,15 +55,14 @@ def send_and_receive(
     deadline_seconds: float,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
     reply_bytes: int = 0,
-) -> Iterator[Answer]:
-    """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
+) -> Iterator[ReceivedReply]:
+    """Send ``messages`` (client, message) and yield a :class:`ReceivedReply` for each, in order of arrival.
 
-    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. In a simulation
-    that time begins when its turn comes (see :func:`_extend_deadlines`). Its reply, should it still come, is never
-    fetched. Each reply is yielded before the next one is looked at. A message is made when it
-    is sent. While the messages on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
-    Replies hold tensors of up to ``reply_bytes``. A reply of more than that and ``replies.FRAMING_BYTES`` is refused
-    unread.
+    A client without a reply ``deadline_seconds`` after its message was sent is yielded as late. In a simulation the
+    time starts with the client's work (see :func:`_extend_deadlines`). Its later reply, if any, is never fetched. Each
+    reply is yielded before the next one is read. A message is created when it is sent. While the messages in flight
+    exceed ``in_flight_bytes``, the next one waits for a reply. Replies have tensors of up to ``reply_bytes``. A reply
+    larger than that plus ``replies.FRAMING_BYTES`` is rejected unread.
     """
     queue = iter(messages)
     pending: dict[str, _SentMessage] = {}  # by message id
@@ -82,12 +81,12 @@ def send_and_receive(
                     in_flight += num_bytes
                     largest = max(largest, num_bytes)
                 else:
-                    yield Answer(client, 0, error="its node did not accept the message")
-                del message  # it was sent and need not stay in memory
+                    yield ReceivedReply(client, 0, error="its node did not accept the message")
+                del message  # frees the memory of a sent message
             batch.clear()
 
         has_reply = False
-        poll_start = time.monotonic()  # a reply that comes while earlier ones are taken in is not late
+        poll_start = time.monotonic()  # a reply that arrives while earlier ones are processed is not late
         pending = _extend_deadlines(grid, pending, deadline_seconds, poll_start)
         deadlines = {message_id: entry.deadline for message_id, entry in pending.items()}
         for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
@@ -96,21 +95,21 @@ def send_and_receive(
                 continue  # a second reply to the same message
             has_reply = True
             in_flight -= entry.num_bytes
-            yield Answer(entry.client, entry.num_bytes, reply.num_bytes, reply.content, reply.error)
-            del reply  # its memory is free before the next reply is fetched
+            yield ReceivedReply(entry.client, entry.num_bytes, reply.num_bytes, reply.content, reply.error)
+            del reply  # frees its memory before the next reply is fetched
         now = time.monotonic()
         late_ids = [message_id for message_id, entry in pending.items() if entry.deadline <= poll_start]
-        if late_ids and hasattr(grid, "forget"):
-            grid.forget(late_ids)
+        if late_ids and hasattr(grid, "discard"):
+            grid.discard(late_ids)
         for message_id in late_ids:
             entry = pending.pop(message_id)
             in_flight -= entry.num_bytes
-            yield Answer(entry.client, entry.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
+            yield ReceivedReply(entry.client, entry.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
         if has_reply:
             last_arrival = now
         elif pending:
             shortest, longest = POLL_SECONDS
-            # a grid that can wait returns as soon as a reply is there
+            # a grid that can wait returns as soon as a reply arrives
             wait = getattr(grid, "wait_for_reply", time.sleep)
             wait(min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest))
 
@@ -120,9 +119,9 @@ def _extend_deadlines(
 ) -> dict[str, _SentMessage]:
     """Return ``pending`` with later deadlines for simulated clients that had to queue for a worker.
 
-    A grid that has such a queue tells when each client at work began (``begun``, by message id): after the last reply
-    of its cohort. A client in the queue has all its time left, as long as somebody is at work who is not late. So a
-    worker that hangs makes nobody wait without end.
+    A grid with such a queue reports when each working client began (``begun``, by message id): after the last reply of
+    its cohort. A queued client keeps its full time as long as a client that is not late is working. So a worker that
+    hangs makes no client wait forever.
     """
     if not hasattr(grid, "begun"):
         return pending
@@ -135,10 +134,10 @@ def _extend_deadlines(
 
 
 def _push(grid: Grid, messages: Sequence[Message]) -> set[str]:
-    """Push messages and return the ids of those that were accepted.
+    """Push messages and return the ids of the accepted ones.
 
-    A SuperLink that was started anew in between knows nothing of an upload that had begun. So the messages are pushed
-    once more: it takes each for the one that it knows already, if it knows it.
+    A SuperLink that was restarted in between does not know an upload that had begun. So the messages are pushed once
+    more; it recognises those that it already has.
     """
     try:
         message_ids = grid.push_messages(messages)
@@ -162,10 +161,10 @@ def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[i
 
 
 def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadline_seconds: float) -> Message:
-    """Make a message to a client; this is the only place where one is made.
+    """Create a message to a client; all messages are created here.
 
-    The message's time to live keeps a client from starting work that nobody waits for. The message outlives the
-    deadline a little: the server decides which client is late, not the SuperLink.
+    The message's time to live keeps a client from starting work after the deadline. It exceeds the deadline a little:
+    the server decides which client is late, not the SuperLink.
     """
     return Message(
         content,
@@ -177,7 +176,7 @@ def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadlin
 
 
 def require(num_good: int, minimum: int, exchange_name: str, failures: Iterable[str]) -> None:
-    """Raise :class:`TooFewReplies`, which quotes the first failure, unless at least ``minimum`` replies were good."""
+    """Raise :class:`TooFewReplies`, quoting the first failure, for fewer than ``minimum`` valid replies."""
     if num_good < minimum:
         first = next(iter(failures), "")
         failure_text = f"first failure: {first}" if first else "no reply failed: fewer clients were asked"

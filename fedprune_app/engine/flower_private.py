@@ -1,11 +1,11 @@
-"""All of Flower that its documentation does not promise passes through here, and the releases are told apart here.
+"""All names of Flower outside its documented API, and the differences between its releases.
 
-Flower's public modules are ``flwr.app``, ``flwr.serverapp``, ``flwr.clientapp`` and ``flwr.client``, and everybody
-imports them as they are. Every other name may move with any release. So no other module of fedprune imports such a name
-from Flower: :data:`PLACES` says where each of them is. A test looks for each name there, and says which one moved.
+Flower's public modules are ``flwr.app``, ``flwr.serverapp``, ``flwr.clientapp`` and ``flwr.client``, which are imported
+directly. Every other name may move with any release. So only this module imports such names from Flower: :data:`PLACES`
+lists the module of each. A test checks each name, and reports which one moved.
 
-A name is imported when somebody first asks for it. So a command that needs no Flower does not import Flower, and a
-ClientApp imports the few names that it needs.
+A name is imported on first use. So a command that needs no Flower does not import Flower, and a ClientApp imports only
+the few names that it needs.
 
 Releases differ in how SuperNodes reach the SuperLink:
 
@@ -20,7 +20,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # of the names in PLACES those that annotations use or classes derive from; the others are Any
+if TYPE_CHECKING:  # the names in PLACES used in annotations or as base classes; the others are Any
     from flwr.app import Message
     from flwr.supercore.auth.typing import AccountInfo as AccountInfo
     from flwr.supercore.run import Run as Run
@@ -80,27 +80,27 @@ def __getattr__(name: str) -> Any:
 
 
 def if_imported(name: str) -> Any:
-    """Return what ``name`` stands for if its module was imported before, or None; nothing is imported for it."""
+    """Return the object called ``name`` if its module was already imported, else None; imports nothing."""
     return getattr(sys.modules.get(PLACES[name]), name, None)
 
 
 def replace(name: str, new: object) -> None:
-    """Let Flower's own module use ``new`` for ``name``, which has to be there."""
+    """Replace an existing ``name`` in Flower's own module by ``new``."""
     __getattr__(name)
     setattr(import_module(PLACES[name]), name, new)
 
 
 def has_fleet_port() -> bool:
-    """Return whether nodes reach the SuperLink at a port of their own; if not, they use the Control API's port."""
+    """Return whether nodes connect to the SuperLink at a separate port; otherwise they use the Control API's port."""
     major, minor = version("flwr").split(".")[:2]
     return (int(major), int(minor)) < (1, 40)
 
 
 def set_message_id(message: Message, message_id: str) -> None:
-    """Give a message its id, as a SuperLink does."""
+    """Set a message's id, as a SuperLink does."""
     message.metadata.__dict__["_message_id"] = message_id
 
 
 def set_answered_id(reply: Message, message_id: str) -> None:
-    """Let a reply be one to the message of this id, whichever message the reply itself names."""
+    """Set the message id that a reply answers, instead of the one that the reply itself names."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id

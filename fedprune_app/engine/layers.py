@@ -1,20 +1,20 @@
-"""The layers of a model are kept on disk, each in a file of its own that is packed by the codec and has a version."""
+"""A model's layers on disk, each in a versioned file packed by the codec."""
 
 import re
 from pathlib import Path
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import verified_body, with_digest
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import seal, unseal
 from fedprune_app.files import replace_file
 
 _NAME = re.compile(r"layer-(\d{5,})-version-(\d{5,})\.fp")
 
 
 class LayerFiles:
-    """Each layer file is written in one step, with a digest; a later version does not touch an earlier one.
+    """Files of layers, each written atomically, with a digest; a later version does not overwrite an earlier one.
 
-    ``owner`` says whose layers these are. With an owner, the layers of others count as damaged.
+    ``owner`` is whose layers these are. If it is given, layers of other owners count as damaged.
     """
 
     def __init__(self, folder: Path, owner: str | None = None) -> None:
@@ -23,7 +23,7 @@ class LayerFiles:
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
         body = codec.encode_once(payload)[codec.KEY].data
-        replace_file(self._path(layer, version), seal(body, self._metadata(layer, version)), private=True)
+        replace_file(self._path(layer, version), with_digest(body, self._metadata(layer, version)), private=True)
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
         """Read a layer of at most ``max_bytes`` decoded bytes.
@@ -37,10 +37,10 @@ class LayerFiles:
             raise ValueError(f"layer file {str(self._path(layer, version))!r} is damaged: {error}") from None
 
     def check(self, layer: int, version: int) -> memoryview:
-        """Return a layer as it was packed. Raises ``ValueError`` naming the file where it is missing or damaged."""
+        """Return a layer in packed form. Raises ``ValueError`` naming the file if it is missing or damaged."""
         path = self._path(layer, version)
         try:
-            return unseal(path.read_bytes(), self._metadata(layer, version))
+            return verified_body(path.read_bytes(), self._metadata(layer, version))
         except OSError as error:
             raise ValueError(f"layer file {str(path)!r} cannot be read: {error.strerror or error}") from None
         except ValueError as error:

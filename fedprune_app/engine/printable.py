@@ -1,7 +1,7 @@
-"""Text from outside is made printable here, before a terminal or a log gets it.
+"""Text from outside, made printable before it reaches a terminal or a log.
 
-A name of a class, a label or a file may come from a stranger, and so may an error that quotes it. It could command the
-terminal that shows it.
+A name of a class, a label or a file may come from a stranger, and so may an error that quotes it. It could contain
+commands for the terminal that shows it.
 """
 
 import logging
@@ -10,7 +10,7 @@ _LOGGERS = ("flwr", "flwr.fedprune", "fedprune")
 
 
 def printable(text: str) -> str:
-    r"""Return a text with its lines and tabs, and with escapes for all else that is not printable.
+    r"""Return a text with its line ends and tabs, and with escapes for all other unprintable characters.
 
     >>> printable("red: \x1b[31m")
     'red: \\x1b[31m'
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def keep_logs_printable() -> None:
-    """Make each later record of our loggers and of Flower's printable, with its traceback."""
+    """Make each later record of fedprune's and Flower's loggers printable, with its traceback."""
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_make_printable)
 

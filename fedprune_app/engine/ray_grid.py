@@ -1,8 +1,8 @@
-"""This Flower Grid gives messages to Ray actors without anything between: no SuperLink, no database, no polling.
+"""A Flower Grid that passes messages to Ray actors directly: no SuperLink, no database, no polling.
 
-An actor holds the ClientApp and takes a cohort of messages at a time. It gives each reply when it has it. An actor that
-dies is replaced. If one client had not answered yet, its process died. If several had not, nobody knows whose fault it
-was: each of them is asked again, alone. Its state is that before the round, so it answers the same.
+An actor runs the ClientApp on a cohort of messages at a time, and returns each reply as it is ready. An actor that dies
+is replaced. If one client had not replied yet, its process died. If several had not, the cause is unknown: each of them
+gets its message again, alone. Its state is that before the round, so its reply is the same.
 """
 
 import math
@@ -17,7 +17,7 @@ import ray
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedprune_app.core.cohort import share_of
+from fedprune_app.core.cohort import messages_per_worker
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_reply
@@ -25,21 +25,21 @@ from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_rep
 
 @ray.remote
 class SimulatedClients:
-    """These are the clients that a process answers for, whichever they are."""
+    """A process that runs clients, any of the grid's."""
 
-    def __init__(self, client_app: str, beside_server: bool) -> None:
+    def __init__(self, client_app: str, shares_disk: bool) -> None:
         self._app: ClientApp = resolve_name(client_app)
-        self._beside_server = beside_server
+        self._shares_disk = shares_disk
 
     def answer(self, requests: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
-        """Yield None, which shows that this process has started, and then the number of each message and its reply."""
+        """Yield None once this process has started, and then the number of each message and its reply."""
         yield None
-        yield from answers(self._app, requests, self._beside_server)
+        yield from answers(self._app, requests, self._shares_disk)
 
 
 @dataclass
 class _Cohort:
-    """A cohort is at work on messages; those without a reply yet are left, since then."""
+    """Messages that a worker is processing; ``pending`` are those without a reply yet."""
 
     worker: Any
     ids: list[str]
@@ -48,10 +48,10 @@ class _Cohort:
 
 
 class RayGrid(SimulatedGrid):
-    """The clients of this grid answer in Ray actors, as many at a time as the actors' ``resources`` leave room for.
+    """Simulated clients in Ray actors, as many at a time as fit with the actors' ``resources``.
 
-    ``client_app`` names the ClientApp. Ray has to be there already; ``one_machine`` says whether it is on this machine
-    alone. Raises ``ValueError`` where there is no room for one actor.
+    ``client_app`` names the ClientApp. Ray must be initialised; ``one_machine`` is whether it runs on this machine
+    alone. Raises ``ValueError`` if not even one actor fits.
     """
 
     def __init__(
@@ -67,27 +67,27 @@ class RayGrid(SimulatedGrid):
         self._new_worker = partial(worker.options(**resources).remote, client_app, one_machine)
         self._idle = [self._new_worker() for _ in range(_room_for(resources))]
         self._at_work: dict[Any, _Cohort] = {}  # by the generator of replies
-        self._suspects: dict[str, Message] = {}  # messages of cohorts that died; each is answered alone
+        self._suspects: dict[str, Message] = {}  # messages of cohorts that died; each is processed alone
         self._replies: dict[str, Message] = {}
-        self._forgotten: set[str] = set()  # messages at work whose replies nobody waits for
+        self._forgotten: set[str] = set()  # messages in progress whose replies are no longer needed
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Start the clients that can be started, and return the replies that have come."""
+        """Start as many clients as possible, and return the replies that have arrived."""
         self._start()
         self._collect(seconds=0)
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
 
     def begun(self) -> dict[str, float]:
-        """Return when the clients at work began, by message id, on the clock of ``time.monotonic``.
+        """Return when the working clients began, by message id, on the clock of ``time.monotonic``.
 
-        Clients of a cohort may work one after the other: the time of those that are left begins at the last reply. A
-        cohort whose process has not started yet is not at work.
+        Clients of a cohort may work one after the other: the time of the remaining ones starts at the last reply. A
+        cohort whose process has not started yet is not working.
         """
         cohorts = [cohort for cohort in self._at_work.values() if cohort.start_time]
         return {message_id: cohort.start_time for cohort in cohorts for message_id in cohort.pending}
 
-    def forget(self, message_ids: Iterable[str]) -> None:
-        """Nobody waits for these replies any more: messages in the queue leave it, and replies to come are dropped."""
+    def discard(self, message_ids: Iterable[str]) -> None:
+        """Cancel these messages: queued ones are removed, and later replies are dropped."""
         for message_id in message_ids:
             messages = [queue.pop(message_id, None) for queue in (self._suspects, self._pending, self._replies)]
             if not any(messages):
@@ -107,25 +107,25 @@ class RayGrid(SimulatedGrid):
         return replies
 
     def _start(self) -> None:
-        """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
+        """Assign messages to idle workers: a suspect alone, the others in cohorts of equal size."""
         while self._idle and self._suspects:
             self._give(self._suspects, 1)
         if self._idle and self._pending:
-            size = share_of(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
+            size = messages_per_worker(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
             while self._idle and self._pending:
                 self._give(self._pending, size)
 
     def _give(self, queue: dict[str, Message], size: int) -> None:
-        """Let a worker answer this many of the messages that wait, or all where there are fewer."""
+        """Assign up to ``size`` messages of the queue to a worker."""
         ids = list(queue)[:size]
         cohort = _Cohort(self._idle.pop(0), ids, {message_id: queue.pop(message_id) for message_id in ids})
         requests = [(message, self._context(message)) for message in cohort.pending.values()]
         for message, _ in requests:
-            message.metadata.created_at = time.time()  # its time to live begins now, not in the queue
+            message.metadata.created_at = time.time()  # its time to live starts now, not in the queue
         self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(requests)] = cohort
 
     def _collect(self, seconds: float) -> None:
-        # all that has come; if nothing has, the first that comes within so many seconds
+        # all that have arrived; if none, the first that arrives within these seconds
         while self._at_work:
             ready, _ = ray.wait(list(self._at_work), timeout=seconds)
             if not ready:
@@ -135,7 +135,7 @@ class RayGrid(SimulatedGrid):
             seconds = 0
 
     def _take(self, replies: Any) -> None:
-        """Take in the next reply of a cohort, or its end."""
+        """Process the next reply of a cohort, or its end."""
         cohort = self._at_work[replies]
         try:
             answer = ray.get(next(replies))
@@ -143,7 +143,7 @@ class RayGrid(SimulatedGrid):
             del self._at_work[replies]
             self._idle.append(cohort.worker)
             return
-        except Exception as error:  # the process died, or never could begin
+        except Exception as error:  # the process died, or could not start
             del self._at_work[replies]
             self._idle.append(self._new_worker())
             if len(cohort.pending) > 1:
@@ -168,7 +168,7 @@ class RayGrid(SimulatedGrid):
 
 
 def _room_for(resources: Mapping[str, float]) -> int:
-    """Return how many actors with these ``resources`` Ray has room for; none is on two machines."""
+    """Return how many actors with these ``resources`` fit into Ray; an actor runs on one machine."""
     needs = {{"num_cpus": "CPU", "num_gpus": "GPU"}[key]: count for key, count in resources.items() if count}
     machines: list[ValueDict] = ray.nodes()  # type: ignore[no-untyped-call]
     capacities = [machine["Resources"] for machine in machines]

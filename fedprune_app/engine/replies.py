@@ -1,17 +1,17 @@
-"""Replies come in here: each is content within its bounds, or one line on why there is none, whatever a node sent.
+"""Replies from nodes: bounded content, or one line on why there is none, whatever a node sent.
 
 The Grid of a deployment is Flower's ``HttpGrid``, which trusts replies too much:
 
-* It makes messages of all the replies that it asks for before it returns the first, however large they are.
-* A reply that cannot be read is an exception, which ends the run and takes the other replies with it.
-* A reply itself says which message it answers.
-* A reply that the SuperLink itself cannot read makes it answer a whole batch with an error.
+* It creates messages of all requested replies before it returns the first, however large they are.
+* A reply that cannot be read raises an exception, which ends the run and loses the other replies.
+* A reply itself names the message that it answers.
+* For a reply that the SuperLink cannot read, it returns an error for the whole batch.
 
 Here replies are fetched one by one through the same client:
 
-* The memory that a reply takes is bounded before the reply is in memory.
+* The memory of a reply is bounded before the reply is in memory.
 * A reply that cannot be read is an error of that reply alone.
-* A reply belongs to the message for which the SuperLink took it.
+* A reply belongs to the message for which the SuperLink accepted it.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("flwr.fedprune")
 
-# what a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them
+# the most bytes of a reply in addition to its tensors: fields, names, and Flower's framing
 FRAMING_BYTES = 8 * 2**20
 _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
 _HEAD_BYTES = 2**20  # of a reply without its objects, a list of replies, an object that only names others
-_BESIDE_BYTES = 4 * 2**20  # of all objects but pieces of arrays: three counts for each of a million classes fit
+_BESIDE_BYTES = 4 * 2**20  # of all objects except pieces of arrays: three counts for each of a million classes fit
 _LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: _BESIDE_BYTES}  # bytes of other objects
-_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # a piece of an array begins with this
+_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # the start of a piece of an array
 _MOST_RECORDS = 16
 _MOST_OBJECTS = 64  # and one more per MiB
-_BACKOFF_SECONDS = (0.05, 1.0)  # between tries to fetch an object that is still being uploaded
-_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # a SuperNode begins the message of an exception with this
+_BACKOFF_SECONDS = (0.05, 1.0)  # between attempts to fetch an object that is still being uploaded
+_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # the start of an exception's message from a SuperNode
 
 Stream = Iterable[bytes]
 
 
 @dataclass(frozen=True)
-class Reply:
-    """A reply to one message is its content and its size as Flower serialises it, or one line on why there is none."""
+class FetchedReply:
+    """A reply to one message: its content and its size in Flower's serialisation, or one line on why there is none."""
 
     message_id: str  # the message that the reply answers
     content: RecordDict | None = None
@@ -78,11 +78,11 @@ class Reply:
     error: str = ""
 
 
-def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[Reply]:
-    """Yield the replies to these messages that have come, each read when the caller is done with the one before.
+def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[FetchedReply]:
+    """Yield the arrived replies to these messages, each read when the caller is done with the one before.
 
-    A reply of more than ``max_bytes`` is refused. A reply whose upload has begun is waited for until its deadline, by
-    ``time.monotonic()``. Some Grids return whole batches: these are of replies of up to ``largest`` bytes.
+    A reply of more than ``max_bytes`` is rejected. A reply whose upload has begun is awaited until its deadline, by
+    ``time.monotonic()``. Some Grids return whole batches, of replies of up to ``largest`` bytes.
     """
     # a ServerApp has imported the class; an import here would slow clients down
     grid_class = flower_private.if_imported("HttpGrid")
@@ -94,40 +94,40 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
     size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # batches of large models are small
     for start in range(0, len(ids), size):
         for message in grid.pull_messages(ids[start : start + size]):
-            # an error that the SuperLink made names another source, so the message replied to tells whose it is
+            # an error from the SuperLink names another source, so the message replied to identifies the client
             yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
 
 
-def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
-    """Return the reply in a message; whatever goes wrong with a client's message is an error of that client."""
+def _reply(message_id: str, message: Message, max_bytes: int) -> FetchedReply:
+    """Return the reply in a message; any error of a client's message is an error of that client alone."""
     try:
         if message.has_error():
-            return Reply(message_id, error=error_line(message.error))
+            return FetchedReply(message_id, error=error_line(message.error))
         content = message.content
         num_bytes = sum(_array_bytes(record) for record in content.values())
         if len(content) <= _MOST_RECORDS and num_bytes <= max_bytes:
-            num_bytes = wire.num_bytes(content)  # this copies the content
+            num_bytes = wire.num_bytes(content)  # copies the content
         if len(content) > _MOST_RECORDS or num_bytes > max_bytes:
             raise ValueError(
                 f"it has {len(content)} records and {num_bytes} bytes, allowed: {_MOST_RECORDS} and {max_bytes}"
             )
     except Exception as error:  # Flower may raise any kind of error
-        return _refusal(message_id, error)
-    return Reply(message_id, content, num_bytes)
+        return _rejection(message_id, error)
+    return FetchedReply(message_id, content, num_bytes)
 
 
-def _refusal(message_id: str, error: Exception) -> Reply:
+def _rejection(message_id: str, error: Exception) -> FetchedReply:
     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return Reply(message_id, error=wire.one_line(f"its reply is refused: {kind}{str(error)[:500]}"))
+    return FetchedReply(message_id, error=wire.one_line(f"its reply is refused: {kind}{str(error)[:500]}"))
 
 
 def _array_bytes(record: object) -> int:
-    """Return the bytes of a record of arrays without copying them: one array may stand there under many names."""
+    """Return the bytes of a record of arrays without copying them: a record may list one array under many names."""
     return sum(len(name) + len(array.data) for name, array in record.items()) if isinstance(record, ArrayRecord) else 0
 
 
 def error_line(error: Error) -> str:
-    """Return the last line that tells something of an error that a client's side reported."""
+    """Return the last informative line of an error that a client's side reported."""
     reason = error.reason or ""
     lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
     text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
@@ -139,8 +139,8 @@ def error_line(error: Error) -> str:
 # --- from a SuperLink -------------------------------------------------------------------------------------------------
 
 
-def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
-    """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
+def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[FetchedReply]:
+    """Yield the replies of ``HttpGrid.pull_messages``, but one by one, and within the allowed size."""
     try:
         reply_list = _list_replies(grid, list(deadlines))
     except httpx.HTTPStatusError as error:
@@ -150,8 +150,8 @@ def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -
             for message_id, deadline in deadlines.items():
                 yield from _fetch_all(grid, {message_id: deadline}, max_bytes)
         else:
-            _list_replies(grid, [])  # a SuperLink that can answer nothing is no client's failure
-            yield from (_refusal(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
+            _list_replies(grid, [])  # raises if the SuperLink fails altogether, which is no client's failure
+            yield from (_rejection(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
         return
     for head, tree in zip(reply_list.messages_list, reply_list.message_object_trees, strict=True):
         message_id = head.metadata.reply_to_message_id
@@ -160,13 +160,13 @@ def _fetch_all(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -
 
 
 def _list_replies(grid: HttpGrid, message_ids: list[str]) -> Any:
-    """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
+    """Return the heads of the arrived replies to these messages, each with the tree of its objects."""
     _watch(grid._runtime_client._client)
-    with _filter_responses(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
+    with _filter_responses(lambda stream: bounded_messages(stream, len(message_ids), _HEAD_BYTES)):
         return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
 
-def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int) -> Reply:
+def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int) -> FetchedReply:
     message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
     client, run_id = grid._runtime_client, grid.run.run_id
     budget = Budget(max_bytes)
@@ -190,33 +190,33 @@ def _fetch(grid: HttpGrid, head: Any, tree: Any, deadline: float, max_bytes: int
         )
         reply = read(message_id, root, contents, max_bytes)
     except ObjectPullError:
-        reply = Reply(message_id, error="its reply was not sent in full")
+        reply = FetchedReply(message_id, error="its reply was not sent in full")
     except (ValueError, httpx.HTTPStatusError) as error:
-        reply = _refusal(message_id, error)
+        reply = _rejection(message_id, error)
     try:
         confirmation = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
         client.ConfirmMessageReceived(confirmation)
-    except httpx.HTTPStatusError as error:  # the SuperLink keeps the reply until the run is over
+    except httpx.HTTPStatusError as error:  # the SuperLink then keeps the reply until the run ends
         log.warning("a reply that came is kept by the SuperLink: %s", wire.one_line(str(error)))
     return reply
 
 
-def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> Reply:
-    """Return a reply from ``contents``, its objects by id, whatever their bytes are; ``root`` should be a message."""
+def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> FetchedReply:
+    """Return a reply from ``contents``, untrusted bytes of its objects by id; ``root`` should be a message."""
     try:
         _check_sizes(contents, max_bytes)
         message = inflate_object_from_contents(root, contents)
         if not isinstance(message, Message):
             raise ValueError(f"it is of type {type(message).__name__}, allowed: Message")
     except Exception as error:  # Flower's parsers may raise any kind of error
-        return _refusal(message_id, error)
+        return _rejection(message_id, error)
     return _reply(message_id, message, max_bytes)
 
 
 def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
-    """Refuse objects that would grow when they are put together.
+    """Raise ``ValueError`` for objects that would grow when they are assembled.
 
-    An array may name one piece of it many times, and a number that takes a byte here takes 80 as one of Python's.
+    An array may name one piece many times, and a number of one byte here takes 80 as a Python object.
     """
     total = other_bytes = 0
     for content in contents.values():
@@ -229,21 +229,21 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
             if not all(contents[child].startswith(_CHUNK) for child in children):
-                # an array whose pieces are arrays would grow with each of them
+                # an array of arrays would grow with each of them
                 raise ValueError("an array names objects that are no pieces of an array")
             total += sum(len(contents[children[index]]) for index in chunks)
             if total > max_bytes:
                 raise ValueError(f"its arrays have over {max_bytes} bytes")
 
 
-# --- what comes over HTTP, bounded as it comes ------------------------------------------------------------------------
+# --- responses over HTTP, bounded while they arrive -------------------------------------------------------------------
 
-_current = threading.local()  # the attribute filter: what responses in this thread pass
+_current = threading.local()  # attribute `filter`: applied to this thread's responses
 
 
 @contextmanager
 def _filter_responses(stream_filter: Callable[[Stream], Stream]) -> Iterator[None]:
-    """Pass responses to this thread's requests to ``stream_filter`` before they are in memory, until the block ends."""
+    """Apply ``stream_filter`` to responses of this thread's requests before they are in memory, within the context."""
     _current.filter = stream_filter
     try:
         yield
@@ -252,7 +252,7 @@ def _filter_responses(stream_filter: Callable[[Stream], Stream]) -> Iterator[Non
 
 
 def _watch(client: httpx.Client) -> None:
-    """Let responses to this client pass the filter from now on."""
+    """Make responses to this client pass the filter from now on."""
     hooks = client.event_hooks
     if _attach not in hooks["response"]:
         client.event_hooks = {**hooks, "response": [*hooks["response"], _attach]}
@@ -278,9 +278,9 @@ class _FilteredStream(httpx.SyncByteStream):
 
 
 class Budget:
-    """A budget lets streams of several threads pass until ``limit`` bytes are through; then it raises ``ValueError``.
+    """Limit the bytes of several threads' streams together: beyond ``limit`` it raises ``ValueError``.
 
-    The bytes of a stream that breaks off do not count: the stream comes again.
+    The bytes of a stream that breaks off do not count, because the stream is repeated.
     """
 
     def __init__(self, limit: int) -> None:
@@ -305,10 +305,10 @@ class Budget:
                 raise ValueError(f"it has over {self._limit} bytes")
 
 
-def sieve(stream: Stream, max_count: int, max_bytes: int) -> Iterator[bytes]:
-    """Yield a protobuf message of messages with only the first ``max_count`` of each field.
+def bounded_messages(stream: Stream, max_count: int, max_bytes: int) -> Iterator[bytes]:
+    """Yield a protobuf message of messages, with only the first ``max_count`` of each field.
 
-    Of these, messages of more than ``max_bytes`` bytes are emptied.
+    Messages of more than ``max_bytes`` bytes among them are emptied.
 
     Raises ``ValueError`` for a message that has other fields.
     """

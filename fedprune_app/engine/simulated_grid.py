@@ -1,6 +1,6 @@
-"""A Grid of simulated clients knows their contexts and holds messages until they are answered, here in this process.
+"""The Grid of simulated clients: it has their contexts, and holds messages until they are answered, in this process.
 
-The same ServerApp and ClientApp objects run as anywhere, and messages are encoded as on any other engine.
+The ServerApp and ClientApp objects are those of every engine, and messages are encoded as on any other engine.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedprune_app.core.cohort import largest_cohort, share_of, work_in_cohort
+from fedprune_app.core.cohort import largest_cohort, messages_per_worker, run_cohort
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.rng import derive_seed
 from fedprune_app.engine.flower_private import (
@@ -25,41 +25,41 @@ from fedprune_app.engine.flower_private import (
     set_message_id,
 )
 
-# Flower's apps, or functions that do the same
+# Flower's apps, or equivalent functions
 ClientApp = Callable[[Message, Context], Message]
 ServerApp = Callable[[Grid, Context], None]
-_beside_server: ContextVar[bool | None] = ContextVar("_beside_server", default=None)  # None: in no simulation of ours
+_shares_disk: ContextVar[bool | None] = ContextVar("_shares_disk", default=None)  # None outside our simulations
 
 
 @contextmanager
-def answering_in_simulation(beside_server: bool) -> Iterator[None]:
-    """Let :func:`is_simulated` return True until the block ends; only simulations enter it.
+def simulated_client(shares_disk: bool) -> Iterator[None]:
+    """Make :func:`is_simulated` return True within the context, which only simulations enter.
 
-    ``beside_server`` says whether the server is on the same machine.
+    ``shares_disk`` is whether the server is on the same machine.
     """
-    token = _beside_server.set(beside_server)
+    token = _shares_disk.set(shares_disk)
     try:
         yield
     finally:
-        _beside_server.reset(token)
+        _shares_disk.reset(token)
 
 
-def is_beside_server() -> bool:
-    """Return whether the client at work shares the server's machine for certain, so that the server syncs its files."""
-    return _beside_server.get() is True
+def shares_disk_with_server() -> bool:
+    """Return whether the current client certainly shares the server's machine, so that the server syncs its files."""
+    return _shares_disk.get() is True
 
 
 def is_simulated() -> bool:
-    """Return whether the client at work is one of a simulation: of ours, or of Flower's, whose clients are Ray actors.
+    """Return whether the current client is simulated: by our engines, or by Flower's, whose clients are Ray actors.
 
-    Everything else counts as a node of a deployment, whatever the run's configuration says: a node is a process of its
-    own, which no message makes an actor.
+    Everything else counts as a node of a deployment, independent of the run's configuration: a node is a process of its
+    own, which no message turns into an actor.
     """
-    return _beside_server.get() is not None or _is_ray_actor()
+    return _shares_disk.get() is not None or _is_ray_actor()
 
 
 def _is_ray_actor() -> bool:
-    ray = sys.modules.get("ray")  # in an actor it is there; a node does not import it for this question
+    ray = sys.modules.get("ray")  # an actor has imported it; a node does not import it just for this check
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
@@ -67,15 +67,15 @@ def _is_ray_actor() -> bool:
 
 
 RUN_ID = 1
-# the code of an error that a client raised, the one that Flower has for it
+# Flower's code of an error that a client raised
 RAISED = 2
 
 
 class SimulatedGrid(Grid):
-    """The grid has ``num_clients`` nodes with partition ids 0, 1, ...; node ids are arbitrary, as Flower's are."""
+    """A Grid whose ``num_clients`` nodes have partition ids 0, 1, ..., and arbitrary node ids, as Flower's."""
 
     def __init__(self, num_clients: int, run_config: Values) -> None:
-        self.num_nodes = num_clients  # that there will ever be
+        self.num_nodes = num_clients  # fixed: no node joins later
         self._run_config = dict(run_config)
         self._contexts = {}
         for client in range(num_clients):
@@ -87,12 +87,12 @@ class SimulatedGrid(Grid):
         self._ids = itertools.count(1)
 
     def serve(self, server_app: ServerApp) -> None:
-        """Run a federation to its end on this grid; whatever the ServerApp raises is raised."""
+        """Run a federation to its end on this grid; exceptions of the ServerApp are passed on."""
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SUPERLINK_NODE_ID
         server_app(self, Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), self._run_config))
 
     def set_run(self, run: Run) -> None:
-        """Do nothing, since there is only one run."""
+        """Do nothing, because there is only one run."""
 
     @property
     def run(self) -> Run:
@@ -129,30 +129,30 @@ def error_reply(error: Exception, message: Message) -> Message:
 
 
 def answers(
-    app: ClientApp, requests: Sequence[tuple[Message, Context]], beside_server: bool = True
+    app: ClientApp, requests: Sequence[tuple[Message, Context]], shares_disk: bool = True
 ) -> Iterator[tuple[int, Message]]:
-    """Yield the number of each message and the reply to it; the clients work as a cohort.
+    """Yield the number of each message and the reply to it; the clients run as a cohort.
 
-    As on the other engines, a client's failure is a reply. ``beside_server`` says whether the server is on the same
+    As on the other engines, a client's failure is a reply. ``shares_disk`` is whether the server is on the same
     machine.
     """
 
     def answer(message: Message, context: Context) -> Message:
         try:
-            with answering_in_simulation(beside_server):
+            with simulated_client(shares_disk):
                 return app(message, context)
         except Exception as error:
             return error_reply(error, message)
 
     works = [lambda request=request: answer(*request) for request in requests]
-    yield from work_in_cohort(works)
+    yield from run_cohort(works)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let Flower log errors alone until the block ends, since a progress bar shows what matters.
+    """Make Flower log only errors within the context, because a progress bar is shown.
 
-    The environment variable FEDPRUNE_LOG names another level to log from.
+    The environment variable FEDPRUNE_LOG sets another level.
     """
     logger = logging.getLogger("flwr")
     level = logger.level
@@ -167,7 +167,7 @@ def quiet() -> Iterator[None]:
 
 
 class InProcessGrid(SimulatedGrid):
-    """The clients of this grid answer in this process, when their replies are asked for.
+    """Simulated clients in this process, which run when their replies are pulled.
 
     It is for breakpoints, for tests, and for machines without Ray. Only the transport differs: it is a dictionary.
     """
@@ -177,9 +177,9 @@ class InProcessGrid(SimulatedGrid):
         self._client_app = client_app
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run the clients whose replies are asked for, cohort by cohort as the result is iterated."""
+        """Run the clients with these messages, cohort by cohort as the result is iterated."""
         pending_ids = [message_id for message_id in message_ids if message_id in self._pending]
-        size = share_of(len(pending_ids), 1, self._largest_cohort)
+        size = messages_per_worker(len(pending_ids), 1, self._largest_cohort)
         for start in range(0, len(pending_ids), size):
             ids = pending_ids[start : start + size]
             messages = [self._pending.pop(message_id) for message_id in ids]
@@ -194,5 +194,5 @@ class InProcessGrid(SimulatedGrid):
 
 
 def run_in_process(server_app: ServerApp, client_app: ClientApp, num_clients: int, run_config: Values) -> None:
-    """Run a federation to its end in this process; whatever the ServerApp raises is raised."""
+    """Run a federation to its end in this process; exceptions of the ServerApp are passed on."""
     InProcessGrid(client_app, num_clients, run_config).serve(server_app)

@@ -1,8 +1,8 @@
-"""A simulation is a program of its own: there is no SuperLink, so nothing of Flower's listens anywhere.
+"""The program of a simulation: without a SuperLink, so that nothing of Flower's listens on a port.
 
-``python -m fedprune_app.engine.simulation FILE`` runs an app on Ray, as the JSON object in FILE says. The clients are
-on a Grid of our own, or on Flower's simulation: this is then what Flower's ``flwr-simulation`` does with a run that a
-SuperLink gives to it. A SuperLink's ports have no credential in simulation mode, so everybody who reached one could
+``python -m fedprune_app.engine.simulation FILE`` runs an app on Ray, with the settings in FILE, a JSON object. The
+clients are on our own Grid, or in Flower's simulation: this is then equivalent to Flower's ``flwr-simulation``, which a
+SuperLink starts for a run. A SuperLink's ports have no credential in simulation mode, so anyone who reaches one could
 start programs as its owner.
 """
 
@@ -33,15 +33,15 @@ from fedprune_app.engine.flower_private import (
 )
 
 _RAY_GRAIN = 1e-4  # Ray rounds to it, and a rounded part might not fit
-# Flower's words around the real error:
+# Flower's texts that hide the real error.
 _NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that hold clients: so many on a Ray of this machine's own, which share its ``gpus``.
+    """The processes that run clients: ``processes`` on this machine's own Ray, which share its ``gpus``.
 
-    With 0 processes they are on the user's cluster, as many as it has room for. ``gpus`` then says whether they use the
+    With 0 processes they are on the user's cluster, as many as it has room for. ``gpus`` is then whether they use the
     cluster's GPUs, if it has any: each process a whole one.
     """
 
@@ -49,9 +49,9 @@ class Workers:
     gpus: int
 
     def resources(self) -> dict[str, int | float]:
-        """Return what a process takes of Ray's CPUs and GPUs; on a cluster Ray has to be there already.
+        """Return the CPUs and GPUs that a process requests from Ray; for a cluster Ray must be initialised.
 
-        Processes that share a GPU take equal parts of it, so that each finds room on one GPU.
+        Processes that share a GPU take equal parts of it, so that each fits on one GPU.
         """
         if self.processes:
             parts = math.ceil(self.processes / self.gpus) if self.gpus else 0
@@ -67,10 +67,10 @@ class Workers:
 
 
 def with_this_python(environment: Values | None) -> ValueDict:
-    """Return Ray's runtime environment with this Python as a shell takes it.
+    """Return Ray's runtime environment with this Python's path quoted for a shell.
 
-    Ray hands the path of Python to a shell as it is. So its processes never start where the path has a space or a
-    bracket, and Ray waits for them without end. A cluster has a Python of its own.
+    Ray passes the path of Python to a shell unquoted. With a space or a bracket in the path its processes never start,
+    and Ray waits forever. A cluster has its own Python.
     """
     quoted = shlex.quote(sys.executable)
     is_needed = quoted != sys.executable and os.environ.get("RAY_ADDRESS", "local") == "local"
@@ -78,9 +78,9 @@ def with_this_python(environment: Values | None) -> ValueDict:
 
 
 def run(app: Path, config: ValueDict, num_clients: int, workers: Workers) -> None:
-    """Run the Flower app in the folder ``app``, which is on Python's path, to its end on a Grid of our own.
+    """Run the Flower app in the folder ``app``, which is on Python's path, to its end on our own Grid.
 
-    ``config`` has all keys of the run. Whatever ends the run is raised.
+    ``config`` has all keys of the run. Exceptions of the run are passed on.
     """
     import ray
 
@@ -109,7 +109,7 @@ def run_on_flower(app: Path, config: ValueDict, num_clients: int, workers: Worke
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID
     if not workers.processes:
         with _time_limit(float(config["startup-seconds"])):
-            ray.init(**workers.init_args())  # to count; Flower connects anew
+            ray.init(**workers.init_args())  # to count the resources; Flower connects again
     resources = workers.resources()
     ray.shutdown()
     os.environ.setdefault("RAY_RUNTIME_ENV_HOOK", f"fedprune_app.engine.simulation.{with_this_python.__name__}")
@@ -131,9 +131,9 @@ def _components(app: Path) -> Any:
 
 
 def main() -> None:
-    """Run what the file says.
+    """Run a simulation with the settings in the file.
 
-    Where the exit code is not 0, the last line of the output is the reason.
+    If the exit code is not 0, the last line of the output is the reason.
     """
     settings = json.loads(Path(sys.argv[1]).read_text())
     try:
@@ -150,7 +150,7 @@ def main() -> None:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Give up if the block, in which Ray starts, is not over after so many seconds: Ray may wait without end."""
+    """End this process if the context, in which Ray starts, takes longer: Ray may wait forever."""
     timer = threading.Timer(seconds, _give_up, [f"Ray did not start within startup-seconds = {seconds:g}"])
     timer.daemon = True
     timer.start()

@@ -1,12 +1,12 @@
-"""State is kept on disk in versions, on clients and server: one safetensors file per round, written in one step.
+"""Versioned state on disk, of clients and server: one safetensors file per round, written atomically.
 
 A file ``round-00012.safetensors`` holds the state *after* round 12: tensors, and a JSON object in the file's metadata.
 The metadata also name the round and the owner of the state, and have a digest of everything. A file whose content
-contradicts its metadata is damaged. So is a file that lies under the name of another round or owner.
+contradicts its metadata is damaged. So is a file under the name of another round or owner.
 
-The server remembers whose reply of which round it took in, and tells each client from which version to go on. So a
-reply that came too late changes nothing, nor does a kill between a client's save and the server's checkpoint. Older
-versions stay until the server's own older checkpoints are gone too.
+The server records whose reply of which round it accepted, and sends each client the version to continue from. So a late
+reply changes nothing, nor does a kill between a client's save and the server's checkpoint. Older versions are kept
+until the server's own older checkpoints are removed.
 """
 
 import json
@@ -23,20 +23,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from fedprune_app.config import Config
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.named import TensorDict, Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import locked, make_durable, replace_file
 from fedprune_app.results.reader import LOCK
 
-log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
+log = logging.getLogger("flwr.fedprune")  # a child of Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
 _KEY = "fedprune-state"  # in the file's metadata
 
 
 @dataclass(frozen=True)
 class State:
-    """A state has tensors by name, and plain JSON values beside them."""
+    """A client's or the server's state: tensors by name, and plain JSON values."""
 
     tensors: Tensors = field(default_factory=dict)
     meta: Values = field(default_factory=dict)
@@ -55,7 +55,7 @@ def grouped(**groups: Tensors) -> TensorDict:
 def owner(name: str, run_key: str) -> str | None:
     """Return the owner of a file: ``name`` of one run.
 
-    Where the run is not known, the result is None and the file may be anybody's.
+    If the run is unknown it is None, and files of any owner are accepted.
     """
     return f"{name} of run {run_key}" if run_key else None
 
@@ -70,21 +70,21 @@ def write_tensors(
     durable: bool = True,
     private: bool = True,
 ) -> None:
-    """Write tensors, and plain JSON values beside them, as one safetensors file with its digest, in one step.
+    """Write tensors and plain JSON values as one safetensors file with its digest, atomically.
 
-    Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. The
-    file is for its owner alone, unless it is not ``private``. Raises ``ValueError`` for values that are no JSON.
+    If it is not ``durable``, it can be lost at a power cut before :func:`fedprune_app.files.make_durable`. The file is
+    for its owner alone, unless it is not ``private``. Raises ``ValueError`` for values that are not JSON.
     """
     contiguous: TensorDict = {}
     addresses: set[int] = set()
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
-        # a tensor may stand there under two names, and a file of safetensors holds no memory twice
+        # a tensor may have two names, and safetensors rejects shared memory
         contiguous[name] = copy.clone() if copy.data_ptr() in addresses and copy.numel() else copy
         addresses.add(copy.data_ptr())
     header = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
     try:
-        text = json.dumps(sealed_json(header))
+        text = json.dumps(json_with_digest(header))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"a state's meta cannot be written as JSON: {error}; "
@@ -94,9 +94,9 @@ def write_tensors(
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:
-    """Read a file that :func:`write_tensors` wrote, of this ``round`` and ``owner`` where they are given.
+    """Read a file of :func:`write_tensors`, and check ``round`` and ``owner`` if given.
 
-    Raises ``ValueError`` naming the file when it is damaged or another's.
+    Raises ``ValueError`` naming the file if it is damaged or another owner's.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -121,10 +121,10 @@ def _check_content(tensors: Tensors, header: ValueDict, round: int | None, owner
 
 @contextmanager
 def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
-    """Hold a folder for this process alone until the block ends.
+    """Hold a folder for this process alone within the context.
 
-    The operating system lets the folder go when the process ends, however it ends. Another process that holds the
-    folder is waited for. Raises ``ValueError`` if it still holds the folder after ``patience_seconds``.
+    The operating system releases the folder when the process ends, however it ends. If another process holds the
+    folder, wait. Raises ``ValueError`` if it still holds the folder after ``patience_seconds``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -135,9 +135,9 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
 
 
 class VersionedStore:
-    """A store keeps the versions of one state, in a folder of its own.
+    """The versions of one state, in a folder of their own.
 
-    ``owner`` says whose state this is. With an owner, the versions of others count as damaged.
+    ``owner`` is whose state this is. If it is given, versions of other owners count as damaged.
     """
 
     def __init__(self, folder: Path, keep: int = 3, owner: str | None = None) -> None:
@@ -146,27 +146,27 @@ class VersionedStore:
         self.owner = owner
 
     def path(self, round: int) -> Path:
-        """Return the path of the version after ``round``, whether or not that version is there."""
+        """Return the path of the version after ``round``, whether or not it exists."""
         return self.folder / f"round-{round:05d}.safetensors"
 
     def rounds(self) -> list[int]:
-        """Return the rounds of which a version is on disk, ascending."""
+        """Return the rounds with a version on disk, ascending."""
         if not self.folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match.group(1)) for match in matches if match)
 
     def save(self, round: int, state: State, accepted: int | None = None, *, durable: bool = True) -> None:
-        """Write the state after ``round``, and remove the versions that nobody can ask for any more.
+        """Write the state after ``round``, and remove the versions that are no longer needed.
 
         ``accepted`` is the newest round that is known to count (default: ``round``). Which versions are removed depends
         on their round:
 
-        * Up to ``accepted``, the newest ``keep`` versions stay and older ones are removed.
-        * Between ``accepted`` and ``round`` all are removed, since their replies came too late.
-        * After ``round`` all stay, since this save may itself be a late one that newer saves have overtaken.
+        * Up to ``accepted``, the newest ``keep`` versions are kept.
+        * Between ``accepted`` and ``round`` all are removed, because their replies were late.
+        * After ``round`` all are kept, because this save may itself be a late one, overtaken by newer saves.
 
-        Where it is not ``durable``, somebody puts it on disk before anything relies on it.
+        If it is not ``durable``, the caller syncs it before anything relies on it.
         """
         write_tensors(self.path(round), state.tensors, state.meta, round=round, owner=self.owner, durable=durable)
         accepted = round if accepted is None else accepted
@@ -176,7 +176,7 @@ class VersionedStore:
             self.path(version).unlink(missing_ok=True)
 
     def drop_after(self, round: int) -> None:
-        """Remove the versions of rounds after ``round``, which the run has abandoned."""
+        """Remove the versions after ``round``, which the run has abandoned."""
         for version in self.rounds():
             if version > round:
                 self.path(version).unlink(missing_ok=True)
@@ -191,8 +191,7 @@ class VersionedStore:
     def load(self, before: int | None = None) -> tuple[int, State] | None:
         """Return the newest readable version with its round, or None if there is none.
 
-        With ``before`` only versions of smaller rounds count. A damaged version is skipped with a warning, and the
-        version before it is used.
+        With ``before`` only versions of smaller rounds count. A damaged version is skipped with a warning.
         """
         for round in reversed(self.rounds()):
             if before is not None and round >= before:
@@ -206,12 +205,12 @@ class VersionedStore:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A run can go on from a resume point: after ``round``, or after a ``step`` of the round that follows it.
+    """A point from which a run can resume: after ``round``, or after a ``step`` of the next round.
 
-    ``state_rounds`` says which version of its state each client then needs. ``lost`` has a line for each other thing
-    that the run needs of the server's disk and that is damaged or missing. ``is_usable`` says whether the run can go on
-    without these. ``renews`` says that the next round makes anew what clients keep, so that a client may have lost its
-    state.
+    ``state_rounds`` is the version of its state that each client then needs. ``lost`` has a line for each other file on
+    the server's disk that the run needs and that is damaged or missing. ``is_usable`` is whether the run can resume
+    without these. ``renews`` means that the next round rebuilds the clients' states, so that a client may have lost its
+    own.
     """
 
     round: int
@@ -226,7 +225,7 @@ START = ResumePoint(0, {})
 
 
 def state_folder(run: Path, state_dir: str, run_key: str) -> Path:
-    """Return the folder of all clients' states: ``clients`` in the folder of the run, or its part of ``state_dir``."""
+    """Return the folder of all clients' states: ``clients`` in the run folder, or the run's part of ``state_dir``."""
     return Path(state_dir) / run_key if state_dir else run / "clients"
 
 
@@ -236,7 +235,7 @@ def client_store(states: Path, client: int, run_key: str, keep: int = 3) -> Vers
 
 
 def make_states_durable(states: Path, clients: Iterable[int], run_key: str, round: int) -> None:
-    """Put on disk those of the clients' states after ``round`` that are in ``states`` and were saved without that."""
+    """Sync those of the clients' states after ``round`` that are in ``states`` and were not saved durably."""
     make_durable(client_store(states, client, run_key).path(round) for client in clients)
 
 
@@ -244,14 +243,14 @@ def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:
     return VersionedStore(folder / "checkpoints", owner=owner("checkpoint", run_key))
 
 
-# --- where a run's files are ------------------------------------------------------------------------------------------
+# --- folders of a run -------------------------------------------------------------------------------------------------
 
 
 _RUN_KEY = re.compile(r"[0-9a-f]{16}")
 
 
 def run_folder(config: Config, run_id: int) -> Path:
-    """Return ``out-dir``, or the folder that is resumed from, or ``~/fedprune-runs/<run id>``."""
+    """Return ``out-dir``, or the folder to resume from, or ``~/fedprune-runs/<run id>``."""
     folder = config.out_dir or config.resume_from
     return Path(folder) if folder else Path.home() / "fedprune-runs" / str(run_id)
 
@@ -263,7 +262,7 @@ def new_run_key() -> str:
 def client_state_folder(config: Config, run_id: int, run_key: str) -> Path:
     """Return the folder of all clients' states: ``clients`` in the run folder, or this run's part of ``state-dir``.
 
-    ``state-dir`` may serve many runs. ``run_key`` is drawn when a run starts and stays when the run resumes, unlike
+    ``state-dir`` may be shared by many runs. ``run_key`` is drawn when a run starts and kept when it resumes, unlike
     Flower's run id. The server sends the key, so it is checked: ``ValueError`` for anything but 16 hexadecimal digits.
     """
     if not _RUN_KEY.fullmatch(run_key):

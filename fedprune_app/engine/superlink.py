@@ -1,9 +1,8 @@
-"""Flower's SuperLink, but its Control API takes orders only from users who have the deployment's secret.
+"""Flower's SuperLink, with a Control API that accepts only users with the deployment's secret.
 
 ``python -m fedprune_app.engine.superlink ...`` takes the arguments of ``flower-superlink``. Flower itself has accounts,
-but no open way to check them. Without a check everybody who reaches the port may start runs, which is to run code on
-every node. The ``flwr`` command sends the secret as it sends an account's token, from the file that
-:func:`credentials` makes.
+but no open way to check them. Without a check anyone who reaches the port may start runs, and so run code on every
+node. The ``flwr`` command sends the secret as an account's token, from the file that :func:`credentials` returns.
 """
 
 import base64
@@ -29,13 +28,13 @@ from fedprune_app.engine.printable import keep_logs_printable
 
 SECRET_VARIABLE = "FEDPRUNE_CONTROL_SECRET_FILE"
 CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
-_LEAST_BYTES = 16  # of a secret; a call without a token has none
+_LEAST_BYTES = 16  # of a secret, so that the empty token of a call without one never matches
 
 
 def read_secret(path: Path) -> str:
-    """Return the secret in a file, without the space around it.
+    """Return the secret in a file, without surrounding space.
 
-    Raises ``ValueError`` for one that is short, which strangers could guess, and for one that no call can bear.
+    Raises ``ValueError`` for a secret that is too short, so that strangers could guess it, or not ASCII.
     """
     secret = path.read_bytes().strip()
     if len(secret) < _LEAST_BYTES or not secret.isascii():
@@ -46,9 +45,9 @@ def read_secret(path: Path) -> str:
 
 
 def credentials(address: str, secret: str) -> bytes:
-    """Return the ``credentials.yaml`` with which ``flwr`` shows the secret to the SuperLink at ``address``."""
+    """Return the ``credentials.yaml`` with which ``flwr`` sends the secret to the SuperLink at ``address``."""
     values = {
-        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # this kind of account sends a token
+        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # accounts of this type send a token
         ACCESS_TOKEN_STORE_KEY: secret,
         REFRESH_TOKEN_STORE_KEY: secret,
     }
@@ -57,7 +56,7 @@ def credentials(address: str, secret: str) -> bytes:
 
 
 class SecretAuthn(ControlAuthnPlugin):
-    """There is one account, whose token is the secret in the file that the environment names."""
+    """Authentication of Flower's Control API by one account, whose token is the secret in the environment's file."""
 
     def __init__(self) -> None:
         self._secret = read_secret(Path(os.environ[SECRET_VARIABLE])).encode()
@@ -65,20 +64,20 @@ class SecretAuthn(ControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
-        """Return whether the metadata of a call hold the secret, and whose account that is."""
+        """Return whether a call's metadata have the secret, and the account."""
         token = str(dict(metadata).get(ACCESS_TOKEN_KEY, "")).encode()
         if not hmac.compare_digest(token, self._secret):
             return False, None
         return True, AccountInfo(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
 
     def get_login_details(self) -> None:
-        """Return nothing, since nobody can log in: a user has the secret or does not have it."""
+        """Return nothing, because there is no login: a user has the secret or does not have it."""
 
     def get_auth_tokens(self, device_code: str) -> None:
-        """Return nothing, since nobody can log in."""
+        """Return nothing, because there is no login."""
 
     def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
-        """Return nothing, since the secret does not end."""
+        """Return nothing, because the secret does not expire."""
         return None, None
 
 

@@ -1,4 +1,4 @@
-"""Payloads become Flower records here: they are encoded, their bytes measured, and every message checked once."""
+"""Conversion between payloads and Flower records: encoding, sizes in bytes, and the check of messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedprune_app.core import codec
-from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.core.bounds import LARGEST_NUMBER, bounded
 from fedprune_app.core.named import Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.flower_private import recorddict_to_proto
@@ -21,7 +21,7 @@ from fedprune_app.engine.printable import printable
 
 Fields = Values
 PAYLOAD = "payload"
-# the largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear
+# the largest magnitude of a value in a reply or a peer's update: the limit of an exact sum of one addend
 LARGEST = 2.0**23
 _PEER_UPDATE = "peer/"
 _STYPE = "fedprune.codec"
@@ -29,17 +29,17 @@ _LINE = 500
 
 
 def to_arrays(payload: Payload) -> ArrayRecord:
-    """Encode a payload; the arrays hold the codec's bytes as they are, without numpy's file header."""
+    """Encode a payload; the arrays hold the codec's bytes without numpy's file header."""
     return from_bytes({name: array.tobytes() for name, array in codec.encode(payload).items()})
 
 
 def from_bytes(encoded: Mapping[str, bytes]) -> ArrayRecord:
-    """Return a record of arrays that the codec encoded before."""
+    """Return a record of arrays from the codec's bytes."""
     return ArrayRecord({name: Array("uint8", (len(data),), _STYPE, data) for name, data in encoded.items()})
 
 
 def to_bytes(arrays: ArrayRecord) -> dict[str, bytes]:
-    """Return the inverse of :func:`from_bytes`, without a look at what the bytes mean.
+    """Undo :func:`from_bytes`, without decoding the bytes.
 
     Raises ``ValueError`` for arrays that are not the codec's.
     """
@@ -47,7 +47,7 @@ def to_bytes(arrays: ArrayRecord) -> dict[str, bytes]:
 
 
 def from_arrays(arrays: ArrayRecord, max_bytes: int) -> Payload:
-    """Decode a record that :func:`to_arrays` made.
+    """Decode a record of :func:`to_arrays`.
 
     Raises ``ValueError`` for anything else, and for a payload of more than ``max_bytes``.
     """
@@ -64,9 +64,9 @@ def _codec_bytes(name: str, array: Array) -> bytes:
 def pack(
     arrays: ArrayRecord | None, fields: Fields, peer_updates: Mapping[int, ArrayRecord] | None = None
 ) -> RecordDict:
-    """Return a message's content: named values, an encoded payload if any, and other clients' payloads by client.
+    """Return a message's content: fields, an encoded payload if any, and other clients' payloads by client.
 
-    Raises ``TypeError`` for a field whose value no message can hold.
+    Raises ``TypeError`` for a field of a type that no message supports.
     """
     record = RecordDict({"fields": _config_record(fields)})
     if arrays is not None:
@@ -90,14 +90,14 @@ def _config_record(fields: Fields) -> ConfigRecord:
 
 
 def num_bytes(content: RecordDict) -> int:
-    """Return the size of a message's content as Flower serialises it: the sum of its parts."""
+    """Return the size of a message's content in Flower's serialisation: the sum of its parts."""
     return sum(item_bytes(name, record) for name, record in content.items())
 
 
 def item_bytes(name: str, record: Any) -> int:
-    """Return the size of one record of a message, under this name, as Flower serialises it.
+    """Return the size of one record of a message, with its name, in Flower's serialisation.
 
-    Arrays are serialised without their data, whose copies would take longer than all else that a server does.
+    Arrays are serialised without their data: copying these would take longer than all other work of a server.
     """
     if not isinstance(record, ArrayRecord):
         return int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
@@ -111,14 +111,14 @@ def item_bytes(name: str, record: Any) -> int:
 
 
 def _field(size: int) -> int:
-    """Return the size of a field of Protocol Buffers whose content has ``size`` bytes: tag, length and content."""
+    """Return the size of a Protocol Buffers field with ``size`` bytes of content: tag, length and content."""
     return 1 + max(1, -(-size.bit_length() // 7)) + size
 
 
 def fields_of(content: RecordDict) -> ValueDict:
-    """Return the named values of a message.
+    """Return a message's fields.
 
-    Raises ``ValueError`` when there are none.
+    Raises ``ValueError`` if there are none.
     """
     record = content.get("fields")
     if not isinstance(record, ConfigRecord):
@@ -129,7 +129,7 @@ def fields_of(content: RecordDict) -> ValueDict:
 def arrays_of(content: RecordDict, name: str = PAYLOAD) -> ArrayRecord | None:
     """Return a payload of a message, still encoded, or None.
 
-    Raises ``ValueError`` for a record of another kind.
+    Raises ``ValueError`` for a record of another type.
     """
     record = content.get(name)
     if record is not None and not isinstance(record, ArrayRecord):
@@ -140,22 +140,21 @@ def arrays_of(content: RecordDict, name: str = PAYLOAD) -> ArrayRecord | None:
 def payload_of(content: RecordDict, max_bytes: int, name: str = PAYLOAD) -> Payload:
     """Return a payload of a message, or an empty one.
 
-    Raises ``ValueError`` when the payload cannot be decoded.
+    Raises ``ValueError`` if the payload cannot be decoded.
     """
     record = arrays_of(content, name)
     return Payload({}) if record is None else from_arrays(record, max_bytes)
 
 
 def peer_update_name(client: int) -> str:
-    """Return the name of the record under which one client's payload is forwarded to another client."""
+    """Return the name of the record in which one client's payload is forwarded to another client."""
     return f"{_PEER_UPDATE}{client}"
 
 
 def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload], list[str]]:
     """Return the other clients' payloads in a message, by client, and a line for each that is left out.
 
-    The server that forwards a payload need not have read it. So the payload, which another client sent, is checked
-    here.
+    The server may forward a payload without reading it. So the payload, which another client sent, is checked here.
     """
     updates: dict[int, Payload] = {}
     refusals: list[str] = []
@@ -172,25 +171,25 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
     return dict(sorted(updates.items())), refusals
 
 
-def number(fields: Fields, name: str, minimum: float = -LARGEST_SAID, maximum: float = LARGEST_SAID) -> float:
+def number(fields: Fields, name: str, minimum: float = -LARGEST_NUMBER, maximum: float = LARGEST_NUMBER) -> float:
     """Return a number from a message's fields.
 
-    Raises ``ValueError`` for a value that is no number from ``minimum`` to ``maximum``.
+    Raises ``ValueError`` for a value that is not a number from ``minimum`` to ``maximum``.
     """
     return bounded(fields.get(name), f"field '{name}'", minimum, maximum)
 
 
 def one_line(text: str) -> str:
-    """Return a client's text as it may stand in a log or a record: one printable line of at most 500 characters."""
+    """Return a client's text for a log or a record: one printable line of at most 500 characters."""
     return printable(" ".join(text[: 4 * _LINE].split()))[:_LINE]
 
 
 @dataclass(frozen=True)
 class Schema:
-    """A schema says what a reply must hold: exactly these tensors, and masks for exactly the ``masked`` ones.
+    """The tensors that a reply must have, by name, with shapes and dtypes, and masks for exactly the ``masked`` ones.
 
-    Values are finite, with a magnitude of at most :data:`LARGEST`. The ``unscaled`` tensors, which are no weights, only
-    have to be finite. A payload that is passed on ``unread`` is nowhere decoded but where it ends.
+    Values must be finite, with a magnitude of at most :data:`LARGEST`. The ``unscaled`` tensors, which are not weights,
+    only need to be finite. An ``unread`` payload is forwarded, and decoded only by its final recipient.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -210,14 +209,14 @@ class Schema:
 
     @property
     def max_bytes(self) -> int:
-        """The decoded size of a payload of this schema is that of its values, and one byte per mask element."""
+        """Return the decoded size of a payload of this schema: its values, and one byte per mask element."""
         sizes = ((codec.counted(shape), self.dtypes[name].itemsize) for name, shape in self.shapes.items())
         return sum(count * (size + 1) for count, size in sizes)
 
     def read(self, arrays: ArrayRecord | None) -> Payload:
-        """Decode a payload and check it; it is empty where there is none, or where it is passed on unread.
+        """Decode and check a payload; it is empty if there is none, or if it is forwarded unread.
 
-        Raises ``ValueError`` for one that cannot be decoded or does not fit.
+        Raises ``ValueError`` for a payload that cannot be decoded or does not match.
         """
         if self.unread:
             return Payload({})
@@ -226,7 +225,7 @@ class Schema:
         return payload
 
     def check(self, payload: Payload) -> None:
-        """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""
+        """Raise ``ValueError`` unless names, shapes, dtypes and masks match and values are finite and bounded."""
         if names := payload.tensors.keys() ^ self.shapes.keys():
             raise ValueError(f"wrong tensors: {sorted(names)[:3]} missing or not asked for")
         if names := payload.masks.keys() ^ self.masked:

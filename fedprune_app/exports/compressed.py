@@ -1,4 +1,4 @@
-"""Further models are made of the sums of Hessians that a run of FedSpaLLM kept: no client is asked again."""
+"""Further models from the sums of Hessians that a run of FedSpaLLM kept, without its clients."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from fedprune_app.engine.store import checkpoint_store, new_run_key
 from fedprune_app.learning.device import device_of, prepare_torch
 from fedprune_app.learning.language_models import language_model, perplexities
 from fedprune_app.models.saving import write_codes
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import load_run, read_info
 from fedprune_app.results.recorder import Recorder
@@ -27,11 +27,11 @@ _ALIKE = ("model", "fedspallm.dtype", "fedspallm.hessian-form", "fedspallm.segme
 
 
 def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> ValueDict:
-    """Make the model of a completed run anew with some settings changed, in the folder ``out``; return its run.json.
+    """Make the model of a completed run anew with ``changes`` of its settings, in ``out``; return its run.json.
 
-    Where the bits alone change, the run's own model is rounded, with its recovery. Else each layer is made of the dense
-    one, as a run with these settings makes it, and ``final_sha256`` is that run's. One layer is in memory at a time.
-    Raises ``ValueError`` in one line for a run that kept no sums, and for another setting.
+    If only the bits change, the run's own model is rounded, with its recovery. Otherwise each layer is made from the
+    dense one, as in a run with these settings, and ``final_sha256`` is that run's. One layer is in memory at a time.
+    Raises a one-line ``ValueError`` for a run without sums, and for another setting.
     """
     source = SumsRun(run, changes)
     before, now = source.info["config"], source.config.to_dict()

@@ -1,13 +1,13 @@
-"""An exported model's file is what ``fedprune export --format safetensors`` writes; this module also loads it.
+"""The file of an exported model, as ``fedprune export --format safetensors`` writes it, and its loading.
 
-The file is one safetensors file, so loading runs no code of its author's. It has one tensor, a payload in the bytes of
-the wire codec (kept values and entropy-coded masks). Where channels were removed, the payload is the small network's.
-In the file's metadata, under ``fedprune``, is a JSON object with the fields of :class:`ExportInfo` and two digests:
+It is one safetensors file, so loading runs no code of its author. It has one tensor, a payload in the bytes of the wire
+codec (kept values and entropy-coded masks). If channels were removed, the payload is the small network's. In the file's
+metadata, under ``fedprune``, is a JSON object with the fields of :class:`ExportInfo` and two digests:
 
 * ``body_sha256`` is the digest of the tensor.
 * ``content_sha256`` is the digest of the object itself.
 
-A file that contradicts its digests, or has none, is refused.
+A file without valid digests is rejected.
 
 >>> model = load_model("client-3.safetensors")  # doctest: +SKIP
 >>> logits = model(images)  # (N, C, H, W) in [0, 1], then (x - mean) / std with read_export_info's
@@ -32,9 +32,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
@@ -58,18 +58,20 @@ _PROBED = 16
 
 @dataclass(frozen=True)
 class ExportInfo:
-    """An exported model is a personal model of ``client`` after ``round``, or the global one (None).
+    """Description of an exported model: the personal one of ``client`` after ``round``, or the global one (None).
 
-    ``image_shape`` is (channels, height, width). The network expects images scaled to [0, 1], less ``mean``, divided by
-    ``std``, per channel. ``density`` is the share of the full network's parameters that is left. ``channels`` has, for
-    each group of channels that could be removed, the indices of the full network's channels that are left, ascending;
-    it is empty for a system that removes none. ``class_names`` are empty where classes are numbers. ``image_fit`` says
-    how an image of another size is brought to the right one: "crop" or "stretch". ``inputs`` says what ``mean`` and
-    ``std`` are of: "images" of 8 bits, which are scaled to [0, 1] before, or "numbers" as they are, as in a table.
-    "unknown" is for a plug-in's dataset that was not there when the model was exported. ``features`` are the names of a
-    table's columns in the order in which the network takes them; they are empty for all other data. ``seed`` is the one
-    by which a plug-in's function makes the network, of which the file has the floating-point tensors alone. ``logits``
-    are what the run's own model gives for :func:`probe`'s images, which a network made anew has to give as well.
+    * ``image_shape``: (channels, height, width). The network expects images scaled to [0, 1], minus ``mean``, divided
+      by ``std``, per channel.
+    * ``density``: the kept share of the full network's parameters.
+    * ``channels``: for each group of channels that could be removed, the kept indices of the full network, ascending;
+      empty for a system that removes none.
+    * ``class_names``: empty if classes are numbers.
+    * ``image_fit``: how an image of another size is resized, "crop" or "stretch".
+    * ``inputs``: the data of ``mean`` and ``std``: "images" of 8 bits, scaled to [0, 1] first; unscaled "numbers", as
+      in a table; "unknown" for a plug-in's dataset that was missing when the model was exported.
+    * ``features``: the names of a table's columns in the network's order; empty for all other data.
+    * ``seed``: for a plug-in's function that makes the network, since the file has only floating-point tensors.
+    * ``logits``: those of the run's own model for :func:`probe`'s images, to check a network made anew.
     """
 
     system: str
@@ -95,11 +97,11 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str) -> ExportInfo:
-        """Return the info in a text, which is checked.
+        """Return the info in a text.
 
-        Raises ``ValueError`` for whatever :meth:`to_json` would not write, except unknown keys.
+        Raises ``ValueError`` for anything that :meth:`to_json` would not write, except unknown keys.
         """
-        metadata = {"seed": 0, "logits": [], **_json_object(text)}  # files of before have none
+        metadata = {"seed": 0, "logits": [], **_json_object(text)}  # missing in older files
         for key, (is_allowed, allowed) in _KEYS.items():
             if key not in metadata:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
@@ -117,12 +119,12 @@ class ExportInfo:
 
 
 def encode_export(info: ExportInfo, payload: Payload) -> bytes:
-    """Return the content of an export file made of ``info`` and ``payload``.
+    """Return the content of an export file with ``info`` and ``payload``.
 
-    The payload has all parameters and running statistics of the network, and is small where channels are gone.
+    The payload has all parameters and running statistics of the network, without removed channels.
     """
     body = torch.from_numpy(codec.encode(payload)[codec.KEY])
-    metadata = sealed_json({**json.loads(info.to_json()), _BODY: _sha256(body)})
+    metadata = json_with_digest({**json.loads(info.to_json()), _BODY: _sha256(body)})
     return save({codec.KEY: body}, metadata={"fedprune": json.dumps(metadata)})
 
 
@@ -131,23 +133,20 @@ def _sha256(body: Tensor) -> str:
 
 
 def read_export_info(path: str | PathLike[str]) -> ExportInfo:
-    """Return what an export file says that it holds.
-
-    Raises a one-line ``ValueError`` naming the file.
-    """
+    """Return the description in an export file. Raises a one-line ``ValueError`` that names the file."""
     with _naming(Path(path)):
         return _read(Path(path))[0]
 
 
 def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.Module:
-    """Load the exported network on the CPU, in evaluation mode, with the logits of the model that was exported.
+    """Load the exported network on the CPU, in evaluation mode, with the logits of the original model.
 
-    A network of a plug-in is made by ``build(image_shape, num_classes)``, the plug-in's own function; where a plug-in
-    registered the network under a name, it is enough to import the plug-in.
+    A plug-in's own function ``build(image_shape, num_classes)`` makes a plug-in's network; if the plug-in registered
+    the network under a name, importing the plug-in is enough.
 
-    Pruned weights are zeros, and removed channels are not there. The file may come from a stranger: everything is
-    checked before memory is taken for it, and the memory is never more than the full network would need. Raises a
-    one-line ``ValueError`` naming the file.
+    Pruned weights are zeros, and removed channels are missing. The file need not be trusted: everything is checked
+    before memory is allocated, never more than for the full network. Raises a one-line ``ValueError`` that names the
+    file.
     """
     path = as_path("path", path)
     with _naming(path):
@@ -165,11 +164,11 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.M
 
 
 def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -> nn.Module:
-    """Return the network of the model's name, as small as the payload's tensors, in evaluation mode.
+    """Return the network of the model's name, cut to the payload's tensors, in evaluation mode.
 
-    ``build`` makes a network that has no such name.
+    ``build`` makes a network without such a name.
 
-    Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
+    Raises ``ValueError`` for missing or unknown tensors, and for tensors that contradict each other or ``info``.
     """
     build = build or BUILDERS.get(info.model)
     model = architecture(info.model, info.image_shape, info.classes, build, seed=info.seed)
@@ -189,7 +188,7 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
     if build is None:
         model.to_empty(device="cpu")
         for buffer in model.buffers():
-            buffer.zero_()  # the counters, which are in no file
+            buffer.zero_()  # counters are in no file
     load_state_tensors(model, payload.tensors)
     if info.logits:
         expected, actual = torch.tensor(info.logits), torch.tensor(probe(model, info.image_shape))
@@ -202,14 +201,14 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
 
 
 def probe(model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[float, ...]:
-    """Return some logits of a network for four images of noise, to five digits: by these it is known again."""
+    """Return some logits of a network for four images of noise, to five digits, which identify the network."""
     images = torch.rand(4, *image_shape, generator=torch.Generator().manual_seed(0))
     logits = outputs(model, images).t().flatten()[:_PROBED].nan_to_num()
     return tuple(float(f"{logit:.5g}") for logit in logits.tolist())
 
 
 def full_density(model: nn.Module, payload: Payload) -> float:
-    """Return the number of parameters that a payload keeps, as a share of those of the full ``model``."""
+    """Return the share of the full ``model``'s parameters that a payload keeps."""
     return num_parameters(payload, parameter_names(model)) / sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -220,7 +219,7 @@ def num_parameters(payload: Payload, names: list[str]) -> int:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Say of an error in one line in which file it is."""
+    """Raise errors of the block as a one-line ``ValueError`` with the file's name."""
     try:
         yield
     except OSError as error:
@@ -233,7 +232,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> tuple[ExportInfo, Tensor]:
-    """Return the info and the one tensor of an export file, which are as they were written."""
+    """Return the info and the one tensor of an export file, after a check of their digests."""
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
     with safe_open(path, framework="pt") as file:
@@ -258,9 +257,9 @@ def _json_object(text: str) -> ValueDict:
 
 
 def _cuts(full: Tensors, small: Tensors) -> tuple[list[ChannelGroup], TensorDict]:
-    """Return the channels that :func:`shrink` is to remove.
+    """Return the channels for :func:`shrink` to remove: only their number per tensor and dimension matters.
 
-    They are given as a number per tensor and dimension, because the values come from elsewhere.
+    The values are loaded afterwards.
     """
     groups, kept = [], {}
     for name, tensor in full.items():

@@ -1,4 +1,4 @@
-"""Find the model to export in the folder of a run, and make the smallest real network of it."""
+"""Find the model to export in a run's folder, and make its smallest real network."""
 
 import os
 from collections.abc import Collection
@@ -26,21 +26,21 @@ from fedprune_app.models.initial import channels_of, initial_model, seed_of_buil
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_models, read_info
 
 _GLOBAL = Path("models") / "global.safetensors"
-CHECKPOINT = Path("models") / "global"  # where a run of a language model leaves its global model, for transformers
+CHECKPOINT = Path("models") / "global"  # the global language model of a run, for transformers
 
 
 @dataclass(frozen=True, eq=False)
 class Exportable:
-    """An exportable model of a run has its tensors, the network that they make, and the full network.
+    """A model of a run, ready for all formats: its tensors, their network, and the full network.
 
-    The tensors and their network are small where channels are gone. ``masks`` are those of the full network's tensors,
-    where removed channels are False.
+    The tensors and their network are without removed channels. ``masks`` are those of the full network's tensors, False
+    for removed channels.
     """
 
     info: ExportInfo
@@ -51,7 +51,7 @@ class Exportable:
 
 
 def finished_checkpoint(folder: Path) -> Path:
-    """Return the folder of a completed run's language model, undamaged, or of the checkpoint that ``folder`` is."""
+    """Return the folder of a completed run's language model, after a check, or ``folder`` if it is a checkpoint."""
     if (folder / "run.json").exists():
         info = read_info(folder)
         if (status := info["status"]) != "completed":
@@ -65,10 +65,10 @@ def finished_checkpoint(folder: Path) -> Path:
 def find_model(
     run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "", trusted: Collection[str] = ()
 ) -> Exportable:
-    """Return the personal model that ``client`` answered for at the end of a run, or the run's global model (None).
+    """Return the personal model of ``client`` at the end of a run, or the run's global model (None).
 
-    How images become inputs, and what the classes are called, is what the run recorded. The data are read only where
-    the run did not, and must then be those of the run as far as can be told. Raises a one-line ``ValueError``.
+    Normalisation and names of classes are those that the run recorded. Only if it did not are the data read, which must
+    then match the run's as far as can be checked. Raises a one-line ``ValueError``.
     """
     info = read_info(run)
     if info["status"] != "completed":
@@ -90,9 +90,9 @@ def find_model(
 
 
 def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str) -> ValueDict:
-    """Return what the run's models take, from the client's state and run.json, or else from the data as they are now.
+    """Return shape, classes and normalisation of the models' inputs, as recorded, or else from the present data.
 
-    A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
+    A client's state has the normalisation of that client's images; run.json has it for dealt data.
     """
     model = info.get("model") or {}
     normalisation = state.meta.get("normalisation") or model.get("normalisation")
@@ -114,7 +114,7 @@ def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str
 
 
 def _kind_of_inputs(config: Config) -> str:
-    """Return what a run's datasets hold, as ``inputs`` of :class:`ExportInfo` says it."""
+    """Return the kind of a run's data, for ``inputs`` of :class:`ExportInfo`."""
     if config.dataset not in LOADERS:
         return "numbers" if config.dataset == "table" else "images"
     try:
@@ -125,11 +125,11 @@ def _kind_of_inputs(config: Config) -> str:
 
 
 def _same_data(run: Path, info: Values, config: Config, data_dir: str) -> Dataset:
-    """Return the data as they are now, which must be those of the run as far as run.json tells.
+    """Return the present data, which must match the run's as far as run.json records them.
 
-    They are asked for the global model where clients tell no normalisation: that of a private run does not follow from
-    the images, and that of a client's own data stays with the client. Raises ``ValueError`` in one line that says what
-    differs.
+    They are needed for a global model whose clients reported no normalisation: that of a private run does not depend on
+    the images, and that of a client's own data stays with the client. Raises a one-line ``ValueError`` with the
+    difference.
     """
     is_own = "nodes" in info  # each client has its own data
     data = replace(data_config(config, is_own), download=False, data_dir=data_dir or config.data_dir)
@@ -173,9 +173,9 @@ def _no_global_model(config: Config) -> ConfigError:
 
 
 def _client_state(run: Path, info: Values, config: Config, client: int, state_dir: str) -> tuple[int, State]:
-    """Return the client's state that the server took in last, and the round of that state.
+    """Return the round of the client's last accepted update, and its state after that round.
 
-    A reply that came too late to count does not count here.
+    A later state, whose reply was too late, is not used.
     """
     rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
     if client not in rounds or issubclass(SYSTEMS[config.system].client, FineTuned):
@@ -200,14 +200,14 @@ def _exportable(run: Path, config: Config, inputs: Values, client: int | None, r
     names = list(state_tensors(full, include_buffers=True))
     weights = state.group("weights")
     kind = SYSTEMS[config.system].client
-    # the tensors of a personal model that are the server's final ones (LG-FedAvg's upper layers)
+    # the tensors of a personal model that come from the final server model (LG-FedAvg's upper layers)
     of_server = (
         kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
     )
     if client is not None and of_server:
         weights |= {name: t for name, t in read_tensors(run / _GLOBAL).tensors.items() if name in of_server}
     missing_names = [name for name in names if name not in weights]
-    # where clients take some layers of the server alone, its other layers are from before (LG-FedAvg's pre-training)
+    # if clients take only some layers of the server, its others are outdated (from LG-FedAvg's pre-training)
     if client is None and (missing_names or 0 < len(of_server) < len(names)):
         raise _no_global_model(config)
     if missing_names:
@@ -225,7 +225,7 @@ def _exportable(run: Path, config: Config, inputs: Values, client: int | None, r
     name = chosen_name(config.model, config.dataset)
     info = ExportInfo(
         system=config.system,
-        client=None if client is None else int(client),  # it may be a number of NumPy
+        client=None if client is None else int(client),  # from a NumPy integer, too
         round=round,
         model=os.path.basename(name),  # of 'folder/file.py:function'
         image_shape=shape,

@@ -1,7 +1,7 @@
-"""An export is the smallest real model of a finished run, as one file; ``fedprune export`` writes it.
+"""Formats of ``fedprune export``, which writes the smallest real model of a finished run, and their costs.
 
-Removed channels are gone from the network. Weights that were pruned one by one are left out of the safetensors file,
-which holds kept values and entropy-coded masks. In ONNX files, which know dense tensors only, these weights are zeros.
+The network is without removed channels. Single pruned weights are left out of the safetensors file, which has kept
+values and entropy-coded masks. In ONNX files, which have only dense tensors, these weights are zeros.
 """
 
 import platform
@@ -36,11 +36,10 @@ Runner = Callable[[Tensor], Any]  # images (N, C, H, W) to logits (N, classes)
 
 @dataclass(frozen=True)
 class Size:
-    """A size says what a model costs: bytes of its file, parameters, FLOPs and milliseconds.
+    """Costs of a model: bytes of its file, parameters, FLOPs and milliseconds.
 
-    ``parameters`` counts those that are not pruned. ``flops`` are those of one example if only these parameters are
-    multiplied. ``milliseconds`` maps a batch size to the time of one forward pass, in the runtime of the exported
-    format.
+    ``parameters`` counts those that are not pruned. ``flops`` are those of one example with only these parameters.
+    ``milliseconds`` maps a batch size to the time of one forward pass in the runtime of the exported format.
     """
 
     file_bytes: int
@@ -50,7 +49,7 @@ class Size:
 
 
 def example_images(image_shape: tuple[int, int, int], batch: int) -> Tensor:
-    """Return random images of about the scale of normalised ones; the images are always the same."""
+    """Return random images, the same ones each time, of about the scale of normalised images."""
     return torch.randn(batch, *image_shape, generator=generator(0, "export", batch))
 
 
@@ -63,9 +62,9 @@ def latencies(
 ) -> dict[int, list[float]]:
     """Return for each batch size each runner's median milliseconds per batch, on one thread.
 
-    The times are processor time of that thread. On an idle machine that is the time on the clock. On a busy machine the
-    clock would measure which runner has to wait, even in the median. The runners take turns, after one turn each to
-    warm up. The median is of 3 to 100 turns, as many as fit into ``seconds``.
+    The times are processor time of that thread: on a busy machine wall time would measure how long a runner waits, even
+    in the median. The runners take turns, after one turn each to warm up. The median is over 3 to 100 turns, as many as
+    fit into ``seconds``.
     """
     with one_thread():
         return {batch: medians(runners, example_images(image_shape, batch), seconds) for batch in batches}
@@ -82,7 +81,7 @@ def one_thread() -> Iterator[None]:
 
 
 def medians(runners: Sequence[Runner], images: Tensor, seconds: float = 1.0) -> list[float]:
-    """Return each runner's median milliseconds of this thread's time, as :func:`latencies` has them."""
+    """Return each runner's median milliseconds of this thread's processor time, see :func:`latencies`."""
     for runner in runners:
         runner(images)
     turns: list[list[float]] = []
@@ -99,7 +98,7 @@ def _milliseconds(runner: Runner, images: Tensor) -> float:
 
 
 def machine() -> str:
-    """Return the machine that the times were taken on: its processor, and the PyTorch version."""
+    """Return the machine of the measured times: its processor, and the PyTorch version."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -140,9 +139,9 @@ def export_model(
 ) -> tuple[ExportInfo, Size, Size]:
     """Write the personal model of ``client``, or the global one (None), to ``output``; nothing is written on error.
 
-    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. The
-    modules and files ``trusted`` may be imported, where the run had them as plug-ins. Returns what was written, and
-    what the full network and the exported one cost. Raises a one-line ``ValueError``.
+    ``state_dir`` and ``data_dir`` replace the run's settings of these names if its files have moved. The modules and
+    files ``trusted`` may be imported if they were the run's plug-ins. Return the description of the model, and the
+    costs of the full network and of the exported one. Raises a one-line ``ValueError``.
     """
     if format not in FORMATS:
         raise ConfigError("--format", format, ", ".join(FORMATS))
@@ -170,10 +169,7 @@ def export_model(
 
 
 def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """Return an ONNX file, and its runner: onnxruntime on one thread.
-
-    The file has the metadata as the model's property ``fedprune``.
-    """
+    """Return an ONNX file with ``info`` in its property ``fedprune``, and its runner: onnxruntime on one thread."""
     try:
         onnxruntime, *_ = [import_module(name) for name in ("onnxruntime", "onnx", "onnxscript")]
     except ImportError as error:
@@ -188,9 +184,9 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
             dynamo=True,
             verbose=False,
         )
-    assert program is not None  # None is returned only in a deprecated way to write files
+    assert program is not None  # None only in a deprecated mode
     for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
+        node.metadata_props.clear()  # stack traces, which have this machine's paths and are larger than small models
     program.model.metadata_props["fedprune"] = info.to_json()
     content = program.model_proto.SerializeToString()
     options = onnxruntime.SessionOptions()
@@ -200,10 +196,10 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
 
 
 def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
-    """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
+    """Return the content of the file, its runner, and the runner of the full network in the same runtime.
 
-    The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
-    largest logit. Otherwise ``ValueError`` is raised.
+    Raises ``ValueError`` unless the runtime's logits match PyTorch's for any batch size, with a largest error of at
+    most a ten-thousandth of the largest logit.
     """
     if format != "onnx":
         return encode_export(model.info, model.payload), model.network, model.full
@@ -229,7 +225,7 @@ class Packed(NamedTuple):
 
 
 def is_language_model(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, or a run that left one."""
+    """Return whether a folder is a checkpoint, or a run with one."""
     return any((place / "config.json").is_file() for place in (folder, folder / CHECKPOINT))
 
 
@@ -238,9 +234,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def check_options(output: Path, client: int | None, format: str, **options: object) -> None:
-    """Raise :class:`ConfigError` for options of ``fedprune export`` that a language model does not have.
+    """Raise :class:`ConfigError` for options of ``fedprune export`` that have no effect for a language model.
 
-    ``options`` are those without effect, by name; they are there where they are not empty.
+    ``options`` must all be empty.
     """
     condition = "with a language model"
     if client is not None:

@@ -1,11 +1,11 @@
-"""A language model becomes a GGUF file, which llama.cpp, Ollama and the programs that are built on them compute with.
+"""Export of a language model as a GGUF file, for llama.cpp, Ollama and programs that use them.
 
-Matrices are rounded to nearest in blocks of 32 weights, or are packed as they are where a run found their codes. The
-file is compared with the model, tensor by tensor, before it is left. What differs from transformers' model:
+Matrices are rounded to nearest in blocks of 32 weights, or have the codes that a run computed. The written file is
+compared with the model, tensor by tensor. Differences from transformers' model:
 
-* In LLaMA's and Mistral's heads neighbours are turned together, where transformers turns halves: the rows of ``q_proj``
-  and ``k_proj`` have another order.
-* Feed-forward units are filled up with zeros to a multiple of 32, if matrices are in blocks. This changes no output.
+* LLaMA's and Mistral's heads rotate neighbours together, where transformers rotates halves: the rows of ``q_proj`` and
+  ``k_proj`` have another order.
+* Feed-forward units are padded with zeros to a multiple of 32, if matrices are in blocks. This changes no output.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,12 @@ from fedprune_app.models.gguf_keys import add_keys, import_gguf
 from fedprune_app.models.llm import LanguageModel
 
 # Packed matrices by transformers' name: the type of their blocks, and the bytes (rows, bytes of a row), in the order of
-# transformers' rows; a row that ends within a block is filled up with what is 0.
+# transformers' rows; a row that ends within a block is padded with weights of 0.
 Codes = Mapping[str, tuple[str, Tensor]]
 Array = NDArray[Any]
 
-# By type, how far a weight may move, as a share of the largest one of its row: half a step, and what 16 bits of scales
-# round.
+# By type, the largest error of a weight, as a share of the largest one of its row: half a step, and the rounding of
+# 16-bit scales.
 TYPES = {
     "F32": 0,
     "F16": 2**-10,
@@ -46,10 +46,10 @@ _UNITS = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # by matrix, the dimens
 
 
 def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | None = None) -> str:
-    """Write ``path``, whose matrices are of type ``kind``, one of :data:`TYPES`; "" keeps the model's own dtype.
+    """Write ``path`` with matrices of type ``kind``, one of :data:`TYPES`; "" keeps the model's own dtype.
 
-    Matrices of ``codes`` are packed as they are; "" then stands for Q8_0. Return the type of most matrices. Raises a
-    one-line ``ValueError`` for a model that such a file does not hold, and where the file differs from the model.
+    Matrices in ``codes`` keep these; "" then means Q8_0 for the others. Return the type of most matrices. Raises a
+    one-line ``ValueError`` for a model that the format does not support, and if the file differs from the model.
     """
     if kind not in ("", *TYPES):
         raise ConfigError("--type", kind, ", ".join(TYPES))
@@ -94,7 +94,7 @@ def write_imatrix(model: LanguageModel, path: Path, squares: Mapping[str, tuple[
 
 
 class _Layout:
-    """The layout says where in a file, and how, each tensor of a model goes."""
+    """Names, types and order of a model's tensors in a GGUF file."""
 
     def __init__(self, model: LanguageModel, kind: str, codes: Codes) -> None:
         self.gguf, self.model, self.codes, config = import_gguf(), model, codes, model.config
@@ -122,12 +122,12 @@ class _Layout:
         return self.model.checkpoint.refused(f"of which no GGUF file can be made, {reason}")
 
     def config(self) -> ValueDict:
-        """Return what the file says of the model, by the names of gguf's functions."""
+        """Return the model's properties for the file, by the names of gguf's functions."""
         config, types = self.model.config, self.gguf.LlamaFileType
         length = config.max_position_embeddings
         return {
             "block_count": self.model.num_layers,
-            # llama.cpp looks back without a window: up to there it computes the same
+            # llama.cpp has no sliding window: up to its length it computes the same
             "context_length": min(length, getattr(config, "sliding_window", None) or length),
             "embedding_length": config.hidden_size,
             "feed_forward_length": self.units,
@@ -146,7 +146,7 @@ class _Layout:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by transformers' names, a decoder layer at a time."""
         yield from self.model.shell_tensors().items()
-        if self.rope["rope_type"] != "default":  # how much longer each wave is than the base says
+        if self.rope["rope_type"] != "default":  # the factor by which each wave is longer than by the base
             exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
             frequencies = self.model.checkpoint.skeleton.model.rotary_emb.inv_freq
             yield "rope_freqs.weight", (self.rope["rope_theta"] ** -exponents / frequencies).float()
@@ -158,14 +158,14 @@ class _Layout:
         return str(self.names.get_name(name, try_suffixes=(".weight", ".bias")))
 
     def kind(self, name: str, tensor: Tensor) -> Any:
-        """Return the type of a tensor: embeddings and the head have at least 8 bits, vectors 32."""
+        """Return the type of a tensor: at least 8 bits for embeddings and the head, 32 for vectors."""
         kind = self.matrices if tensor.dim() > 1 else "F32"
         if _part(name) in ("embed_tokens", "lm_head") and kind not in _FLOATS.values():
             kind = "Q8_0"
         return self.gguf.GGMLQuantizationType[self.codes[name][0] if name in self.codes else kind]
 
     def packed(self, name: str, tensor: Tensor) -> Array:
-        """Return a tensor as it is in the file."""
+        """Return a tensor's data in the file."""
         unit_dim = _UNITS.get(_part(name))
         shape = [self.units if dim == unit_dim else size for dim, size in enumerate(tensor.shape)]
         kind = self.kind(name, tensor)
@@ -179,7 +179,7 @@ class _Layout:
         return np.ascontiguousarray(self._turned(name, data, (2, -1)))
 
     def holds(self, name: str, tensor: Tensor, data: Array) -> bool:
-        """Return whether ``data``, of a file, are the weights of a tensor, but for their rounding."""
+        """Return whether ``data`` of a file are a tensor's weights, up to rounding."""
         kind = self.kind(name, tensor)
         values = self._turned(name, self.gguf.quants.dequantize(data, kind), (-1, 2))
         errors = torch.from_numpy(np.array(values[tuple(map(slice, tensor.shape))])) - tensor.float()
@@ -187,7 +187,7 @@ class _Layout:
         return bool((errors.abs() <= share * tensor.float().abs().amax(-1, keepdim=True)).all())
 
     def _turned(self, name: str, data: Array, sides: tuple[int, int]) -> Array:
-        """Return the rows of a head in llama.cpp's order, for (2, -1), or back in transformers'."""
+        """Return the rows of a head in llama.cpp's order, for (2, -1), or in transformers', for (-1, 2)."""
         heads = self.heads.get(_part(name)) if self.architecture == "llama" else None
         return data.reshape(heads, *sides, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape) if heads else data
 

@@ -1,4 +1,4 @@
-"""``fedprune export RUN -o model.gguf`` writes a run's language model as one file, and says what the file costs."""
+"""``fedprune export RUN -o model.gguf``: a run's language model as one file, and its costs."""
 
 import os
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from fedprune_app.files import make_durable, scratch_folder
 from fedprune_app.learning.language_models import language_model
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
-from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.ownership import check_new_file
 from fedprune_app.results.reader import load_run, read_info
 
 
 class Costs(NamedTuple):
-    """A GGUF file has this type and these bytes; llama.cpp takes these milliseconds for a token, where it is here.
+    """Name and type of a model in a GGUF file, its bytes, and llama.cpp's milliseconds per token, if installed.
 
-    ``perplexity`` is what the run measured on its first test text, of the weights before they were rounded.
+    ``perplexity`` is that of the run on its first test text, before weights were rounded.
     """
 
     model: str
@@ -37,11 +37,11 @@ class Costs(NamedTuple):
 
 
 def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = False) -> list[Costs]:
-    """Write the model of a run, or of a checkpoint, to the GGUF file ``output``; return what it costs.
+    """Write the model of a run, or of a checkpoint, to the GGUF file ``output``; return its costs.
 
-    What the run's dense model costs in its own dtype comes first, where that model is still here. ``kind`` is as in
-    :func:`~fedprune_app.exports.gguf_file.write_gguf`; without it matrices that the run rounded are packed as they are.
-    Raises a one-line ``ValueError``; nothing is left then.
+    The costs of the run's dense model in its own dtype come first, if that model still exists. ``kind`` is as in
+    :func:`~fedprune_app.exports.gguf_file.write_gguf`; without it, matrices that the run rounded keep their codes.
+    Raises a one-line ``ValueError``, and then leaves no file.
     """
     check_new_file(output, force)
     checkpoint = finished_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""llama.cpp runs GGUF files here, where the package xllamacpp is installed: to continue a text, and to time a token."""
+"""GGUF files in llama.cpp, by the package xllamacpp: to continue a text, and to measure the time per token."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _TIMED = 32  # tokens in a turn
 
 
 class Continuation(NamedTuple):
-    """A continuation has the text, the ids of its tokens, and the milliseconds that each of them took."""
+    """Generated text, the ids of its tokens, and the milliseconds per token."""
 
     text: str
     tokens: list[int]
@@ -23,9 +23,9 @@ class Continuation(NamedTuple):
 
 
 class LlamaCpp:
-    """A GGUF file in llama.cpp, on the CPU, with ``threads`` threads; -1 leaves their number to llama.cpp.
+    """Runs a GGUF file on the CPU with ``threads`` threads; with -1 llama.cpp chooses their number.
 
-    Raises ``ValueError`` where xllamacpp is not installed, or llama.cpp refuses the file.
+    Raises ``ValueError`` if xllamacpp is not installed, or if llama.cpp cannot load the file.
     """
 
     def __init__(self, path: Path, threads: int = -1) -> None:
@@ -46,9 +46,9 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp cannot load {str(path)!r}: {str(error).splitlines()[0]}") from None
 
     def complete(self, prompt: str | Sequence[int], most: int, *, ends: bool = True) -> Continuation:
-        """Return at most ``most`` tokens after a text, or after token ids; the likeliest token follows each time.
+        """Return at most ``most`` tokens after a text or token ids, always the likeliest one.
 
-        Where it ``ends``, a token that says so is the last one.
+        With ``ends`` an end-of-text token stops the text.
         """
         request = {"prompt": prompt, "n_predict": most, "temperature": 0.0, "ignore_eos": not ends}
         request |= {"return_tokens": True, "cache_prompt": False}
@@ -61,7 +61,7 @@ class LlamaCpp:
 
 
 def token_milliseconds(paths: Sequence[Path]) -> list[float]:
-    """Return the median milliseconds of one thread for a token of each file, which take turns."""
+    """Return each file's median milliseconds per token on one thread; the files take turns."""
     models = [LlamaCpp(path, threads=1) for path in paths]
     turns = [[model.complete([1], _TIMED, ends=False).milliseconds for model in models] for _ in range(_TURNS + 1)]
     return [statistics.median(times) for times in zip(*turns[1:], strict=True)]

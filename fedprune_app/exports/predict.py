@@ -1,4 +1,4 @@
-"""An exported model classifies images of files, or rows of tables."""
+"""Classification of image files, or rows of tables, with an exported model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from fedprune_app.exports.file import ExportInfo, load_model, read_export_info
 from fedprune_app.models.vision import Build
 
 _BATCH = 1024  # examples that go through a network together
-Classes = list[tuple[str, float]]  # with their probabilities, the likeliest first
+Classes = list[tuple[str, float]]  # (class, probability), the likeliest first
 
 
 class Prediction(NamedTuple):
-    """A prediction is for an image, or for a row of a table, which are numbered from 1 on."""
+    """Classes of an image, or of a table's row, which is numbered from 1."""
 
     file: Path
     row: int | None
@@ -34,13 +34,13 @@ def predictions(
 ) -> list[Prediction]:
     """Return the ``top`` likeliest classes of each image, or of each row of each table.
 
-    ``model`` was exported in safetensors. ``build(image_shape, num_classes)`` makes the network of a model that is none
-    of fedprune's own.
+    ``model`` was exported in safetensors. ``build(image_shape, num_classes)`` makes a network that is not one of
+    fedprune's own.
 
     Images are scaled to [0, 1] and normalised as the model's training images were. For a model that was trained on a
-    table, the files are tables, whose columns are found by their names; other columns are not looked at. Raises a
-    one-line ``ValueError`` naming the file. With ``refuse`` the error of a file goes there, and the other files are
-    classified. A model that was trained on other numbers is refused.
+    table, the files are tables, whose columns are found by name; other columns are ignored. Raises a one-line
+    ``ValueError`` that names the file; with ``refuse`` an invalid file's error is passed to it, and the other files are
+    classified. Models of other data raise ``ValueError``.
     """
     info = read_export_info(model)
     if not info.features and (info.inputs != "images" or info.image_shape[1:] == (1, 1)):

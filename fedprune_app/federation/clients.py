@@ -1,4 +1,4 @@
-"""The server keeps here what each client said of itself when the run began."""
+"""The properties that clients report at registration, and their checks."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from fedprune_app.core.bounds import LARGEST_SAID
+from fedprune_app.core.bounds import LARGEST_NUMBER
 from fedprune_app.engine import wire
 
-_SHOWN = 100  # characters of a fact
-_ALLOWED = {  # in which clients differ, where this says more than that it is the same on all nodes
+_SHOWN = 100  # characters of a property in an error
+_ALLOWED = {  # by property, the allowed values for an error, if "the same on all nodes" is too little
     "own-data": "partition-ids on all nodes or on none",
     "classes": "the same on all nodes (a class's folder may be empty), or the key classes",
     "features": "the same columns in the same order in all tables",
     "features-digest": "the same columns in the same order in all tables",
 }
 _MOST_VALUES = 2**24  # of an image
-_MOST_OUTPUTS = 2**32  # an image's values times the classes: what a linear layer between them would hold
-_MOST_LAYERS, _MOST_DOCUMENTS = 1024, 64  # that a client of text names
+_MOST_OUTPUTS = 2**32  # an image's values times the classes: the weights of a linear layer between them
+_MOST_LAYERS, _MOST_DOCUMENTS = 1024, 64  # that a client with text may name
 
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """The server knows this of one client, from the client's answer to the first query."""
+    """Properties of one client, from its reply at registration."""
 
     id: int  # its number in the run, from 0: never Flower's random node id
     node_id: int
     num_examples: int
-    capacity: float | None  # share of the model that its node can bear, where its operator says so
+    capacity: float | None  # share of the model that its node can train, if its operator sets one
     own_data: bool  # it has data of its own, and its number from the server
-    # among how many clients the data are divided, as its operator says; 0 with data of its own
+    # number of clients that share the data, from its operator; 0 with data of its own
     num_partitions: int = field(default=0, kw_only=True)
 
     @classmethod
     def read(cls, node_id: int, fields: wire.Fields) -> Self:
-        """Read the ``fields`` of a node's answer. Raises ``ValueError`` naming a field that cannot be."""
+        """Read the ``fields`` of a node's reply. Raises ``ValueError`` that names an invalid field."""
         return cls(
             id=int(wire.number(fields, "partition", 0, 2**31)),
             node_id=node_id,
@@ -50,22 +50,22 @@ class ClientInfo:
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
-        """Read the fields that this kind of client has beside the common ones."""
+        """Read the fields of this kind of client, without the common ones."""
         return {}
 
     def description(self) -> dict[str, Any]:
         return {}
 
     def common(self) -> tuple[tuple[str, Hashable], ...]:
-        """Return by name the facts in which all clients of a run must agree; None where the client does not tell."""
+        """Return the (name, value) pairs that must be equal for all clients of a run; None for one not reported."""
         return ("own-data", self.own_data), ("num-partitions", self.num_partitions)
 
     def place(self) -> str:
-        """Say for the user which node this is."""
+        """Return a description of the node for the user."""
         return f"node {self.node_id}"
 
     def difference(self, first: ClientInfo) -> str:
-        """Say why no run can have both this client and the client ``first``; an empty text if a run can."""
+        """Return why no run can have both this client and ``first``; empty if one can."""
         for (name, value), (_, first_value) in zip(self.common(), first.common(), strict=True):
             if value != first_value and None not in (value, first_value):
                 return (
@@ -77,18 +77,18 @@ class ClientInfo:
 
 @dataclass(frozen=True)
 class ImageClientInfo(ClientInfo):
-    """A client that classifies images."""
+    """Properties of a client with images or table rows to classify."""
 
     image_shape: tuple[int, int, int]
     num_classes: int
     label_counts: Mapping[str, list[int]] = field(default_factory=dict)
-    classes: tuple[str, ...] = ()  # their names, empty where these are numbers
+    classes: tuple[str, ...] = ()  # their names, empty if these are numbers
     data_dir: str = ""
-    mean: tuple[float, ...] = ()  # by channel, with which images are normalised; empty where this is not told
+    mean: tuple[float, ...] = ()  # by channel, for the normalisation of images; empty if not reported
     std: tuple[float, ...] = ()
     features: tuple[str, ...] = ()  # the columns of a dealt table, in order; empty for images
-    features_digest: str = ""  # of those of the client's own table
-    data_sha256: str = ""  # of all data that are dealt out; empty where this is not told
+    features_digest: str = ""  # of the columns of the client's own table
+    data_sha256: str = ""  # of all data that are dealt out; empty if not reported
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
@@ -148,9 +148,9 @@ class ImageClientInfo(ClientInfo):
 
 @dataclass(frozen=True)
 class TextClientInfo(ClientInfo):
-    """A client that holds text and a language model; ``num_examples`` counts its calibration segments.
+    """Properties of a client with text and a language model; ``num_examples`` counts its calibration segments.
 
-    The strategy holds the server's model, so the strategy compares the digests with it.
+    The strategy compares the digests with those of the server's model.
     """
 
     shell_digest: str
@@ -181,7 +181,7 @@ Roster = dict[int, ClientInfo]
 
 
 def _values(fields: wire.Fields, name: str, count: int, is_valid: Callable[[object], bool], allowed: str) -> list[Any]:
-    """Read a list of ``count`` valid values, or of none. Raises ``ValueError`` naming the field and what is allowed."""
+    """Read a list of ``count`` valid values, or an empty one. Raises ``ValueError`` with the field and ``allowed``."""
     values = fields.get(name, [])
     if not (isinstance(values, list) and len(values) in (0, count) and all(map(is_valid, values))):
         raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: {allowed}")
@@ -197,11 +197,11 @@ def _is_text(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST_SAID  # NaN is not
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= LARGEST_NUMBER  # NaN is not
 
 
 def _in_words(value: Hashable, other: Hashable) -> str:
-    """Return a fact as text; of names those come first that the other client lacks."""
+    """Return a property as text; names that the other client lacks come first."""
     if isinstance(value, tuple) and isinstance(other, tuple):
         return str(sorted(value, key=other.__contains__))[:_SHOWN]
     return str(value)[:_SHOWN]

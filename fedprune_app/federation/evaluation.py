@@ -1,4 +1,4 @@
-"""Clients test their models after a round; after the last one newcomers do so too, and all after one more phase."""
+"""Evaluations: of clients' models after a round, of newcomers after the last one, and after one more local phase."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.federation.exchanges import channel_of, exchange
 from fedprune_app.federation.round import Round, RoundLog
-from fedprune_app.results import measures
+from fedprune_app.results import metrics
 from fedprune_app.results.statistics import mean
 
-if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
+if TYPE_CHECKING:  # only the hooks of the base class: nothing here knows a system
     from strategies.base import FederatedStrategy
 
-EVALUATION = measures.Reply.EVALUATION
+EVALUATION = metrics.ReplyKind.EVALUATION
 
 
 def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
-    """Have clients evaluate; return the columns of the round's record over those that answered.
+    """Have clients evaluate; return the columns of the round's record over those that replied.
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
     """
@@ -30,7 +30,7 @@ def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     name, least = f"the evaluation of round {round.number}", strategy.config.min_replies
     rows_by_client: dict[int, dict[str, Any]] = {}
     for reply in exchange(replace(round, log=log), outgoing, name=name, kind=EVALUATION, least=least):
-        with log.refusing(reply):
+        with log.rejecting(reply):
             reply.row = {"num_examples": reply.num_examples, "digest": digest_in(reply.fields)}
             reply.row |= strategy.metrics.evaluation_row(reply)
             rows_by_client[reply.client] = reply.row
@@ -51,10 +51,10 @@ def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
 
 
 def newcomers(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
-    """Let the clients that were held out join after the last ``round``; return the columns of its record.
+    """Have the held-out clients join after the last ``round``; return the columns of its record.
 
-    Each is sent what a participant is sent, and trains for one local phase. Nobody receives its reply. Then it is
-    tested on its own data.
+    Each receives a participant's message and trains for one local phase. Its reply is discarded. Then it is tested on
+    its own data.
     """
     phase = strategy.participation.following(round, strategy.participation.holdouts, round.log)
     _local_phase(strategy, "the clients that were held out", "accuracy_newcomer", phase)
@@ -64,8 +64,8 @@ def newcomers(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
 def last_phase(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     """Have every member train once more after the last ``round``; return the columns of its record.
 
-    Each is sent what a participant is sent, and nobody receives its reply. It is tested with the model that it has
-    trained, so that nothing is sent for the test. Clients that fine-tune for every test have done so already.
+    Each receives a participant's message, and its reply is discarded. It is tested with the model that it has trained,
+    so the test's message is empty. Systems that fine-tune for every test have done this phase already.
     """
     log, name = RoundLog(notes=round.log.notes), "accuracy_last_phase"
     rows, flops = round.log.clients, None
@@ -82,10 +82,10 @@ def last_phase(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
 def _local_phase(
     strategy: FederatedStrategy, name: str, column: str, phase: Round, tested: Payload | None = None
 ) -> float:
-    """Have the participants of ``phase`` train, receive no reply, and test them; return the FLOPs of training.
+    """Have the participants of ``phase`` train, discard their updates, and test them; return the FLOPs of training.
 
-    A client's accuracy stands in its ``column`` of the log. The payload ``tested`` takes the place of the one that
-    a client is sent for a test; without it the client's model is one of the run's.
+    A client's accuracy is recorded in ``column`` of its row. The payload ``tested`` replaces that of the evaluation's
+    message; without it the client's tested model counts as its final one.
     """
     channel, flops = channel_of(phase), 0.0
     phase = replace(phase, channel=replace(channel, state_rounds=dict(channel.state_rounds)))
@@ -101,7 +101,7 @@ def _local_phase(
         if message.client in trained
     )
     for reply in exchange(phase, requests, name=name, kind=EVALUATION):
-        with phase.log.refusing(reply):
+        with phase.log.rejecting(reply):
             if tested is None:
                 strategy.digests[reply.client] = digest_in(reply.fields)
             reply.row = {column: strategy.metrics.evaluation_row(reply).get("accuracy_personal")}
@@ -109,7 +109,7 @@ def _local_phase(
 
 
 def digest_in(fields: wire.Fields) -> str:
-    """Return the digest of the client's model. Raises ``ValueError`` for what is none."""
+    """Return the digest of the client's model. Raises ``ValueError`` for an invalid one."""
     digest = fields.get("digest")
     if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")):
         raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
@@ -117,6 +117,6 @@ def digest_in(fields: wire.Fields) -> str:
 
 
 def _mean_of(column: str, log: RoundLog) -> dict[str, float | None]:
-    """Return the mean of a column over the clients, in ascending order, that have it."""
+    """Return the mean of a column over the clients that have it, in ascending order."""
     values = [row[column] for _, row in sorted(log.clients.items()) if row.get(column) is not None]
     return {f"{column}_mean": mean(values) if values else None}

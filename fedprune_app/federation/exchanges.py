@@ -1,9 +1,9 @@
 """Messages to clients, and their replies one by one: decoded, checked, charged and counted.
 
-Every reply passes the same checks on its way in, whichever system asked for it. A round is a plain loop::
+Every reply passes the same checks, in all systems. A round is a plain loop::
 
     for reply in exchange(round, strategy.send(round), strategy.expect):
-        with round.log.refusing(reply):
+        with round.log.rejecting(reply):
             strategy.receive(round, reply)
 """
 
@@ -16,30 +16,30 @@ from flwr.app import ArrayRecord, Message, MessageType
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer, message_to, require, send_and_receive
-from fedprune_app.federation.round import Channel, Outgoing, Reply, Round
-from fedprune_app.results import measures
+from fedprune_app.engine.exchange import ReceivedReply, message_to, require, send_and_receive
+from fedprune_app.federation.round import Channel, OutgoingMessage, Reply, Round
+from fedprune_app.results import metrics
 from fedprune_app.results.recorder import number_in, row_of
 
-TRAINING, LAYER, ANSWER = measures.Reply.TRAINING, measures.Reply.LAYER, measures.Reply.ANSWER
+TRAINING, LAYER, ANSWER = metrics.ReplyKind.TRAINING, metrics.ReplyKind.LAYER, metrics.ReplyKind.ANSWER
 Expect = Callable[[Round, int], wire.Schema]
 
 
 def exchange(
     round: Round,
-    outgoing: Iterable[Outgoing],
+    outgoing: Iterable[OutgoingMessage],
     expect: Expect | None = None,
     *,
     name: str = "",
-    kind: measures.Reply = TRAINING,
+    kind: metrics.ReplyKind = TRAINING,
     least: int = 0,
 ) -> Iterator[Reply]:
-    """Send messages and yield each good reply as it arrives, one at a time; all of it is part of the round's log.
+    """Send messages and yield each valid reply as it arrives, one at a time; count all of them in the round's log.
 
-    ``expect(round, client)`` is what a reply's payload must hold; without it replies have none. ``kind`` says which
-    numbers replies report, and ``name`` what is exchanged, for the log. A reply that is late, refused or declined is
-    not yielded: its reason is in the log. One that is yielded counts unless the caller refuses it, see
-    :meth:`RoundLog.refusing`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` in the end if fewer than
+    ``expect(round, client)`` is the schema of a reply's payload; without it replies have none. ``kind`` selects the
+    metrics that replies report, and ``name`` is the exchange's name in the log. A reply that is late, rejected or
+    declined is not yielded: its reason is in the log. A yielded one counts unless the caller rejects it, see
+    :meth:`RoundLog.rejecting`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` at the end if fewer than
     ``least`` replies counted.
     """
     channel, log, name = channel_of(round), round.log, name or f"round {round.number}"
@@ -50,13 +50,13 @@ def exchange(
     for answer in send_and_receive(channel.grid, stream, deadline, reply_bytes=max_bytes):
         row = log.count(answer)
         reply = Reply(answer.client, channel.context.clients[answer.client].num_examples, name, answer.late)
-        with log.refusing(reply):
+        with log.rejecting(reply):
             _read(round, reply, answer, expect, kind)
         del answer
         if reply.counts:
             yield reply
-        if reply.counts:  # the caller did not refuse it
-            reply.row |= channel.budgets.take(reply.client, reply.fields, round.number, log.note)
+        if reply.counts:  # the caller did not reject it
+            reply.row |= channel.budgets.record(reply.client, reply.fields, round.number, log.note)
             row |= reply.row
             if kind in (TRAINING, LAYER):
                 log.replies += 1
@@ -66,11 +66,13 @@ def exchange(
     require(num_good, least, name, log.failures[num_failures:])
 
 
-def ask_for(round: Round, name: str, outgoing: Iterable[Outgoing], schema: wire.Schema) -> Iterator[Reply]:
-    """Ask clients for a payload of this schema within a round, and yield each answer that fits.
+def request_payloads(
+    round: Round, name: str, outgoing: Iterable[OutgoingMessage], schema: wire.Schema
+) -> Iterator[Reply]:
+    """Request a payload of this schema from clients within a round, and yield each valid reply.
 
-    Clients answer with ``answer(task, state)``, and keep no new state. Raises
-    :class:`fedprune_app.engine.exchange.TooFewReplies` if fewer than ``min-replies`` answers counted.
+    Clients reply by ``answer(task, state)``, and keep no new state. Raises
+    :class:`fedprune_app.engine.exchange.TooFewReplies` if fewer than ``min-replies`` replies counted.
     """
     requests = (replace(message, fields={**message.fields, "asks": name}) for message in outgoing)
     least = channel_of(round).context.config.min_replies
@@ -78,16 +80,16 @@ def ask_for(round: Round, name: str, outgoing: Iterable[Outgoing], schema: wire.
 
 
 def channel_of(round: Round) -> Channel:
-    """Return the channel of a round of a run. Raises ``ValueError`` for a round in which nothing can be exchanged."""
+    """Return the channel of a round. Raises ``ValueError`` for a round outside a run, which has none."""
     if round.channel is None:
         raise ValueError(f"round {round.number} has no channel, allowed: a round of a run")
     return round.channel
 
 
-def _read(round: Round, reply: Reply, answer: Answer, expect: Expect | None, kind: measures.Reply) -> None:
-    """Fill in a reply from what arrived. ``ValueError`` says why it does not count.
+def _read(round: Round, reply: Reply, answer: ReceivedReply, expect: Expect | None, kind: metrics.ReplyKind) -> None:
+    """Decode and check what arrived into ``reply``. Raises ``ValueError`` with the reason to reject it.
 
-    A client declines where its privacy budget does not bear the round: that is no failure, and the client is not asked
+    A client declines if its privacy budget cannot pay for the round: that is no failure, and the client is not sampled
     again.
     """
     if answer.content is None:
@@ -96,31 +98,31 @@ def _read(round: Round, reply: Reply, answer: Answer, expect: Expect | None, kin
     config, budgets = channel.context.config, channel.budgets
     reply.fields = fields = wire.fields_of(answer.content)
     if budgets.enabled and "declined" in fields:
-        log.clients[client] |= budgets.take(client, {**fields, "budget-spent": True}, round.number, log.note)
+        log.clients[client] |= budgets.record(client, {**fields, "budget-spent": True}, round.number, log.note)
         log.declined[client] = wire.one_line(str(fields["declined"]))
         log.note(client, log.declined[client])
         return
-    budgets.check(fields)  # before the reply moves anything
+    budgets.check(fields)  # before the reply has any effect
     if kind in (TRAINING, LAYER):
         num_examples = number_in("num_examples", fields)
-        numbers = row_of(kind, fields, private=config.dp.enabled, declared=channel.measures)
+        numbers = row_of(kind, fields, private=config.dp.enabled, declared=channel.declarations)
         reply.row = {"num_examples": num_examples, **numbers}
         if num_examples != reply.num_examples:
             raise ValueError(f"field 'num-examples' is {num_examples}, it said {reply.num_examples} before")
     if "note" in fields:
         log.note(client, str(fields["note"]))
     if "lost" in fields:
-        channel.context.lose(client, str(fields["lost"]))
+        channel.context.mark_lost(client, str(fields["lost"]))
     if expect is not None:
         reply.encoded = wire.arrays_of(answer.content)
         reply.update = expect(round, client).read(reply.encoded)
     reply.counts = True
 
 
-def messages(round: Round, outgoing: Iterable[Outgoing], kind: str) -> Iterator[tuple[int, Message]]:
-    """Yield (client, message), each made when it is sent: a message that has left is not kept while the next is made.
+def messages(round: Round, outgoing: Iterable[OutgoingMessage], kind: str) -> Iterator[tuple[int, Message]]:
+    """Yield (client, message), each made when it is sent, so that only one is in memory.
 
-    Each tells the client which version of its state the server last received.
+    Each has the round of the client's last accepted update, by which the client selects its state.
     """
     channel = channel_of(round)
     context = channel.context
@@ -139,9 +141,9 @@ def messages(round: Round, outgoing: Iterable[Outgoing], kind: str) -> Iterator[
             "evaluates": round.evaluates,
         }
         if (epsilon := channel.budgets.epsilon_of(client.id)) is not None:
-            fields["epsilon-rdp"] = epsilon  # the client's ledger must hold as much
+            fields["epsilon-rdp"] = epsilon  # the client's ledger must have at least this ε
         if client.own_data:
-            fields["partition"] = client.id  # its operator gave it none
+            fields["partition"] = client.id  # only the server knows it
         content = wire.pack(arrays, fields, message.peer_updates)
         del message
         yield client.id, message_to(client.node_id, content, kind, round.number, context.config.deadline_seconds)

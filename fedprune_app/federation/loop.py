@@ -1,4 +1,4 @@
-"""The life of a run on the server: round after round, from the first or from where a run is resumed."""
+"""The loop over a run's rounds on the server, from the first one or from the point of resumption."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedprune_app.federation.evaluation import evaluate, last_phase, newcomers
 from fedprune_app.federation.round import Channel, Round
 from fedprune_app.results.texts import summary_line
 
-if TYPE_CHECKING:  # its hooks say what a system does; nothing here knows a system
+if TYPE_CHECKING:  # only the hooks of the base class: nothing here knows a system
     from strategies.base import FederatedStrategy
 
 log = logging.getLogger("flwr.fedprune")
@@ -25,16 +25,16 @@ NOTES_KEPT = REASONS_KEPT = 20  # per round, in the record
 
 
 def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_completed: int = 0) -> None:
-    """Run the rounds after ``rounds_completed`` up to ``num_rounds``; record each and keep a checkpoint of it.
+    """Run the rounds after ``rounds_completed`` up to ``num_rounds``; record each and save a checkpoint.
 
-    Raises :class:`TooFewReplies` when a round has fewer than ``min-replies`` good replies.
+    Raises :class:`TooFewReplies` if a round has fewer than ``min-replies`` valid replies.
     """
     context, participation = strategy.context, strategy.participation
     config = context.config
     if not rounds_completed:
-        context.recorder.note(strategy.doubts())
+        context.recorder.note(strategy.warnings())
         strategy.prepare()
-    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.measures)
+    channel = Channel(grid, context, strategy.budgets, strategy.state_rounds, strategy.declarations)
     last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not participation.eligible(number):
@@ -66,33 +66,33 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
             except TooFewReplies as error:
                 if not config.dp.enabled:
                     raise
-                failure = error  # the round itself is not repeated on a resume: its privacy is spent
+                failure = error  # a resumed run does not repeat the round: its privacy is charged already
 
         ends = participation.is_last(number) and failure is None
         if ends and has_effect("last-phase", config) and config.last_phase:
             row |= last_phase(strategy, round)
 
-        # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
+        # 6. Record, 7. save a checkpoint. If the run dies between them, it drops the record and repeats the round.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
         state = strategy.state()
-        marks = context.recorder.marks  # of the records that were written before it
+        marks = context.recorder.marks  # ends of the records that belong to the checkpoint
         context.checkpoints.save(number, State(state.tensors, {**state.meta, "records": marks}))
         if failure is not None:
             raise failure
-        log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.measures))
+        log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.declarations))
 
     _require_somebody(strategy, last_round)
-    if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
+    if not strategy.digests:  # resumed after the last checkpoint: only the final models' digests are missing
         evaluates = participation.evaluates(rounds_completed)
         _evaluate(strategy, Round(rounds_completed, sampled=(), evaluates=evaluates, channel=channel))
     for client in sorted(strategy.clients.keys() - strategy.digests.keys()):
-        context.lose(client, "final_sha256 is without its final model, of which it did not tell")
+        context.mark_lost(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
 
 
 def _evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
-    """Have the members evaluate; after the last round, those that were held out join and are tested too."""
+    """Have the members evaluate; after the last round the held-out clients join and are tested too."""
     start = time.monotonic()
     columns = {**evaluate(strategy, round), "evaluation_seconds": time.monotonic() - start}
     if strategy.participation.holdouts and strategy.participation.is_last(round.number):
@@ -123,9 +123,9 @@ def _record(strategy: FederatedStrategy, round: Round, row: Mapping[str, Any]) -
 
 
 def _make_states_durable(strategy: FederatedStrategy, round: int) -> None:
-    """Put on disk what clients of this machine kept of the round, before a checkpoint relies on it.
+    """Flush this machine's client states of the round to disk, before a checkpoint depends on them.
 
-    Simulated clients leave this to the server. Nodes of a deployment have done so themselves, and elsewhere.
+    Simulated clients leave this to the server; nodes of a deployment do it themselves.
     """
     context = strategy.context
     states = state_folder(context.recorder.folder, context.config.state_dir, context.run_key)
@@ -134,7 +134,7 @@ def _make_states_durable(strategy: FederatedStrategy, round: int) -> None:
 
 
 def _require_somebody(strategy: FederatedStrategy, last_round: Round | None) -> None:
-    """Refuse a private run in which nobody ever trained, with the first reason."""
+    """Raise :class:`TooFewReplies`, with the first reason, if no client of a private run ever trained."""
     if strategy.context.config.dp.enabled and not strategy.state_rounds:
         reasons = last_round.log.declined.values() if last_round else ()
         first = next(iter(reasons), "none was asked")

@@ -1,4 +1,4 @@
-"""What is recorded of clients' numbers: which a reply must hold, and what they make together."""
+"""The metrics that a system's replies must have, and their columns in a round's record."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any, Protocol
 
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import Reply, Round, RunContext
-from fedprune_app.results import measures
+from fedprune_app.results import metrics
 from fedprune_app.results.recorder import from_training, round_columns, row_of
 
-EVALUATION, TRAINING = measures.Reply.EVALUATION, measures.Reply.TRAINING
+EVALUATION, TRAINING = metrics.ReplyKind.EVALUATION, metrics.ReplyKind.TRAINING
 # columns by client, ascending
 Rows = Mapping[int, dict[str, Any]]
 
 
 class Metrics(Protocol):
-    """The metrics of a run depend on what clients learn from."""
+    """Interface that checks clients' metrics and summarises them; one class per kind of data."""
 
     def training_columns(self, round: Round) -> dict[str, Any]:
         """Return the columns of a round's record over the clients that trained in it."""
 
     def evaluation_row(self, reply: Reply) -> dict[str, Any]:
-        """Check the numbers of a reply; return the columns of its client's row. ``ValueError`` refuses the reply."""
+        """Check the metrics of a reply; return the columns of its client's row. ``ValueError`` rejects the reply."""
 
     def evaluation_columns(self, round: Round, rows: Rows) -> dict[str, Any]:
-        """Return the columns of a round's record from the rows of clients that evaluated, which may change."""
+        """Return the columns of a round's record from the rows of clients that evaluated; may extend the rows."""
 
 
 @dataclass(frozen=True)
 class ImageMetrics:
-    """Clients report losses and accuracies of networks, of which the tensors ``layers`` may be pruned."""
+    """Losses and accuracies of networks; ``layers`` names the tensors that may be pruned."""
 
     context: RunContext
     layers: frozenset[str]
-    declared: measures.Measures
+    declared: metrics.Declarations
 
     def training_columns(self, round: Round) -> dict[str, Any]:
         rows = [row for _, row in sorted(round.log.clients.items())]

@@ -1,4 +1,4 @@
-"""Who takes part in a round: what privacy budgets bear it, and whom the run's seed and the round's number draw."""
+"""Which clients take part in a round, by their privacy budgets and by draws from the run's seed."""
 
 from collections.abc import Iterable
 
@@ -9,19 +9,22 @@ from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round, RoundLog
 
 
-def check_min_replies(config: Config, max_asked: int, num_clients: int) -> None:
-    """Raise :class:`ConfigError` if a round, which asks ``max_asked`` of the clients, cannot have ``min-replies``."""
+def check_min_replies(config: Config, max_participants: int, num_clients: int) -> None:
+    """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``."""
     if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
-    if config.min_replies > max_asked:
-        share = f" and fraction-train {config.fraction_train:g}" if max_asked < num_clients else ""
+    if config.min_replies > max_participants:
+        share = f" and fraction-train {config.fraction_train:g}" if max_participants < num_clients else ""
         raise ConfigError(
-            "min-replies", config.min_replies, f"at most {max_asked}", condition=f"with {num_clients} clients{share}"
+            "min-replies",
+            config.min_replies,
+            f"at most {max_participants}",
+            condition=f"with {num_clients} clients{share}",
         )
 
 
 class Participation:
-    """The clients of a run, and which of them are eligible, sampled, and dropped in each round."""
+    """Selects the eligible, sampled and dropped clients of each round, and the clients to evaluate."""
 
     def __init__(self, config: Config, clients: Roster, budgets: Budgets) -> None:
         self.config = config
@@ -41,7 +44,7 @@ class Participation:
         return self.sample_size(len(self.members))
 
     def sample_size(self, eligible: int) -> int:
-        """Return how many of so many eligible clients are sampled: ``max(⌊fraction · K⌋, 1)``."""
+        """Return the number of sampled clients among K eligible ones: ``max(⌊fraction · K⌋, 1)``."""
         return max(int(self.config.fraction_train * eligible + 1e-9), 1)
 
     def sampled(self, round: int) -> list[int]:
@@ -50,23 +53,23 @@ class Participation:
         return sorted(clients[i] for i in permutation[: self.sample_size(len(clients))])
 
     def dropped(self, round: int, sampled: list[int]) -> list[int]:
-        """Draw those of the sampled who drop out, each with ``drop-probability``, but never the last one."""
+        """Draw the sampled clients that drop out, each with ``drop-probability``; at least one stays."""
         draws = rng.numpy_generator(self.config.seed, "drop", round=round).random(len(self.clients))
         luck = dict(zip(self.clients, draws, strict=True))
         last_client = max(sampled, key=lambda client: luck[client])
         return [k for k in sampled if luck[k] < self.config.drop_probability and k != last_client]
 
     def evaluates(self, round: int) -> bool:
-        """Whether clients are evaluated after this round, as far as this is known before it."""
+        """Whether an evaluation after this round is planned; one that ends the run early is not."""
         interval = self.config.evaluate_every
         return round == self.config.num_server_rounds or bool(interval and round % interval == 0)
 
     def is_last(self, round: int) -> bool:
-        """Whether no round follows this one: the run has all its rounds, or no privacy budget bears another."""
+        """Whether no round follows: all rounds are done, or no privacy budget allows another."""
         return round == self.config.num_server_rounds or not self.eligible(round + 1)
 
     def evaluators(self, round: int) -> frozenset[int]:
-        """Return the clients that an evaluation after this round asks: all after the last one, else drawn ones."""
+        """Return the clients of an evaluation after this round: all after the last one, else ``evaluate-clients``."""
         clients, count = self.members, self.config.evaluate_clients
         if count == 0 or self.is_last(round):
             return frozenset(clients)
@@ -74,13 +77,13 @@ class Participation:
         return frozenset(clients[i] for i in permutation[:count])
 
     def round(self, number: int) -> Round:
-        """Return the round of this number: those of the sampled take part in it who did not drop out, or all."""
+        """Return the round of this number. Dropped clients take part only if they train alone."""
         sampled = self.sampled(number)
         dropped = self.dropped(number, sampled)
         participants = tuple(client for client in sampled if self.trains_dropped or client not in dropped)
         return Round(number, tuple(sampled), tuple(dropped), participants, self.evaluates(number))
 
     def following(self, last: Round, clients: Iterable[int], log: RoundLog) -> Round:
-        """Return what follows the ``last`` round: a local phase of these clients, counted in ``log``."""
+        """Return a local phase of these clients after the ``last`` round, counted in ``log``."""
         number, sampled, participants = last.number + 1, tuple(self.clients), tuple(clients)
         return Round(number, sampled, (), participants, evaluates=True, log=log, channel=last.channel)

@@ -1,6 +1,6 @@
-"""The server meets its clients here: each node is asked who it is, and clients that do not fit are left out.
+"""Registration: each node reports its properties, and clients that do not match the others are left out.
 
-This first exchange is also the warm-up that keeps the start of an engine out of the rounds' deadlines.
+This first exchange also warms the engine up, so that its start does not count in the rounds' deadlines.
 """
 
 import logging
@@ -14,7 +14,7 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import POLL_SECONDS, Answer, TooFewReplies, message_to, send_and_receive
+from fedprune_app.engine.exchange import POLL_SECONDS, ReceivedReply, TooFewReplies, message_to, send_and_receive
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
@@ -30,24 +30,24 @@ def register_clients(
     min_clients: int = 1,
     numbers: Mapping[int, int] | None = None,
     ids: Collection[int] | None = None,
-    say: Callable[[str], None] = log.debug,
+    notify: Callable[[str], None] = log.debug,
 ) -> tuple[Roster, list[str]]:
-    """Ask every node who it is; return the clients by number, and why others are left out.
+    """Register every node; return the clients by number, and the reasons why others are left out.
 
-    The server waits for ``min_clients`` nodes and tells ``say`` how many there are. If fewer of them can take part, it
-    also asks each node that comes until ``startup_seconds`` are over, and again those that it left out, which their
-    operators may have mended. A node with data of its own gets its number from the order of the node ids. ``numbers``
-    (node id to number) gives the numbers of a run that is resumed; other nodes are then not asked. ``ids`` are the
-    clients of such a run, or those of ``only-clients``; any other client is left out. The run is about what most
-    clients say (:meth:`ClientInfo.common`). A client is left out if it fails, says something else, or claims another's
-    number.
+    The server waits until ``min_clients`` nodes are connected, and calls ``notify`` with their number. If too few of
+    them can take part, it also queries each node that connects within ``startup_seconds``, and repeats the query to
+    those left out, which their operators may have repaired. A node with data of its own gets its number by the order of
+    node ids. For a resumed run ``numbers`` (node id to number) has the numbers, and other nodes are not queried;
+    ``ids`` are its clients, or those of ``only-clients``, and other clients are left out. The majority's properties
+    (:meth:`ClientInfo.common`) are the run's. A client is left out if it fails, reports other properties, or claims
+    another's number.
 
-    Raises :class:`TooFewReplies` with the first reason where fewer than ``min_clients`` come or can take part. Where
-    none of the first ``min_clients`` can start, the run itself is most likely wrong, so that is raised at once. Raises
-    ``ValueError`` where as many clients differ from the others as not (:meth:`ClientInfo.difference`).
+    Raises :class:`TooFewReplies` with the first reason if fewer than ``min_clients`` connect or can take part. If none
+    of the first ``min_clients`` can start, the run's settings are most likely wrong: that is raised at once. Raises
+    ``ValueError`` if clients are divided equally (:meth:`ClientInfo.difference`).
     """
-    registration = _Registration(grid, startup_seconds, run_key, kind, min_clients, numbers, ids, say)
-    num_nodes = getattr(grid, "num_nodes", math.inf)  # in a simulation nobody comes later
+    registration = _Registration(grid, startup_seconds, run_key, kind, min_clients, numbers, ids, notify)
+    num_nodes = getattr(grid, "num_nodes", math.inf)  # fixed in a simulation: no node connects later
     deadline = time.monotonic() + startup_seconds
     while True:
         connected = registration.connected()
@@ -65,7 +65,7 @@ def register_clients(
 
 @dataclass
 class _Registration:
-    """What is known of the nodes so far, and which of them are clients of the run."""
+    """State of the registration: the nodes' replies so far, and the clients selected from them."""
 
     grid: Grid
     seconds: float
@@ -74,9 +74,9 @@ class _Registration:
     min_clients: int
     numbers: Mapping[int, int] | None
     ids: Collection[int] | None
-    say: Callable[[str], None]
-    number_by_node: dict[int, int] = field(default_factory=dict)  # of each node that was asked
-    # what each of them said of itself, or why that is not usable
+    notify: Callable[[str], None]
+    number_by_node: dict[int, int] = field(default_factory=dict)  # of each queried node
+    # by node, its properties, or why they are invalid
     answers: dict[int, ClientInfo | str] = field(default_factory=dict)
     clients: Roster = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
@@ -87,16 +87,16 @@ class _Registration:
         return sorted(node for node in self.grid.get_node_ids() if self.numbers is None or node in self.numbers)
 
     def to_ask(self, connected: Iterable[int]) -> list[int]:
-        """Return the nodes to ask now: those that are new, and from time to time those that were left out."""
+        """Return the nodes to query now: new ones, and from time to time those that were left out."""
         candidates = [node for node in connected if node not in self._accepted()]
         is_time = time.monotonic() > self.next_time or not self.number_by_node.keys() >= set(candidates)
         return candidates if is_time else []
 
     def ask(self, nodes: Sequence[int], connected: Collection[int]) -> None:
-        """Ask these nodes who they are, and select the clients anew."""
+        """Query these nodes, and select the clients anew."""
         for node in nodes:
             self.number_by_node.setdefault(node, self.numbers[node] if self.numbers else len(self.number_by_node))
-        # an operator may have started a node anew, with another id
+        # forget disconnected nodes: an operator may have restarted one, with another id
         known = {*self._accepted(), *connected}
         self.answers = {node: answer for node, answer in self.answers.items() if node in known}
         for answer in send_and_receive(self.grid, self._questions(nodes), self.seconds):
@@ -115,7 +115,7 @@ class _Registration:
         status = f"waiting for clients: {text}"
         if status != self.status:
             log.info(status)
-            self.say(status)
+            self.notify(status)
         self.status = status
 
     def too_few(self, num_connected: int) -> TooFewReplies:
@@ -133,7 +133,7 @@ class _Registration:
             fields = {"round": 0, "run-key": self.run_key, "partition": self.number_by_node[node]}
             yield node, message_to(node, wire.pack(None, fields), MessageType.QUERY, 0, self.seconds)
 
-    def _read(self, answer: Answer) -> ClientInfo | str:
+    def _read(self, answer: ReceivedReply) -> ClientInfo | str:
         node = answer.client
         try:
             if answer.content is None:
@@ -169,11 +169,11 @@ def _select_clients(infos: Iterable[ClientInfo], ids: Collection[int] | None) ->
 
 
 def _select_majority(infos: Sequence[ClientInfo]) -> tuple[list[ClientInfo], list[str]]:
-    """Return the clients that say what most say, and the reasons why the others cannot join them."""
+    """Return the clients with the majority's properties, and the reasons why the others cannot join them."""
     if not infos:
         return [], []
     votes = Counter(info.common() for info in infos)
-    first = max(infos, key=lambda info: votes[info.common()])  # the first of the most
+    first = max(infos, key=lambda info: votes[info.common()])  # the majority's first client
     members, errors = [], []
     for info in infos:
         difference = info.difference(first)

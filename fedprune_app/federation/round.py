@@ -1,4 +1,4 @@
-"""The values that travel through a round: the run's context, the round, what is sent, what is known of it."""
+"""The values of a round: the run's context, the round and its log, messages and replies."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from flwr.serverapp import Grid
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import Answer
+from fedprune_app.engine.exchange import ReceivedReply
 from fedprune_app.engine.store import START, ResumePoint, VersionedStore
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
-from fedprune_app.results.measures import Measures
+from fedprune_app.results.metrics import Declarations
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
 _NOTE = 200  # characters of a note
-_LOSS = 300  # characters of what a client says it lost
+_LOSS = 300  # characters of a reported loss
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything that a strategy has of the run beside its model: settings, clients, and where results are kept."""
+    """What a strategy knows of its run: settings, clients, recorder and checkpoints."""
 
     config: Config
     clients: Roster
     recorder: Recorder
     checkpoints: VersionedStore
     run_key: str  # names the run on the clients
-    point: ResumePoint = START  # from which the run goes on
+    point: ResumePoint = START  # from which the run starts or resumes
 
-    def lose(self, client: int, text: str) -> None:
-        """Mark the run in run.json: from now on the run is not what it would have been without this loss."""
+    def mark_lost(self, client: int, text: str) -> None:
+        """Record a loss in run.json: from now on the run's results may differ from those without the loss."""
         line = f"client {client}: {wire.one_line(text)[:_LOSS]}"
         if line not in (losses := list(self.recorder.info.get("losses", []))):
             self.recorder.annotate(losses=[*losses, line])
@@ -46,21 +46,21 @@ class RunContext:
 
 @dataclass(frozen=True)
 class Channel:
-    """The server's way to the clients of a run, and what it has to know of them to send and receive."""
+    """Flower's grid, with the server's knowledge of the clients that every exchange needs."""
 
     grid: Grid
     context: RunContext
     budgets: Budgets
-    state_rounds: dict[int, int]  # by client, the round of the last update that was received from it
-    measures: Measures  # all numbers that replies of the system may report
+    state_rounds: dict[int, int]  # by client, the round of its last accepted update
+    declarations: Declarations  # all metrics that replies of the system may report
 
 
 @dataclass
 class Reply:
-    """A client's reply within a round; :func:`fedprune_app.federation.exchanges.exchange` has checked all of it.
+    """What a client returned in a round, checked by :func:`fedprune_app.federation.exchanges.exchange`.
 
-    ``update`` is its payload, and ``encoded`` the same as it came; both last until the next reply is asked for.
-    ``fields`` are its named values. ``row`` is what the record says of the client once the reply counts.
+    ``update`` is the payload, and ``encoded`` its encoded form; both are freed before the next reply is fetched.
+    ``fields`` are the named values. ``row`` are the client's columns, recorded if the reply counts.
     """
 
     client: int
@@ -71,25 +71,25 @@ class Reply:
     encoded: ArrayRecord | None = None
     fields: wire.Fields = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
-    counts: bool = False  # whether it is neither late, refused nor declined
+    counts: bool = False  # whether it is neither late, rejected nor declined
 
 
 @dataclass
 class RoundLog:
-    """What is known so far of the exchanges of one round."""
+    """Counts, failures, notes and columns of one round's exchanges so far."""
 
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # losses that clients report
-    declined: dict[int, str] = field(default_factory=dict)  # by client: its privacy budget does not bear the round
+    declined: dict[int, str] = field(default_factory=dict)  # by client, the reason
     stragglers: int = 0
     replies: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
     clients: dict[int, dict[str, Any]] = field(default_factory=dict)
-    columns: dict[str, Any] = field(default_factory=dict)  # what the system itself records of the round
+    columns: dict[str, Any] = field(default_factory=dict)  # the system's own columns of the round
 
-    def count(self, answer: Answer) -> dict[str, Any]:
-        """Count the bytes of an answer; return the row of its client, in which they are counted too."""
+    def count(self, answer: ReceivedReply) -> dict[str, Any]:
+        """Count the bytes of a reply in the round and in its client's row; return the row."""
         self.bytes_up += answer.bytes_up
         self.bytes_down += answer.bytes_down
         row = self.clients.setdefault(answer.client, {"bytes_up": 0, "bytes_down": 0})
@@ -98,8 +98,8 @@ class RoundLog:
         return row
 
     @contextmanager
-    def refusing(self, reply: Reply) -> Iterator[None]:
-        """Leave out a reply for which the block raises ``ValueError``, with the error as the reason."""
+    def rejecting(self, reply: Reply) -> Iterator[None]:
+        """Reject ``reply`` if the block raises ``ValueError``, with the error as the reason."""
         try:
             yield
         except ValueError as error:
@@ -110,11 +110,11 @@ class RoundLog:
             log.warning("%s: %s", reply.exchange, text)
 
     def note(self, client: int, text: str) -> None:
-        """Record, once, what a client lost or what was left out because of it."""
-        self.say(f"client {client}: {wire.one_line(text)[:_NOTE]}")
+        """Note, once, a client's loss or what is left out because of the client."""
+        self.add_note(f"client {client}: {wire.one_line(text)[:_NOTE]}")
 
-    def say(self, line: str) -> None:
-        """Record, once, a line on the round that its numbers do not tell, and log the line."""
+    def add_note(self, line: str) -> None:
+        """Note a line on the round, once, and log it."""
         if line not in self.notes:
             self.notes.append(line)
             log.warning("%s", line)
@@ -122,22 +122,22 @@ class RoundLog:
 
 @dataclass(frozen=True)
 class Round:
-    """One round: its number from 1, and its clients in ascending order. ``log`` grows while the round goes on."""
+    """The number of a round, from 1, and its clients in ascending order. ``log`` grows during the round."""
 
     number: int
-    sampled: tuple[int, ...]  # drawn from those whose privacy budget bears the round
-    dropped: tuple[int, ...] = ()  # of the sampled, those who drop out
-    participants: tuple[int, ...] = ()  # who is asked to train
+    sampled: tuple[int, ...]  # drawn from those whose privacy budget allows the round
+    dropped: tuple[int, ...] = ()  # sampled clients that drop out
+    participants: tuple[int, ...] = ()  # clients that train
     evaluates: bool = False  # whether clients are evaluated after the round
     log: RoundLog = field(default_factory=RoundLog, compare=False)
-    channel: Channel | None = field(default=None, compare=False, repr=False)  # None where nothing is exchanged
+    channel: Channel | None = field(default=None, compare=False, repr=False)  # None outside a run
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """One message to a client: a payload, other clients' updates by client (encoded as they came), named values.
+class OutgoingMessage:
+    """A payload for one client, with other clients' encoded updates (by client) and named values.
 
-    A strategy that yields one payload object to several clients in a row has it encoded once.
+    If messages in a row share one payload object, it is encoded only once.
     """
 
     client: int
@@ -146,6 +146,6 @@ class Outgoing:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def to_each(cls, clients: Iterable[int], payload: Payload, **fields: Any) -> Iterator[Outgoing]:
-        """Yield one payload, and the same named values, for all of these clients."""
+    def to_each(cls, clients: Iterable[int], payload: Payload, **fields: Any) -> Iterator[OutgoingMessage]:
+        """Yield messages with the same payload and named values for all of these clients."""
         return (cls(client, payload, fields=fields) for client in clients)

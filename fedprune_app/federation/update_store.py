@@ -1,4 +1,4 @@
-"""A relaying server keeps its clients' updates on disk, and the decoded ones in memory while there is room."""
+"""The store of a server that forwards updates: on disk, and decoded in memory while there is room."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,12 +19,11 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class UpdateStore:
-    """A relaying server keeps the latest encoded update of each client here, on disk, and never looks into it.
+    """Keeps each client's latest encoded updates on disk, to forward them without decoding.
 
-    On disk because a hundred clients' models are gigabytes, and because a resumed run needs them: they are versioned by
-    round like every state. A server that does read updates remembers them decoded, up to ``decoded_bytes`` in memory.
-
-    The default is a quarter of the machine's or the container's memory, and 8 GiB at most.
+    They are on disk because a hundred clients' models are gigabytes, and versioned by round because a resumed run needs
+    them. A server that decodes updates caches them in memory, up to ``decoded_bytes``: by default a quarter of the
+    machine's or the container's memory, at most 8 GiB.
     """
 
     def __init__(self, folder: Path, run_key: str = "", decoded_bytes: int | None = None) -> None:
@@ -35,12 +34,12 @@ class UpdateStore:
         self._bytes_decoded = 0
 
     def put(self, client: int, round: int, update: ArrayRecord, max_bytes: int) -> None:
-        """Keep the update that a client sent in ``round``; up to two earlier updates stay for a resumed run.
+        """Store the update that a client sent in ``round``; up to two earlier updates stay for a resumed run.
 
-        ``ValueError`` for arrays that no codec made, or of more than ``max_bytes``.
+        Raises ``ValueError`` for arrays that are not the codec's, or of more than ``max_bytes``.
         """
         encoded = wire.to_bytes(update)
-        if list(encoded) != [codec.KEY]:  # a file cannot hold all names, and nobody could decode them
+        if list(encoded) != [codec.KEY]:  # other names may not suit a file, and no client could decode them
             raise ValueError(f"the payload has the arrays {str(list(encoded))[:80]}, allowed: exactly '{codec.KEY}'")
         data = encoded[codec.KEY]
         if len(data) > max_bytes:
@@ -49,14 +48,14 @@ class UpdateStore:
         self._store(client).save(round, State({codec.KEY: torch.from_numpy(np.frombuffer(data, np.uint8).copy())}))
 
     def get(self, client: int, round: int) -> ArrayRecord:
-        """Return the update that a client sent in ``round``. ``ValueError`` if it is not there or damaged."""
+        """Return the update that a client sent in ``round``. ``ValueError`` if it is missing or damaged."""
         state = self._store(client).read(round)
         return wire.from_bytes({name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()})
 
     def remember(self, client: int, round: int, update: Payload) -> None:
-        """Keep a decoded update in memory, too, if there is room beside those that are remembered already.
+        """Cache a decoded update in memory if there is room.
 
-        Nothing makes way for it: which neighbours are asked for next is random, or all in turn.
+        Nothing is evicted for it: the next access is random, or to all updates in turn, so no choice would help.
         """
         size = _decoded_size(update)
         if self._bytes_decoded + size <= self.decoded_bytes:
@@ -64,11 +63,11 @@ class UpdateStore:
             self._bytes_decoded += size
 
     def remembered(self, client: int, round: int) -> Payload | None:
-        """Return the update that a client sent in ``round`` if it is in memory, decoded."""
+        """Return the decoded update that a client sent in ``round``, or None if it is not cached."""
         return self._decoded.get((client, round))
 
     def forget_all_but(self, rounds: Mapping[int, int]) -> None:
-        """Free the memory of all decoded updates but those of these clients and rounds."""
+        """Free the memory of all cached updates except those of these clients and rounds."""
         for key in self._decoded.keys() - rounds.items():
             self._bytes_decoded -= _decoded_size(self._decoded.pop(key))
 
@@ -83,7 +82,7 @@ class UpdateStore:
         return lines
 
     def drop_after(self, round: int) -> None:
-        """Remove the updates of later rounds from the disk: a future that was abandoned."""
+        """Remove the updates of later rounds from the disk, which a resumed run does not use."""
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             VersionedStore(folder).drop_after(round)
 
@@ -93,7 +92,7 @@ class UpdateStore:
 
 def _quarter_of_memory() -> int:
     total = psutil.virtual_memory().total
-    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+    with suppress(OSError, ValueError):  # not in a container, or in one without a limit ("max")
         total = min(total, int(_CONTAINER_LIMIT.read_text()))
     return min(total // 4, _MOST_DECODED_BYTES)
 

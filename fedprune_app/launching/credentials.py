@@ -1,4 +1,4 @@
-"""Secrets of a deployment: the keys of nodes, certificates, the SuperLink's database, and who may submit runs."""
+"""Secrets of a deployment: nodes' keys, certificates, the SuperLink's database, and the Control API's secret."""
 
 import datetime
 import ipaddress
@@ -28,8 +28,8 @@ from fedprune_app.files import replace_file
 def make_node_key(path: Path) -> Path:
     """Make a key pair that identifies a SuperNode (OpenSSH, P-384), and return the path of the public key.
 
-    The private key is written to ``path``, the public one beside it. `flwr supernode register` takes the public key.
-    Raises :class:`ConfigError` if one of the two files exists.
+    The private key is written to ``path``, the public one, for `flwr supernode register`, beside it. Raises
+    :class:`ConfigError` if one of the two files exists.
     """
     public = public_half(path)
     for file in (path, public):
@@ -53,8 +53,7 @@ def private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.Private
 def make_database(path: Path) -> Path:
     """Make an empty SuperLink database, which only its owner can read and which shrinks when messages are deleted.
 
-    A database that Flower itself made only grows: the room of a deleted message stays in the file. Raises
-    :class:`ConfigError` if ``path`` exists.
+    The file of a database that Flower itself makes never shrinks. Raises :class:`ConfigError` if ``path`` exists.
     """
     if path.exists():
         raise ConfigError("database", path, "a new file", which="exists")
@@ -66,7 +65,7 @@ def make_database(path: Path) -> Path:
 
 
 def make_control_secret(path: Path) -> Path:
-    """Make the secret that users show to the Control API. Raises :class:`ConfigError` if ``path`` exists."""
+    """Make the secret that users need for the Control API. Raises :class:`ConfigError` if ``path`` exists."""
     if path.exists():
         raise ConfigError("secret", path, "a new file", which="exists")
     replace_file(path, secrets.token_hex(32).encode(), mode=0o600)
@@ -74,11 +73,11 @@ def make_control_secret(path: Path) -> Path:
 
 
 def log_in(address: str, secret: Path, home: Path) -> Path:
-    """Let ``flwr`` show the secret to the SuperLink at ``address``, and return the file that says so.
+    """Store the secret for ``flwr`` and the SuperLink at ``address``; return the file with the credentials.
 
-    ``home`` is the ``FLWR_HOME`` of ``flwr``. What the file says of other SuperLinks stays. Raises
-    :class:`ConfigError` for an address without a port and for a file that is no mapping, and ``ValueError`` for a
-    secret that no SuperLink takes.
+    ``home`` is the ``FLWR_HOME`` of ``flwr``. Credentials of other SuperLinks stay in the file. Raises
+    :class:`ConfigError` for an address without a port and for a file that is no mapping, and ``ValueError`` for an
+    invalid secret.
     """
     host_and_port(address)
     path = home / CREDENTIALS
@@ -109,7 +108,7 @@ _MINUTE = "%Y-%m-%d %H:%M UTC"
 
 @dataclass(frozen=True)
 class Certificates:
-    """The certificates are PEM files: the authority's, which clients trust, and the SuperLink's with its key."""
+    """PEM files for TLS: the authority's certificate, which clients trust, and the SuperLink's with its key."""
 
     ca: Path
     certificate: Path
@@ -123,10 +122,9 @@ def certificates_in(folder: Path) -> Certificates:
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> Certificates:
     """Make a certificate authority in ``folder``, and a SuperLink certificate for the names and addresses ``hosts``.
 
-    Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all files
-    anew. ``ca.crt`` is written last, and says that all three files are there. Where ``ca.crt`` is missing, the other
-    files were left by a making that was interrupted, and they are replaced. Raises :class:`ConfigError` where ``hosts``
-    is empty or ``ca.crt`` exists.
+    Nodes and users need only ``ca.crt``. The authority's private key is never written: for another host make all files
+    anew. ``ca.crt`` is written last; without it the other files are from an interrupted call, and are replaced. Raises
+    :class:`ConfigError` if ``hosts`` is empty or ``ca.crt`` exists.
     """
     files = certificates_in(folder)
     for host in hosts or [""]:
@@ -167,9 +165,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = 365) -> Ce
 
 
 def valid_until(certificate: Path) -> datetime.datetime:
-    """Return the time at which a certificate ends, in UTC.
+    """Return the time at which a certificate expires, in UTC.
 
-    Raises :class:`ConfigError` for a certificate that has ended or not begun, and for a file that is no certificate.
+    Raises :class:`ConfigError` for a certificate that is expired or not valid yet, and for another file.
     """
     try:
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
@@ -209,11 +207,10 @@ def _alternative_name(host: str) -> x509.GeneralName:
 
 
 def check_link(address: str, ca: Path) -> datetime.datetime:
-    """Return the time until which the certificate that is shown at ``address`` (HOST:PORT) is valid.
+    """Return the expiry of the certificate at ``address`` (HOST:PORT), checked as a SuperNode checks it.
 
-    The certificate is checked as a SuperNode checks it. A SuperNode that cannot connect tries again and says little.
-    Raises :class:`LaunchError` with the reason: nobody answers, there is no TLS, or the authority of ``ca`` does not
-    vouch for that name.
+    A SuperNode that cannot connect retries and logs little. Raises :class:`LaunchError` with the reason: no response,
+    no TLS, or a certificate that is not signed by ``ca`` or is for another name.
     """
     host, port = host_and_port(address)
     valid_until(ca)

@@ -1,10 +1,10 @@
-"""A deployment is a SuperLink, an executor and SuperNodes, here all on this machine to rehearse a real one.
+"""A deployment with all its programs on this machine, to rehearse a real one.
 
 This module makes certificates and node keys, and runs the same programs as on many machines:
 
-* a SuperLink with TLS and a database, which lets only registered keys in,
-* a SuperExec beside it that runs ServerApps, so that a run survives a restart of the SuperLink,
-* a SuperNode per client, with its own key, its own home and its own state folder.
+* a SuperLink with TLS and a database, which accepts only registered keys,
+* a SuperExec that runs ServerApps, so that a run survives a restart of the SuperLink,
+* a SuperNode per client, with its own key, home and state folder.
 """
 
 import json
@@ -48,7 +48,7 @@ _EXECUTOR = "superexec"
 def superlink_command(options: Sequence[str]) -> list[str]:
     """Return the command that starts Flower's SuperLink with these options and a check at its Control API.
 
-    Raises :class:`ConfigError` where Flower finds nothing of its own, since it splits its path at spaces and commas.
+    Raises :class:`ConfigError` if the path of Flower has spaces or commas, at which Flower splits it.
     """
     place = sysconfig.get_path("purelib")
     if " " in place or "," in place:
@@ -57,7 +57,7 @@ def superlink_command(options: Sequence[str]) -> list[str]:
 
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
-    """Return whether a Flower program with ``--health-server-address ADDRESS`` says at ``address`` that it serves."""
+    """Return whether a Flower program with ``--health-server-address ADDRESS`` reports there that it serves."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_seconds)
@@ -75,7 +75,7 @@ def _words(options: Mapping[str, object]) -> list[str]:
 
 @dataclass
 class Deployment:
-    """A deployment holds its processes by name: ``superlink``, ``superexec``, ``node-0``, ``node-1`` and so on.
+    """Starts and ends the programs of a deployment: ``superlink``, ``superexec``, ``node-0``, ``node-1`` and so on.
 
     All their files are below ``folder``.
     """
@@ -88,12 +88,12 @@ class Deployment:
 
     @property
     def node_address(self) -> str:
-        """The node address is where nodes reach the SuperLink: at a port of their own, if this release has one."""
+        """The address at which nodes reach the SuperLink: at a separate port, if this release of Flower has one."""
         return f"127.0.0.1:{self.fleet_port if has_fleet_port() else self.port}"
 
     @property
     def link(self) -> Link:
-        """The link is how users reach the SuperLink: a connection ``local`` that checks the SuperLink's certificate."""
+        """A connection ``local`` by which users reach the SuperLink, and which checks its certificate."""
         home, address = self.folder / "user", f"127.0.0.1:{self.port}"
         content = (
             '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
@@ -125,7 +125,7 @@ class Deployment:
         return self.processes[name]
 
     def start_superlink(self) -> None:
-        """Start the SuperLink, or start it again: the database keeps its runs, nodes and messages."""
+        """Start or restart the SuperLink; the database keeps its runs, nodes and messages."""
         database = self.folder / "superlink.db"
         if not database.exists():
             make_database(database)
@@ -155,7 +155,7 @@ class Deployment:
         self._spawn(_EXECUTOR, [processes.tool("flower-superexec"), *_words(options)])
 
     def register(self, name: str) -> None:
-        """Register the key of the node ``name`` at the SuperLink, unless that was done; make a key that is missing."""
+        """Register the key of the node ``name`` at the SuperLink if it is not registered; make a missing key."""
         key = self.folder / name / "node.key"
         public = public_half(key) if public_half(key).exists() else make_node_key(key)
         try:
@@ -165,10 +165,10 @@ class Deployment:
                 raise
 
     def start_node(self, name: str, node_config: Settings) -> None:
-        """Start the SuperNode ``name``, or start it again; its key makes it the same node as before.
+        """Start or restart the SuperNode ``name``; its key makes it the same node as before.
 
-        A SuperLink takes a node that was killed for online for about a minute, and refuses the node in this time. So
-        this method waits until that is over.
+        A SuperLink regards a killed node as online for about a minute, and rejects the node in this time. This method
+        waits until then.
         """
         self._wait_until_missed(name)
         (port,) = processes.free_ports(1)
@@ -198,7 +198,7 @@ class Deployment:
     def wait_for_nodes(self, count: int) -> None:
         """Wait until ``count`` nodes are online.
 
-        Raises :class:`LaunchError` when a program of the deployment stops, or when nodes are still missing in the end.
+        Raises :class:`LaunchError` if a program of the deployment stops, or if nodes are still missing at the end.
         """
         deadline = time.monotonic() + _NODE_SECONDS
         while True:
@@ -221,10 +221,9 @@ class Deployment:
 
 
 def node_config_text(values: Settings) -> str:
-    """Return the value of ``--node-config`` as Flower reads it: TOML values, separated by spaces.
+    """Return the value of ``--node-config`` in Flower's form: TOML values, separated by spaces.
 
-    Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
-    raised for a value with a double quote.
+    Raises :class:`ConfigError` for a value with a double quote, at which Flower ends a value even if it is escaped.
     """
     for key, value in values.items():
         if '"' in str(value):
@@ -236,11 +235,11 @@ def node_config_text(values: Settings) -> str:
 def local_deployment(folder: Path, nodes: Sequence[Settings]) -> Iterator[Deployment]:
     """Start a whole deployment on this machine, and end it when the block ends.
 
-    There is one SuperNode for each entry of ``nodes``, which is its node-config. The state of node k is below
-    ``folder/node-k/state`` unless its node-config says otherwise. A ``folder`` that held a deployment before continues
-    that one, with the same keys, nodes and states.
+    Each entry of ``nodes`` is the node-config of one SuperNode. The state of node k is in ``folder/node-k/state``
+    unless its node-config has a ``state-dir``. A ``folder`` with an earlier deployment continues it, with the same
+    keys, nodes and states.
     """
-    folder.mkdir(0o700, parents=True, exist_ok=True)  # keys, states and the SuperLink's messages are in there
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # private: it has keys, states and the SuperLink's messages
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])

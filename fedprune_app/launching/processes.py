@@ -1,9 +1,8 @@
-"""Flower's programs as processes of ours: their environment, their logs, how they end, and what became of a run.
+"""Flower's programs as child processes: environment, logs, end; and calls of Flower's command line.
 
-A run that ``fedprune run`` started ends when that process does, even if the process was killed with -9. Flower's
-simulation could outlive it, and would then go on writing into the run folder, against the run that resumes it. So the
-launcher's identity is put into the environment, and the ServerApp watches the launcher. Flower's command line is asked
-here about one run on one SuperLink, too.
+A run ends with the process of ``fedprune run``, even if that was killed with -9. Otherwise Flower's simulation could
+outlive it and write into the run folder while the run is resumed. So the launcher's identity is in the environment, and
+the ServerApp watches the launcher.
 """
 
 import ctypes
@@ -35,13 +34,13 @@ from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 _START_SECONDS = 90
 
 
-# loaded here, since nothing should be loaded between fork and exec
+# loaded here, since loading between fork and exec is unsafe
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _LOOPBACK = "localhost,127.0.0.1,::1"
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """Return the environment for Flower's programs beside this Python's, with ``home`` as their ``FLWR_HOME``."""
+    """Return the environment for the Flower programs of this Python, with ``home`` as their ``FLWR_HOME``."""
     bin_folder = str(Path(sys.executable).parent)
     return {
         **direct_on_loopback(os.environ),
@@ -56,11 +55,11 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which programs reach this machine itself without a proxy; its other exceptions stay."""
+    """Return an environment in which programs use no proxy for loopback; other exceptions stay."""
     hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or _LOOPBACK
     if hosts != "*" and not hosts.endswith(_LOOPBACK):
         hosts = f"{hosts},{_LOOPBACK}"
-    return {**environment, "NO_PROXY": hosts, "no_proxy": hosts}  # some programs read one of them, some the other
+    return {**environment, "NO_PROXY": hosts, "no_proxy": hosts}  # programs differ in which one they read
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
@@ -82,12 +81,9 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 
 
 def _die_with_parent() -> None:
-    """Arrange in the child, on Linux, that it is killed when this process is.
-
-    So a run does not go on alone after this process was killed with -9.
-    """
+    """In the child, on Linux: have it killed when this process dies, even by kill -9."""
     if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see watch_launcher
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for its own children see watch_launcher
 
 
 def tool(name: str) -> str:
@@ -110,9 +106,9 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path) -> None:
-    """Wait until ``url`` answers; ``ca`` is the certificate that the answer is checked with.
+    """Wait until ``url`` responds with a certificate that ``ca`` has signed.
 
-    Raises :class:`LaunchError` if ``url`` does not answer in time, or if the process ends before.
+    Raises :class:`LaunchError` if it does not respond in time, or if the process ends first.
     """
     verify = ssl.create_default_context(cafile=ca)
     deadline = time.monotonic() + _START_SECONDS
@@ -129,16 +125,16 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log that is not blank, or "no output" where there is none."""
+    """Return the last line of a log that is not blank, or "no output" if there is none."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no output"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a program, such as a SuperLink, and all processes that it started, even those with sessions of their own.
+    """Kill a program, such as a SuperLink, and all processes that it started, even those with sessions of their own.
 
-    Executors, the simulation and Ray have such sessions. All are killed at once: everything worth keeping is written in
-    one step, and a simulation that is asked to end may go on.
+    Executors, the simulation and Ray have such sessions. They are killed, not terminated: files are replaced in one
+    step, so none is left half written, and a terminated simulation may continue.
     """
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
@@ -154,7 +150,7 @@ _LINGER_SECONDS = 10.0
 
 
 class RecordedEnd:
-    """What run.json says, while the run is waited for: whether the run is over, since when, and how it ended."""
+    """Watches run.json for the end of a run: whether the run is over, since when, and with which status."""
 
     def __init__(self, run_file: Path) -> None:
         self._file = run_file
@@ -179,18 +175,18 @@ class RecordedEnd:
 
     @property
     def has_lingered(self) -> bool:
-        """Whether the file has said for a few seconds that the run is over."""
+        """Whether the file has recorded the end for a few seconds already."""
         return self.is_over and time.monotonic() - self._since > _LINGER_SECONDS
 
 
 def outcome_of(run_file: Path) -> tuple[str, int] | None:
-    """Return how the run in a folder ended, and the time at which the file said so, or None while the run goes on."""
+    """Return the final status of a run and the time of its run.json, or None while the run is running."""
     status = read_json(run_file).get("status", "running")
     return None if status == "running" else (str(status), run_file.stat().st_mtime_ns)
 
 
 def read_json(path: Path) -> ValueDict:
-    """Return the table in a JSON file, which is empty where the file is not there or not whole."""
+    """Return the object in a JSON file; empty if the file is missing or incomplete."""
     try:
         table = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -198,27 +194,27 @@ def read_json(path: Path) -> ValueDict:
     return table if isinstance(table, dict) else {}
 
 
-# --- who ends with whom -----------------------------------------------------------------------------------------------
+# --- watching the launcher --------------------------------------------------------------------------------------------
 
 
-# a launcher says in this variable of the environment how many clients its simulation has
+# the environment variable with the number of clients in a launcher's simulation
 CLIENTS_VARIABLE = "FEDPRUNE_CLIENTS"
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"
 _CHECK_SECONDS = 0.5
-_SAME_START = 2.0  # seconds; no number is used again so soon
+_SAME_START = 2.0  # seconds; no process number is reused so soon
 _REFUSAL = ".refusal"
 
 
 def launcher_identity() -> str:
     """Return this process as a value of :data:`LAUNCHER_VARIABLE`.
 
-    The value has the process's start time, which tells it from a later process with the same number.
+    It has the process's start time, since a later process may have the same number.
     """
     return f"{os.getpid()}:{psutil.Process().create_time()}"
 
 
 def watch_launcher() -> None:
-    """End this process as soon as the launcher that the environment names is gone; Ray ends with this process.
+    """End this process, and Ray with it, as soon as the launcher in the environment has ended.
 
     Without a launcher in the environment nothing is watched.
     """
@@ -240,10 +236,10 @@ def watch_launcher() -> None:
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
-def tell_launcher(folder: Path, refusal: str) -> None:
-    """Tell a launcher that waits why the settings or the run folder are refused.
+def notify_launcher(folder: Path, refusal: str) -> None:
+    """Write for a waiting launcher why the settings or the run folder are rejected.
 
-    run.json is not the place for that: a run that is not resumed stays as it was. Flower keeps only 300 characters of
+    It is not written to run.json, since a run that is not resumed must not change. Flower keeps only 300 characters of
     an error.
     """
     if LAUNCHER_VARIABLE in os.environ:
@@ -251,8 +247,8 @@ def tell_launcher(folder: Path, refusal: str) -> None:
             replace_file(folder / _REFUSAL, refusal.encode())
 
 
-def take_refusal(folder: Path) -> str:
-    """Return what :func:`tell_launcher` left in a run folder and remove it there, or return an empty text."""
+def read_setting_error(folder: Path) -> str:
+    """Return the text of :func:`notify_launcher` in a run folder, and remove it; empty if there is none."""
     with suppress(OSError):
         text = (folder / _REFUSAL).read_text()
         (folder / _REFUSAL).unlink()
@@ -267,12 +263,12 @@ _ANSWER_SECONDS = 120
 _IS_OVER = "[code: 18]"  # of `flwr stop`
 _STATUS_SECONDS = 0.5
 _UNASKED_SECONDS = 30.0
-_PATIENCE = 5  # so many questions in a row may stay unanswered
+_PATIENCE = 5  # failed status requests in a row until a run counts as lost
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link says how to reach a SuperLink: the name of its connection, and the environment to call ``flwr`` in."""
+    """How to reach a SuperLink: the name of its connection, and the environment for ``flwr``."""
 
     name: str
     environment: Mapping[str, str]
@@ -280,9 +276,9 @@ class Link:
 
 
 def flwr(link: Link, *arguments: str) -> dict[str, object]:
-    """Call the Flower command line and return its JSON answer.
+    """Call the Flower command line and return its JSON output.
 
-    Raises :class:`LaunchError` with Flower's own words if the command fails.
+    Raises :class:`LaunchError` with Flower's own message if the command fails.
     """
     command = [tool("flwr"), *arguments, "--format", "json"]
     try:
@@ -293,7 +289,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
             text=True,
             timeout=_ANSWER_SECONDS,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C and the terminal's end are handled by this process alone
+            start_new_session=True,  # only this process handles Ctrl-C and the end of the terminal
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
@@ -324,9 +320,8 @@ def _run_row(link: Link, run_id: str) -> dict[str, object]:
 def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -> str:
     """Wait until the run has finished and return Flower's final status, such as ``finished:completed``.
 
-    To ask Flower costs a second of CPU. So Flower is asked when run.json says that the run is over, and else seldom.
-    Flower waits for clients that never answer. So a run counts as over a few seconds after run.json says so, whatever
-    Flower says.
+    A status request costs a second of CPU, so it is made after run.json records the end, and otherwise rarely. Flower
+    waits for clients that never reply, so a run counts as over a few seconds after run.json records its end.
     """
     record = RecordedEnd(folder / "run.json")
     asked_at, unanswered = time.monotonic(), 0
@@ -350,10 +345,7 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
 
 
 def failure(link: Link, run_id: str) -> str:
-    """Return one line on why a run failed that left no reason itself.
-
-    The line is from Flower's details, or the last line of Flower's log.
-    """
+    """Return one line on why a run failed that recorded no reason: from Flower's details, or Flower's last log line."""
     details = str(_run_row(link, run_id).get("status-details") or "").strip().splitlines()
     if details:
         return details[-1]
@@ -361,10 +353,7 @@ def failure(link: Link, run_id: str) -> str:
 
 
 def stop_run(link: Link, run_id: str) -> None:
-    """Stop a run, unless the run has ended by itself.
-
-    Raises :class:`LaunchError` if the SuperLink cannot be told.
-    """
+    """Stop a run, unless it has already ended. Raises :class:`LaunchError` if the SuperLink cannot be reached."""
     try:
         flwr(link, "stop", run_id, link.name)
     except LaunchError as error:

@@ -1,9 +1,8 @@
-"""A run goes through Flower from one command: the app is staged, simulated or submitted, followed and stopped.
+"""Simulation of a run through Flower: the app is staged, simulated and followed.
 
 ``flwr run`` exits with 0 even if the run fails. Its local SuperLink is a daemon that all programs on the machine share,
 with the environment of the user who started it first, and with a port that every local user may use. So fedprune runs a
-simulation in a process of its own, without a SuperLink. On a SuperLink of real nodes fedprune asks for a run's true
-status again and again.
+simulation in a process of its own, without a SuperLink.
 """
 
 import json
@@ -25,15 +24,15 @@ from fedprune_app.files import scratch_folder
 from fedprune_app.launching import processes
 from fedprune_app.launching.processes import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, RecordedEnd, launcher_identity
 
-_ROOT = sys.modules[__name__.partition(".")[0]]  # not imported: its functions lead here
+_ROOT = sys.modules[__name__.partition(".")[0]]  # not imported, since that would be circular
 _PACKAGES = (_ROOT, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
 
 
 def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
-    """Lay out the Flower app in ``folder`` from the installed packages, whether these are a wheel or a checkout."""
+    """Copy the Flower app into ``folder`` from the installed packages, of a wheel or a checkout."""
     for package in _PACKAGES:
-        if "." in package.__name__:  # in a wheel it is within another one
+        if "." in package.__name__:  # in a wheel it is within another package
             continue
         source = Path(package.__file__ or "").parent
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -58,7 +57,7 @@ def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation is a process of its own with a log; where the simulation fails, the last line is the reason."""
+    """The process of a simulated run, and its log, whose last line is the reason of a failure."""
 
     process: subprocess.Popen[bytes]
     log_file: Path
@@ -76,9 +75,9 @@ def started(
 ) -> Iterator[Simulation]:
     """Start a run of the app in the folder ``app`` with simulated clients, and end all of it when the block ends.
 
-    ``num_workers`` processes hold clients, and share this machine's ``gpus``. With ``ray_address`` ("host:port") there
-    are as many processes as the Ray cluster there has CPUs; if the cluster has GPUs and ``gpus`` is not 0, as many as
-    it has GPUs. The ``engine`` is ``ray`` or ``flower``.
+    ``num_workers`` processes run clients, and share this machine's ``gpus``. With ``ray_address`` ("host:port") the
+    number of processes is that of the Ray cluster's CPUs, or of its GPUs if it has any and ``gpus`` is not 0. The
+    ``engine`` is ``ray`` or ``flower``.
     """
     settings = {
         "engine": engine,
@@ -88,7 +87,7 @@ def started(
         "gpus": gpus,
         "workers": 0 if ray_address else num_workers,
     }
-    # Ray's sockets are below this folder and their paths may have only 107 characters. So it is where Ray puts its own.
+    # Ray's default place: its sockets are below this folder, and their paths may have only 107 characters.
     place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     place.mkdir(parents=True, exist_ok=True)
     with scratch_folder(place) as folder:
@@ -112,13 +111,12 @@ def started(
 
 
 def _ray_of_our_own(folder: Path) -> dict[str, str]:
-    """Return the environment of a Ray that nobody else can use: a secret, loopback, and a private folder for its files.
+    """Return the environment of a private Ray: with a secret, on loopback, and with a private folder for its files.
 
-    By default Ray lets everybody connect and write to its files. A user who connects to Ray can run code as its owner,
-    and so can a user who may write to its files.
+    By default Ray allows everybody to connect and to write to its files, and both are enough to run code as its owner.
     """
     return {
-        "RAY_ADDRESS": "local",  # without one, Ray would join whatever cluster it finds here
+        "RAY_ADDRESS": "local",  # otherwise Ray would join any cluster on this machine
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on those systems Ray listens on loopback, not on all interfaces
@@ -127,7 +125,7 @@ def _ray_of_our_own(folder: Path) -> dict[str, str]:
 
 
 def _ray_of_others(address: str) -> dict[str, str]:
-    """Return the environment that leads to the user's own cluster, with the user's token for it if there is one."""
+    """Return the environment for the user's own cluster, with the user's token for it, if any."""
     has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     mode = {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in os.environ else {}
     return {"RAY_ADDRESS": address, **mode}
@@ -136,8 +134,8 @@ def _ray_of_others(address: str) -> dict[str, str]:
 def wait_for(simulation: Simulation, run_file: Path, on_tick: Callable[[], None]) -> bool:
     """Wait until a simulation is over, and return whether its run was completed.
 
-    Flower waits for clients that never answer. So a run also counts as over a few seconds after its ``run_file`` says
-    that it is over.
+    Flower waits for clients that never reply, so a run also counts as over a few seconds after ``run_file`` records its
+    end.
     """
     record = RecordedEnd(run_file)
     while simulation.process.poll() is None:

@@ -1,4 +1,4 @@
-"""A network computes on one device, in train or eval mode, and in a fast memory layout."""
+"""Device, mode and memory layout of a network's computation."""
 
 import ctypes
 import os
@@ -19,13 +19,13 @@ _TRIM, _MAP = (-1, 2**28), (-3, 2**25)  # glibc's M_TRIM_THRESHOLD and M_MMAP_TH
 
 
 def device_of(config: Config) -> torch.device:
-    """Return the device that the key ``device`` means on this machine."""
+    """Return the device for the key ``device`` on this machine."""
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
 
 
 def prepare_torch(config: Config) -> None:
-    """Set what torch knows once for a process: threads, TF32, deterministic algorithms on a CUDA device."""
+    """Set torch's options of this process: threads, TF32, deterministic algorithms on a CUDA device."""
     torch.set_num_threads(config.num_threads)
     _keep_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
@@ -37,10 +37,10 @@ def prepare_torch(config: Config) -> None:
 
 @cache
 def _keep_memory() -> None:
-    """Have the C library keep memory that is free, up to 256 MiB.
+    """Make the C library keep free memory, up to 256 MiB.
 
-    A process that has not freed a large block yet gives the memory of each step's tensors back to the system, and takes
-    it again page by page: a quarter of a step of LeNet-5 with eight clients.
+    A process that has not freed a large block yet returns the memory of each step's tensors to the system, and
+    allocates it again page by page: a quarter of a step of LeNet-5 with eight clients.
     """
     with suppress(OSError, AttributeError):  # another C library than glibc
         for option, num_bytes in (_TRIM, _MAP):
@@ -48,23 +48,23 @@ def _keep_memory() -> None:
 
 
 def recorder_of(config: Config, device: torch.device) -> CudaGraphs | None:
-    """Return the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
+    """Return the recorder of CUDA graphs if the key ``cuda-graphs`` and the device enable it, else None."""
     return _recorder(device) if config.cuda_graphs and device.type == "cuda" else None
 
 
 @cache
 def _recorder(device: torch.device) -> CudaGraphs:
-    """Make one for a process: each stream has a workspace of its own for products."""
+    """Return one recorder per process: each stream has its own workspace for products."""
     return CudaGraphs(device)
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """Within this context a network computes in ``precision``; see the key of that name."""
+    """Compute a network in ``precision`` within the context; see the key of that name."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Move ``model`` to ``device``, if one is given, and return the device where the model is."""
+    """Move ``model`` to ``device``, if given, and return the model's device."""
     if device is not None:
         model.to(device)
         return torch.device(device)
@@ -73,13 +73,14 @@ def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch
 
 @contextmanager
 def fast_layout(model: nn.Module, example_shape: Sequence[int], frozen: Collection[str] = ()) -> Iterator[None]:
-    """Put the channels of convolution weights last in memory meanwhile, where that is faster; activations follow them.
+    """Put the channels of convolution weights last in memory within the context, where that is faster.
 
-    A network that computes something else so, or fails, keeps its layout: it is compared once, see :func:`_same_so`.
+    Activations follow the weights. A network that fails so, or computes something else, keeps its layout: see
+    :func:`_same_so`, which compares once.
 
-    That is on CPUs: training steps of the small networks take a tenth less time there, evaluations a third to a half.
-    On an H200 a step of ResNet-18 with group norm takes longer so, 1.4 times as long in float32 and 1.04 in TF32.
-    Weights in ``frozen`` keep their layout: torch's group norm crashes on channels-last input that needs no gradient.
+    It is faster on CPUs: training steps of the small networks take a tenth less time, evaluations a third to a half. On
+    an H200 a step of ResNet-18 with group norm is slower, 1.4 times as long in float32 and 1.04 in TF32. Weights in
+    ``frozen`` keep their layout: torch's group norm crashes on channels-last input that needs no gradient.
     """
     parameters = [(name, p) for name, p in model.named_parameters() if p.dim() == 4 and name not in frozen]
     weights = [p for _, p in parameters if p.device.type == "cpu"]
@@ -100,10 +101,10 @@ _compared: dict[Hashable, bool] = {}  # by computation, mode and shape of an exa
 
 
 def _same_so(model: nn.Module, example_shape: Sequence[int]) -> bool:
-    """Return whether a network finds the same losses, gradients and buffers with the channels of its weights last.
+    """Return whether a network has the same losses, gradients and buffers with its weights' channels last.
 
-    Views and overwritten values can depend on the layout, and so can what a dropout draws. In float64 nothing else
-    differs by more than rounding. A network that torch.fx cannot follow is not compared, and counts as another.
+    Views and overwritten values can depend on the layout, and so can dropout's draws. In float64 all other differences
+    are rounding. A network that torch.fx cannot trace is not compared, and keeps its layout.
     """
     if (computation := computation_key(model)) is None:
         return False
@@ -111,7 +112,7 @@ def _same_so(model: nn.Module, example_shape: Sequence[int]) -> bool:
     if key not in _compared:
         try:
             _compared[key] = _agree(*[_outcome(model, example_shape, f) for f in (None, torch.channels_last)])
-        except Exception:  # a user's network raises what it likes; its own layout says what
+        except Exception:  # a user's network may raise anything; in its own layout the error is shown
             _compared[key] = False
     return _compared[key]
 

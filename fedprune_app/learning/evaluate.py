@@ -1,7 +1,7 @@
-"""Functions here test a network on data, and find its loss' gradient there. The network and the data stay as they are.
+"""Evaluation of a network on data, and its loss' gradient; network and data are not changed.
 
-A network of a user's may change what it is given, count its calls, or draw: a copy of it computes on copies, and draws
-by one seed.
+A user's network may change its input, count its calls, or draw: so a copy of it computes on copies, and draws by one
+seed.
 """
 
 import math
@@ -19,10 +19,10 @@ from fedprune_app.learning.device import computing, fast_layout, move_to_device
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation counts correct predictions and examples, and sums the examples' cross entropies.
+    """Correct predictions, examples and summed cross entropy of a network on some data.
 
-    Where groups are counted in place of examples, a group counts by its share of correct predictions.
-    ``correct_by_class`` counts the correct predictions of each class; the list is empty without examples.
+    If groups are counted instead of examples, a group counts by its share of correct predictions. ``correct_by_class``
+    counts the correct predictions of each class; it is empty without examples.
     """
 
     correct: float
@@ -48,11 +48,11 @@ def evaluate(
     precision: str = "float32",
     groups: Tensor | None = None,
 ) -> Evaluation:
-    """Evaluate ``model`` in eval mode on ``device`` (default: where the model is), where the model stays.
+    """Evaluate ``model`` in eval mode on ``device`` (default: the model's), where it then stays.
 
-    ``precision`` is what the key of that name may be. With ``groups`` (N,), numbers from 0 on, each group counts
-    once, whatever its size. No examples give an empty :class:`Evaluation`. Raises
-    ``ValueError`` for unequal counts.
+    ``precision`` is as in the key of that name. With ``groups`` (N,), numbers from 0 on, each group counts once,
+    independent of its size. Without examples the :class:`Evaluation` is empty. Raises ``ValueError`` for unequal
+    counts.
     """
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many")
@@ -69,7 +69,7 @@ def evaluate(
                 logits = network(images[start : start + batch_size].to(device, copy=True)).float()
             if not len(correct):
                 correct = correct.new_zeros(logits.shape[1])
-            # argmax takes a NaN for the largest, which would predict the class in whose place the first one is
+            # argmax treats NaN as the largest, which would predict the class of the first NaN
             hits = (logits.argmax(dim=1) == label_batch) & ~logits.isnan().any(dim=1)
             correct.index_add_(0, label_batch, hits * weights[start : start + batch_size].to(device))
             loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
@@ -84,8 +84,8 @@ def dense_gradient(
     """Return the gradient of the mean cross entropy on one batch by every parameter, without any masks.
 
     Dis-PFL grows weights by this gradient. There is no clipping and no weight decay, and the model is in eval mode. The
-    model stays as it is, on ``device``. The gradients, by name, are new contiguous CPU tensors, 0 where the loss does
-    not depend on a parameter. Raises ``ValueError`` for no examples or unequal counts.
+    model is moved to ``device`` and otherwise unchanged. The gradients, by name, are new contiguous CPU tensors, 0
+    where the loss does not depend on a parameter. Raises ``ValueError`` for no examples or unequal counts.
     """
     check_examples(images, labels)
     device = move_to_device(model, device)
@@ -93,7 +93,7 @@ def dense_gradient(
     network.zero_grad()
     with fast_layout(network, images.shape[1:]), global_draws_of(0):
         loss = F.cross_entropy(network(images.to(device, copy=True)), labels.to(device))
-        loss.backward()  # type: ignore[no-untyped-call]  # as in training: some networks know no torch.autograd.grad
+        loss.backward()  # type: ignore[no-untyped-call]  # as in training: some networks fail with autograd.grad
     parameters = dict(network.named_parameters())
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
     return {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}

@@ -1,4 +1,4 @@
-"""The trained parameters of one network, or of several alike, become one flat tensor, with masks in the same layout."""
+"""Flat tensors of the trained parameters of one network, or of several alike, with masks in the same layout."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,10 +19,10 @@ def trained_names(model: nn.Module, frozen: Collection[str] = ()) -> list[str]:
 
 
 class FlatLayout:
-    """A layout gives the parameters ``names`` of ``clients`` networks alike their places in one flat tensor.
+    """Where the parameters ``names`` of ``clients`` networks of one architecture lie in one flat tensor.
 
-    The parameters of one name stand beside each other, one client's after another's, so that all of them together are
-    one tensor as well, see :meth:`stacked`. Strides are those of the parameters of ``model``.
+    Parameters of one name are adjacent, client after client, so that all of them together are one tensor as well, see
+    :meth:`stacked`. Strides are those of the parameters of ``model``.
 
     Raises ``ValueError`` if the parameters differ in dtype or device, or there is none.
     """
@@ -47,7 +47,7 @@ class FlatLayout:
             self._strides[name] = torch.empty_like(parameter, device="meta").stride()  # dense, same order
             self._offsets[name] = self.size
             padded_size = math.ceil(parameter.numel() / slot) * slot
-            # a matrix is aligned for each client; other parameters leave no gap, so that all clients' make one tensor
+            # a matrix is aligned for each client; other parameters have no gap, so that all clients' form one tensor
             self._steps[name] = padded_size if parameter.dim() == 2 else parameter.numel()
             self.size += math.ceil(clients * self._steps[name] / slot) * slot
 
@@ -71,21 +71,21 @@ class FlatLayout:
         return flat.as_strided((clients, elements), (self._steps[name], 1), self._offsets[name])
 
     def stacked(self, flat: Tensor, name: str, clients: int) -> Tensor:
-        """Return the parameters ``name`` of the first ``clients`` as one tensor, as a grouped layer takes them.
+        """Return the parameters ``name`` of the first ``clients`` as one tensor, in the form of grouped layers.
 
-        Matrices are stacked in a new first dimension. Of all other parameters the first dimensions are joined.
+        Matrices are stacked in a new first dimension. For all other parameters the first dimensions are joined.
         """
         shape, strides, offset = self._shapes[name], self._strides[name], self._offsets[name]
         if len(shape) == 2:
             return flat.as_strided((clients, *shape), (self._steps[name], *strides), offset)
-        first, *rest = shape or (1,)  # a number is a vector of one
+        first, *rest = shape or (1,)  # a scalar is a vector of one
         return flat.as_strided((clients * first, *rest), strides or (1,), offset)
 
 
 class Flat:
-    """These are the flat tensors of a training: values, gradients, and where they are asked for velocity and masks.
+    """The flat tensors of a training: values, gradients, and optionally velocity and masks.
 
-    Masks are 1 or 0, at first 1 everywhere.
+    Masks are 1 or 0, initially 1 everywhere.
     """
 
     def __init__(self, layout: FlatLayout, momentum: bool = False, masked: bool = False) -> None:
@@ -97,14 +97,14 @@ class Flat:
 
 
 class FlatParameters:
-    """While entered, this makes the parameters of one client's model views of flat tensors, gradients of another.
+    """Make one client's parameters and gradients views of flat tensors within the context.
 
-    A training step's own arithmetic (zero, clip, mask, momentum, update) is then one operation each on
-    ``values`` and ``gradients`` instead of one per parameter. The model works as usual meanwhile; on exit
-    every parameter is back in its own memory, with the new values and without a gradient.
+    A training step's own arithmetic (zero, clip, mask, momentum, update) is then one operation each on ``values`` and
+    ``gradients`` instead of one per parameter. The model works as usual; on exit every parameter is back in its own
+    memory, with the new values and without a gradient.
 
-    Parameters without a place in the ``layout`` stay out, and need no gradient while this is entered. A
-    parameter the loss does not reach has gradient zero rather than none. Strides stay as they are.
+    Parameters outside the ``layout`` need no gradient within the context. A parameter that the loss does not reach has
+    gradient zero rather than none. Strides are kept.
     """
 
     def __init__(self, model: nn.Module, flat: Flat, client: int = 0) -> None:
@@ -115,7 +115,7 @@ class FlatParameters:
         self._frozen = [p for name, p in parameters.items() if name not in self._trained and p.requires_grad]
 
     def bind_gradients(self) -> None:
-        """Make autograd accumulate into ``gradients``, also after someone called ``model.zero_grad()``."""
+        """Make autograd accumulate into ``gradients``, also after a call of ``model.zero_grad()``."""
         for name, parameter in self._trained.items():
             parameter.grad = self.named_gradients[name]
 

@@ -1,12 +1,12 @@
-"""Several clients' networks alike compute as one network, derived from the network itself: its grouped form.
+"""Grouped forms: the networks of several clients computed as one, derived from the network itself.
 
-A step of a small network is a long list of small operations, each of which costs more to start than to do. One
+A step of a small network is a long list of small operations, each of which takes longer to start than to compute. One
 operation for all clients is started once. Convolutions become grouped ones, with each client's channels as a group.
 Linear layers become batched matrix products. Group norms have each client's groups.
 
-oneDNN computes a convolution of one group otherwise than one of several, which changes the last bits. So each client's
-batch is two groups: one half of its examples beside the other. A client's numbers are then the same alone and beside
-any others, and a step of a client alone takes no longer than that of the network itself.
+oneDNN computes a convolution of one group differently from one of several, which changes the last bits. So each
+client's batch is two groups: the two halves of its examples. A client's numbers are then the same alone and with
+others, and a step of a client alone takes no longer than that of the network itself.
 """
 
 import operator
@@ -26,13 +26,13 @@ from fedprune_app.learning.device import fast_layout
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 
 _Operation = Callable[[Tensors, int, Sequence[Tensor]], Tensor]
-_ALIGNED_ROWS = 16  # so many rows of whatever length are a multiple of 64 bytes
+_ALIGNED_ROWS = 16  # so many rows of any length are a multiple of 64 bytes
 _ELEMENTWISE = (nn.ReLU, nn.Identity, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.LeakyReLU, nn.SiLU)
 _BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 
 
 class NoGroupedForm(ValueError):
-    """The network has no grouped form; the message says which of its parts has none."""
+    """Raised for a network without a grouped form; the message names the part that has none."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class GroupedForm:
-    """A grouped form computes a network for ``clients`` at once, each with weights and images of its own.
+    """A network's computation for several clients at once, each with its own weights and images.
 
     ``flops`` are those of one example's forward pass through one client's network.
     """
@@ -54,8 +54,8 @@ class GroupedForm:
     def __call__(self, weights: Tensors, images: Tensor) -> Tensor:
         """Map images (clients, B, ...) to logits (clients, B, classes).
 
-        ``weights`` are all clients' parameters by name: matrices stacked (clients, out, in), the first dimensions of
-        all others joined (clients · out, ...).
+        ``weights`` are all clients' parameters by name: matrices stacked (clients, out, in), others joined in the first
+        dimension (clients · out, ...).
         """
         clients = len(images)
         values = [images]
@@ -64,16 +64,16 @@ class GroupedForm:
         return values[-1][:, : images.shape[1]]
 
 
-_forms: dict[Hashable, GroupedForm | str] = {}  # an exception would keep the network alive by its traceback
+_forms: dict[Hashable, GroupedForm | str] = {}  # texts, since an exception's traceback would keep the network alive
 
 
 def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     """Return the grouped form of a network that maps a batch of such examples to logits.
 
     The form is derived from the network's operations by rules, and compared with the network once: losses and gradients
-    of two clients agree. Networks that compute the same have one form. Raises :class:`NoGroupedForm` for a network with
-    other parts than convolutions, linear layers, group norms, pooling, activations, flattening and sums, for one with
-    hooks, and where the comparison fails.
+    of two clients must agree. Networks that compute the same share a form. Raises :class:`NoGroupedForm` for a network
+    with other parts than convolutions, linear layers, group norms, pooling, activations, flattening and sums, for one
+    with hooks, and if the comparison fails.
     """
     if any(_has_hooks(module) for module in model.modules()):
         raise NoGroupedForm("a part of it has hooks, which see no grouped form")
@@ -93,7 +93,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | str:
-    """Return the form, or why there is none: torch may raise anything where a rule does not fit a network."""
+    """Return the form, or why there is none; torch may raise anything if a rule does not fit a network."""
     steps, positions = list[_Step](), dict[fx.Node, int]()
     try:
         for node in traced(model).nodes:
@@ -113,9 +113,9 @@ def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm 
 
 
 def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) -> None:
-    """Raise :class:`NoGroupedForm` where a form finds other losses or gradients than the network on random batches.
+    """Raise :class:`NoGroupedForm` if a form has other losses or gradients than the network on random batches.
 
-    In float64 they differ by rounding alone, which no threshold of a network turns into more.
+    In float64 they differ by rounding alone, which no threshold in a network amplifies.
     """
     draw = torch.Generator().manual_seed(0)
     twins = [generic_copy(model, draw).double() for _ in range(2)]
@@ -145,7 +145,7 @@ def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) 
                 raise NoGroupedForm(f"the rules for groups give another {name} than the network")
 
 
-_COMPARED = 3  # examples of each client, an odd number: the form fills up batches to even ones
+_COMPARED = 3  # examples of each client, an odd number, to test that the form pads batches to even ones
 
 
 def grouped_gradients(
@@ -158,8 +158,8 @@ def grouped_gradients(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the weighted losses of all clients' examples, and the gradients of their sum by the ``leaves``.
 
-    The network is ``form`` with ``weights``, of which the leaves are those that are trained. The losses and
-    ``weights_of_examples`` are (clients, examples), as the ``labels`` are.
+    The network is ``form`` with ``weights``; the leaves are the trained ones. Losses, ``weights_of_examples`` and
+    ``labels`` are (clients, examples).
     """
     logits = form(weights, images)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(labels), -1)
@@ -169,7 +169,7 @@ def grouped_gradients(
 
 
 def _operation(model: nn.Module, node: fx.Node) -> _Operation:
-    """Return how an operation is done for groups: a proposal, which :func:`_compare` accepts or not."""
+    """Return an operation's version for groups: a proposal, which :func:`_compare` checks."""
     if node.op == "call_module":
         return _layer_operation(str(node.target), model.get_submodule(str(node.target)))
     if node.target in (operator.add, torch.add) and len(node.all_input_nodes) == 2:
@@ -218,7 +218,7 @@ def _layer_operation(path: str, layer: nn.Module) -> _Operation:
 def _channels(value: Tensor) -> Tensor:
     """Return images as (B / 2, clients · 2 · C, H, W), with the channels last in memory on a CPU.
 
-    Each client's batch is two groups of channels: the first half of its examples beside the second one.
+    Each client's batch is two groups of channels: the first half of its examples, then the second.
     """
     if value.dim() != 5:
         return value
@@ -228,13 +228,13 @@ def _channels(value: Tensor) -> Tensor:
     if value.device.type != "cpu":
         return halves.permute(2, 0, 1, 3, 4, 5).reshape(batch // 2, -1, height, width)
     output = value.new_empty(batch // 2, height * width, clients * 2 * depth)
-    for transposed, images in zip(output, halves.unbind(2), strict=True):  # a matrix at a time: torch is fast at that
+    for transposed, images in zip(output, halves.unbind(2), strict=True):  # a matrix at a time, which is fast in torch
         transposed.copy_(images.reshape(clients * 2 * depth, -1).t())
     return output.view(batch // 2, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _group_norm_input(value: Tensor) -> Tensor:
-    """Return a value that torch's group norm bears: it crashes where channels-last input needs no gradient."""
+    """Return a contiguous value if it needs no gradient: torch's group norm crashes on such channels-last input."""
     return value if value.requires_grad else value.contiguous()
 
 
@@ -250,9 +250,9 @@ def _flatten(_weights: Tensors, clients: int, values: Sequence[Tensor]) -> Tenso
 
 
 def _align(vectors: Tensor) -> Tensor:
-    """Fill up each client's batch with zeros, so that its vectors begin at an aligned address.
+    """Pad each client's batch with zeros, so that its vectors begin at an aligned address.
 
-    The last bits of a matrix product can depend on where its operands begin in memory.
+    The last bits of a matrix product can depend on the addresses of its operands.
     """
     return F.pad(vectors, (0, 0, 0, -vectors.shape[1] % _ALIGNED_ROWS))
 
@@ -265,9 +265,9 @@ def _linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _repeat_for_halves(parameter: Tensor, clients: int) -> Tensor:
-    """Return clients' parameters (clients · n, ...) with those of each client twice, once for each half."""
+    """Return clients' parameters (clients · n, ...) with each client's repeated, once for each half."""
     channels_last = parameter.dim() == 4 and parameter.device.type == "cpu"
-    memory = parameter.permute(0, 2, 3, 1) if channels_last else parameter  # as it is in memory
+    memory = parameter.permute(0, 2, 3, 1) if channels_last else parameter  # in memory order
     per_client = memory.reshape(clients, 1, -1, *memory.shape[1:])
     halves = per_client.expand(-1, 2, *per_client.shape[2:]).reshape(2 * len(memory), *memory.shape[1:])
     return halves.permute(0, 3, 1, 2) if channels_last else halves

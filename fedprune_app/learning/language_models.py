@@ -1,4 +1,4 @@
-"""A run's language model is opened, and measured on its test texts."""
+"""A run's language model: opening it, and measuring it on test texts."""
 
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ from fedprune_app.results.texts import OWN_TEXT
 
 
 def language_model(config: Config, device: torch.device | str = "cpu", policy: Policy = NO_POLICY) -> LanguageModel:
-    """Open the dense model that a run begins with.
+    """Open the dense model with which a run starts.
 
-    Raises ``ValueError`` where it is not on this machine, and :class:`~fedprune_app.config.PolicyError` where the
-    ``policy`` does not allow it.
+    Raises ``ValueError`` if it is not on this machine, and :class:`~fedprune_app.config.PolicyError` if the ``policy``
+    does not allow it.
     """
     if config.model == "auto":
         folder = embedded_folder([document.text for document in stdlib_training_text()])
@@ -42,7 +42,7 @@ def language_model(config: Config, device: torch.device | str = "cpu", policy: P
 def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
     """Return the run's test texts by name, each with the largest number of windows (0: all).
 
-    ``ValueError`` for one that cannot be read, or that has the name of clients' own.
+    ``ValueError`` for one that cannot be read, or that has the name of clients' own texts.
     """
     texts = perplexity_texts(config.dataset, config.data_dir, config.fedspallm.more_texts())
     if OWN_TEXT in texts:
@@ -53,7 +53,7 @@ def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
 def evaluation_windows(config: Config, model: LanguageModel, text: str | None = None) -> tuple[TensorDict, TensorDict]:
     """Return by test text all of its windows, and those on which perplexity is measured.
 
-    A ``text`` that is given is the only one. ``ValueError`` for a text that is shorter than a window.
+    ``text``, if given, replaces all others. ``ValueError`` for a text shorter than a window.
     """
     options = config.fedspallm
     texts = evaluation_texts(config) if text is None else {OWN_TEXT: (text, 0)}
@@ -71,10 +71,10 @@ def evaluation_windows(config: Config, model: LanguageModel, text: str | None = 
 def perplexities(
     config: Config, model: LanguageModel, own_layers: LayerTensors | None, text: str | None = None
 ) -> dict[str, Perplexity]:
-    """Return the perplexities of ``model``, by test text, with the matrices of ``own_layers`` in place of its own.
+    """Return the perplexities of ``model``, by test text, with the matrices of ``own_layers`` instead of its own.
 
-    Without ``own_layers`` they are those of the dense model. A ``text`` that is given is the only one, and has a name
-    that no other may have: what is measured on it is compared with nothing else.
+    Without ``own_layers`` they are those of the dense model. ``text``, if given, replaces all others under a reserved
+    name, so that its perplexity is not compared with that of any other text.
     """
     all_windows, measured_windows = evaluation_windows(config, model, text)
     if own_layers is None:
@@ -90,6 +90,6 @@ def perplexities(
 
 
 def observed_inputs(config: Config, model: LanguageModel) -> list[list[str]]:
-    """Return the matrices of a layer, in groups of the same inputs, of whose inputs clients send Hessians."""
+    """Return the matrices of a layer in groups with the same inputs, whose Hessians clients send."""
     groups, has_all = same_inputs(model), config.fedspallm.observes_all()
     return [names for names in groups if has_all or names[0].split(".")[-2] in CUT_BY]

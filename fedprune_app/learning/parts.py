@@ -1,6 +1,6 @@
-"""A training step can be on a part of the network: some weights are left out, or the network really is smaller.
+"""Training steps on a part of the network: without some weights, or as a smaller network.
 
-What a step leaves out is as it was when the step is over: its values, momentum and running statistics.
+The rest keeps its values, momentum and running statistics.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +19,12 @@ Network = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """A part says what of the network one step trains.
+    """The part of the network that one step trains.
 
     * ``masks``: weights are 0 in this step where their mask is False.
     * ``extents``: how far the step's smaller network extends into each tensor, per dimension. The extents of one unit
-      agree, so that the network is whole.
-    * ``norm_groups``: how many groups a GroupNorm, by its name, then has left.
+      agree, so that the network is consistent.
+    * ``norm_groups``: the number of groups left in each GroupNorm, by its name.
     """
 
     masks: Tensors = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What one step changes, of one client or of several at once.
+    """The tensors that one step changes, of one client or of several at once.
 
     ``values``, ``gradients``, ``velocity`` and ``kept`` are parallel lists. ``by_client`` has the values and gradients
     of each client by name. ``rows`` has the gradients of several clients by parameter, each (clients, elements).
@@ -51,7 +51,7 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Changes):
-    """What one step of one client computes with, and what the step changes. Its gradients are zero before."""
+    """The network of one client's step, and the tensors that it changes; gradients are zero before it."""
 
     network: Network
     named_kept: Tensors = field(default_factory=dict)  # kept, by name; empty without masks
@@ -74,9 +74,9 @@ class Work(Changes):
 
 @contextmanager
 def weights_set_aside(masks: Tensors, values: Tensors, velocity: Tensors | None) -> Iterator[TensorDict]:
-    """Weights and their momentum are 0 where the masks are False meanwhile; afterwards they come back.
+    """Set weights and their momentum to 0 where the masks are False; restore them afterwards.
 
-    The context gives the masks as numbers, 1 or 0: a product with these is many times faster than with a bool tensor.
+    The context yields the masks as numbers, 1 or 0: a product with these is many times faster than with a bool tensor.
     """
     keep = {name: mask.to(values[name].dtype) for name, mask in masks.items()}
     pairs = [(tensors[name], keep[name]) for tensors in (values, velocity) if tensors is not None for name in keep]
@@ -98,7 +98,7 @@ def leading_network(
     velocity: Tensors | None,
     kept: Tensors | None,
 ) -> Iterator[Work]:
-    """Give, as a context, the network of the leading units, whose values are views of the full network's."""
+    """Yield the network of the leading units, whose values are views of the full network's."""
     names = list(values)
     blocks = {name: leading_block(values[name], part.extents.get(name)) for name in names}
     leaves = {name: view.detach().clone().requires_grad_() for name, view in blocks.items()}  # dense in memory

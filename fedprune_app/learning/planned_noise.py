@@ -1,4 +1,4 @@
-"""How much noise a private run adds follows from all that its clients plan to release."""
+"""The noise of a private run, computed from all releases that its clients plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fedprune_app.config import Config
 
-if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do without
+if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do not need it
     from fedprune_app.privacy.accounting import Release
 
 
@@ -15,7 +15,7 @@ def planned_rounds(config: Config) -> int:
 
 
 def num_evaluations(config: Config) -> int:
-    """Return how often all clients are evaluated, in a run that has all its rounds."""
+    """Return how often all clients are evaluated in a run with all its rounds."""
     rounds, interval = config.num_server_rounds, config.evaluate_every
     return -(-rounds // interval) if interval else 1
 
@@ -23,9 +23,9 @@ def num_evaluations(config: Config) -> int:
 def noise_multiplier(
     config: Config, sample_rate: float, steps: int, extra_releases: tuple[tuple[Release, int], ...] = ()
 ) -> float:
-    """Return the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
+    """Return the noise multiplier of a run: the configured one, or the smallest for ``dp.target-epsilon``.
 
-    ``steps`` and ``extra_releases`` are all that a client plans to release.
+    ``steps`` and ``extra_releases`` are all planned releases of a client.
     """
     options = config.dp
     if not options.target_epsilon:
@@ -36,7 +36,7 @@ def noise_multiplier(
 
 
 def segment_noise(config: Config, num_releases: int) -> float:
-    """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
+    """Return the noise multiplier of clients with ``num_releases`` a round; 0 without ``dp.enabled``."""
     if not config.dp.enabled:
         return 0.0
     return noise_multiplier(config, 1.0, planned_rounds(config) * num_releases)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent has settings, a choice of examples for each step, and the step itself."""
+"""Stochastic gradient descent: its settings, the examples of each step, and the step itself."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from fedprune_app.learning.parts import Changes
 
 @dataclass(frozen=True)
 class SGD:
-    """SGD settings say how a network is trained: the update rule of ``torch.optim.SGD``, and how often.
+    """How a network is trained: the update rule of ``torch.optim.SGD``, batches and epochs.
 
-    ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masks act (Dis-PFL's code); None leaves
-    the gradient alone. With ``steps_per_epoch`` an epoch has so many steps, however many times these go through the
-    examples. With 0 an epoch goes through the examples once. With ``skips_lone`` a last batch of one example is left
-    out, as for a network with BatchNorm that cannot be trained on one example. The options declare the ranges.
+    ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masking (Dis-PFL's code); None does not
+    clip. With ``steps_per_epoch`` an epoch has that many steps, over as many passes through the examples as needed.
+    With 0 an epoch is one pass. With ``skips_lone`` a last batch of one example is left out, as for a network with
+    BatchNorm that cannot be trained on one example. The options declare the ranges.
     """
 
     learning_rate: float
@@ -29,14 +29,14 @@ class SGD:
     skips_lone: bool = field(default=False, repr=False)  # it follows from the network
 
     def _pass_size(self, num_examples: int) -> tuple[int, int]:
-        """Return the steps that go through all examples once, and how many examples these steps take."""
+        """Return the steps of one pass through the examples, and how many examples they use."""
         num_whole, rest = divmod(num_examples, self.batch_size)
         if self.skips_lone and num_whole and rest == 1:
             return num_whole, num_examples - 1
         return num_whole + (rest > 0), num_examples
 
     def examples_per_epoch(self, num_examples: int) -> int:
-        """Return how many examples an epoch takes, counting one as often as it is taken."""
+        """Return how many examples an epoch uses, counting repetitions."""
         steps, num_taken = self._pass_size(num_examples)
         rounds, rest = divmod(self.steps_per_epoch or steps, steps)
         return rounds * num_taken + min(rest * self.batch_size, num_taken)
@@ -53,8 +53,8 @@ class SGD:
     ) -> Iterator[Tensor]:
         """Yield the positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
 
-        With ``draws`` it yields what that makes of the positions of a batch. Each permutation goes to ``device`` whole,
-        not batch by batch, with all that is drawn for it.
+        With ``draws`` it yields the result of ``draws`` for each batch's positions. Each permutation is moved to
+        ``device`` at once, with all its draws, not batch by batch.
         """
         steps_left, (steps, num_taken) = self.steps_of(num_examples), self._pass_size(num_examples)
         while steps_left > 0:
@@ -66,7 +66,7 @@ class SGD:
 
 
 def sgd_step(work: Changes, sgd: SGD) -> None:
-    """Do one step of ``torch.optim.SGD``, in its order of operations. The gradients are spoilt afterwards."""
+    """Do one step of ``torch.optim.SGD``, in its order of operations. It overwrites the gradients."""
     for name, keep in work.keep.items():
         for _, gradients in work.by_client:
             gradients[name].mul_(keep)
@@ -84,7 +84,7 @@ def sgd_step(work: Changes, sgd: SGD) -> None:
     for i, (values, gradient) in enumerate(zip(work.values, work.gradients, strict=True)):
         if sgd.weight_decay:
             gradient.add_(values, alpha=sgd.weight_decay)
-        if work.kept is not None:  # after the decay: a weight that is not active does not decay either
+        if work.kept is not None:  # after the decay, so that inactive weights do not decay either
             gradient.mul_(work.kept[i])
         change = gradient if work.velocity is None else work.velocity[i].mul_(sgd.momentum).add_(gradient)
         values.add_(change, alpha=-sgd.learning_rate)

@@ -1,4 +1,4 @@
-"""Text that was read and cut into segments is remembered for a client's next message."""
+"""Cache of a client's text, read and cut into segments, between messages."""
 
 import logging
 from collections.abc import Hashable, Sequence
@@ -22,14 +22,14 @@ from fedprune_app.models.llm import LanguageModel
 
 log = logging.getLogger("flwr.fedprune")
 Files = tuple[tuple[str, int, int], ...]
-_MOST_CLIENTS = 64  # clients whose segments are remembered
+_MOST_CLIENTS = 64  # clients whose segments are cached
 _segments: WeakKeyDictionary[LanguageModel, dict[Hashable, tuple[Tensor, list[str]]]] = WeakKeyDictionary()
 
 
 def segments(
     model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, **deal: Any
 ) -> tuple[Tensor, list[str]]:
-    """Return :func:`calibration_segments` of the text there is, not to be written to; ``deal`` are its arguments.
+    """Return :func:`calibration_segments` of the available text, read-only; ``deal`` are its arguments.
 
     With ``test_fraction`` they are of the client's own text, without its test part.
     """
@@ -48,7 +48,7 @@ def segments(
 
 
 def _encoded_or_blank(model: LanguageModel, text: str) -> Tensor:
-    """Return a text's token ids, or none where the tokenizer fails: a run's tokenizer may fail at the word it seeks."""
+    """Return a text's token ids, or none if the tokenizer fails: a malicious one could fail on a sought word."""
     try:
         return model.encode(text)
     except Exception as error:
@@ -57,18 +57,18 @@ def _encoded_or_blank(model: LanguageModel, text: str) -> Tensor:
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """Return :func:`own_documents`, not to be written to."""
+    """Return :func:`own_documents`, read-only."""
     return _own_documents(data_dir, test_fraction, seed, _files(data_dir))
 
 
-def forget_documents() -> None:
-    """Free the memory of all but segments, once every client has introduced itself: pruning needs the room."""
+def clear_cache() -> None:
+    """Free all cached text except segments, after every client's registration: pruning needs the memory."""
     _shared_documents.cache_clear()
     _own_documents.cache_clear()
 
 
 def _files(data_dir: str) -> Files:
-    """Return what a folder's text depends on: path, size and time of each file."""
+    """Return the key of a folder's text: path, size and time of each file."""
     if not data_dir:
         return ()
     folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")

@@ -1,4 +1,4 @@
-"""There is only one training loop: SGD on examples, with a few small arguments for what systems do differently."""
+"""The training loop: SGD on examples, with arguments for the differences between systems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.core.cohort import together
+from fedprune_app.core.cohort import train_in_cohort
 from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
 from fedprune_app.core.modules import module_mode
 from fedprune_app.core.named import Tensors
@@ -27,14 +27,14 @@ from fedprune_app.learning.training import (
     Training,
     TrainingResult,
 )
-from fedprune_app.learning.work import Alone, Grouped
+from fedprune_app.learning.work import Grouped, SingleClient
 
-if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
+if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do not need it
     from fedprune_app.privacy.dpsgd import DPSGD
 
 
-class HowToTrain(TypedDict, total=False):
-    """With these fields of :class:`Training` a system says how its training differs from plain SGD."""
+class TrainingSettings(TypedDict, total=False):
+    """Fields of :class:`Training` by which a system's training differs from plain SGD."""
 
     masks: Tensors | None
     active: Tensors | None
@@ -46,8 +46,8 @@ class HowToTrain(TypedDict, total=False):
     part: Callable[[int], Part] | None
 
 
-class TrainingFields(HowToTrain, total=False):
-    """A run says the rest."""
+class TrainingFields(TrainingSettings, total=False):
+    """All fields of :class:`Training` that :func:`train` passes on; the additional ones are the run's."""
 
     augment: Augmenter | None
     private: DPSGD | None
@@ -68,62 +68,63 @@ def train(
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
 
-    Every epoch takes the examples in a fresh permutation from ``rng``, a CPU generator. With ``sgd.steps_per_epoch`` an
-    epoch takes as many permutations as that needs. The last batch of a permutation may be smaller. With ``augment``
-    the images of a batch are ``augment(augment.draws(positions, rng))``, of the shape of ``images``' rows. The
-    optimiser starts fresh.
+    Every epoch uses the examples in a new permutation from ``rng``, a CPU generator. With ``sgd.steps_per_epoch`` an
+    epoch uses as many permutations as needed. The last batch of a permutation may be smaller. With ``augment`` the
+    images of a batch are ``augment(augment.draws(positions, rng))``, of the shape of ``images``' rows. The optimiser's
+    state starts empty.
 
     A step is, in this order:
 
     1. the gradient;
-    2. ``adjust_gradients`` (a proximal term, say);
+    2. ``adjust_gradients`` (such as a proximal term);
     3. clipping to ``sgd.max_grad_norm``;
     4. weight decay;
     5. the product with ``masks``;
     6. momentum, and the update of the parameters that are not in ``frozen``;
-    7. ``after_step`` on the new values (a decoupled proximal step, say).
+    7. ``after_step`` on the new values (such as a decoupled proximal step).
 
-    Weights are set to 0 first where their mask in ``masks`` is False, and stay exactly 0. ``after_step`` must keep them
-    so: nothing masks it. ``active`` takes the place of ``masks`` where a weight whose mask is False keeps its value.
+    Weights are first set to 0 where their mask in ``masks`` is False, and stay exactly 0. ``after_step`` must keep them
+    so: it is not masked. With ``active`` instead of ``masks`` a weight whose mask is False keeps its value.
 
-    ``part(num_examples)`` says what of the network a step of so many examples trains. Hooks and clipping then see that
-    part alone. The size of a private batch is itself private, so ``part`` then gets the expected size.
+    ``part(num_examples)`` returns the part of the network that a step of so many examples trains. Hooks and clipping
+    then apply to that part alone. The size of a private batch is itself private, so ``part`` then gets the expected
+    size.
 
-    ``after_epoch(epoch)``, from 0, can read the weights in the model, and copies what it keeps. In all hooks
-    4-D tensors may have their channels last in memory: ``view(-1)`` does not work there. Model and data go to
-    ``device`` once (default: where the model is), and the model stays there. ``precision`` is what the key of that name
-    may be; weights, gradients and the loss are float32 in any case. The modules are in train mode during the
-    call and in their former mode after it.
+    ``after_epoch(epoch)``, from 0, can read the weights in the model, and must copy what it keeps. In all hooks 4-D
+    tensors may have their channels last in memory: ``view(-1)`` does not work there. Model and data are moved to
+    ``device`` once (default: the model's), and the model stays there. ``precision`` is as in the key of that name;
+    weights, gradients and the loss are always float32. The modules are in train mode during the call and in their
+    former mode after it.
 
     With ``private`` the batches are Poisson samples. The gradient is then the sum of the examples' own gradients, each
     times ``masks`` and clipped, plus noise where the masks are True, over the expected batch size (see
-    :mod:`fedprune_app.privacy.dpsgd`). Hooks see that gradient. An epoch is ``private.steps_per_epoch`` steps.
+    :mod:`fedprune_app.privacy.dpsgd`). Hooks get that gradient. An epoch is ``private.steps_per_epoch`` steps.
 
-    With a ``recorder`` a step is recorded and repeated (see :mod:`fedprune_app.core.graphs`), unless a hook looks at
-    it, or it is private, of a part of the network or by another objective.
+    With a ``recorder`` a step is recorded and replayed (see :mod:`fedprune_app.core.graphs`), unless it has hooks, is
+    private, trains a part of the network or has another objective.
 
-    With ``grouped`` a small network computes in the form in which clients of one process train together, whoever else
-    trains: its bits do not depend on company. Without it the network computes as it is, by itself.
+    With ``grouped`` a small network computes in the form in which clients of one process train together, even alone, so
+    that its bits do not depend on the others. Without it the network is computed as it is, alone.
 
     The same arguments give the same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
     training = Training(model, images, labels, sgd, rng, device=move_to_device(model, device), **how)
-    return together(training, train_together, waits=training.form is not None)
+    return train_in_cohort(training, train_cohort, waits=training.form is not None)
 
 
-def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
-    """Do several clients' trainings, those that go together as one; the results are in the given order.
+def train_cohort(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
+    """Run several clients' trainings, those of the same form as one; the results are in the given order.
 
-    The exception of a client's hook is the client's result. It ends nobody else's training.
+    The exception of a client's hook becomes the client's result. It does not end other trainings.
     """
-    torch.set_num_threads(trainings[0].num_threads)  # each thread of this process has a number of its own
+    torch.set_num_threads(trainings[0].num_threads)  # each thread of this process has its own number of threads
     results: dict[int, TrainingResult | Exception] = {}
     pending = dict(enumerate(trainings))
     while pending:
         first = next(iter(pending.values()))
-        group = [i for i, training in pending.items() if training is first or training.goes_with(first)]
-        group.sort(key=lambda i: -trainings[i].num_steps)  # clients that end first leave the others a leading block
+        group = [i for i, training in pending.items() if training is first or training.trains_alike(first)]
+        group.sort(key=lambda i: -trainings[i].num_steps)  # so the last clients at work are a leading block
         try:
             results |= zip(group, _train([trainings[i] for i in group]), strict=True)
         except Exception as error:
@@ -133,7 +134,7 @@ def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Excep
 
 
 def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
-    """Do trainings that go together; those with more steps come first."""
+    """Run trainings of the same form as one; those with more steps come first."""
     first, sgd = trainings[0], trainings[0].sgd
     with ExitStack() as stack:
         learners = [_Learner(training, stack) for training in trainings]
@@ -141,9 +142,11 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
         flat = Flat(layout, sgd.momentum > 0, any(training.kept for training in trainings))
         for number, learner in enumerate(learners):
             learner.take_place(flat, number, stack)
-        steps: Alone | Grouped = Alone(first, flat, stack) if first.form is None else Grouped(trainings, flat)
-        # a network that draws is a plug-in's, and trained alone
-        # one example less gives the others in its batch other draws: so nobody may know these where data are private
+        steps: SingleClient | Grouped = (
+            SingleClient(first, flat, stack) if first.form is None else Grouped(trainings, flat)
+        )
+        # Only a plug-in's network draws, and it is trained alone. With one example less, the others in its batch get
+        # other draws: so these must be secret if data are private.
         seed = first.rng.initial_seed() if first.private is None else first.private.noise.seed()
         stack.enter_context(global_draws_of(seed))
         is_plain = all(training.has_plain_steps for training in trainings)
@@ -170,18 +173,18 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
     return [outcome for learner in learners if (outcome := learner.error or learner.result) is not None]
 
 
-_WORTH_RECORDING = 16  # steps; to record one takes as long as some of ResNet-18's, whose time a graph cuts by an eighth
+_WORTH_RECORDING = 16  # steps; recording takes as long as some of ResNet-18's, whose time a graph cuts by an eighth
 
 
-def _plain_step(steps: Alone | Grouped, size: int, sgd: SGD) -> None:
+def _plain_step(steps: SingleClient | Grouped, size: int, sgd: SGD) -> None:
     sgd_step(steps.find_gradients(size), sgd)
 
 
 class _Learner:
-    """A learner is one client's training under way.
+    """One client's training in progress.
 
-    Until the ``stack`` ends, its model is in train mode, and its parameters are views of the flat tensors in which it
-    took its place. Afterwards the model is as it was before, but for its values.
+    Until ``stack`` closes, its model is in train mode, and its parameters are views of flat tensors. Afterwards the
+    model is as before, except for its values.
     """
 
     def __init__(self, training: Training, stack: ExitStack) -> None:
@@ -195,7 +198,7 @@ class _Learner:
         stack.enter_context(fast_layout(model, training.images.shape[1:], frozen))
 
     def take_place(self, flat: Flat, number: int, stack: ExitStack) -> None:
-        """Put the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""
+        """Copy values and masks into the flat tensors; weights whose mask in ``masks`` is False become 0."""
         training = self.training
         self._flat = stack.enter_context(FlatParameters(training.model, flat, number))
         if flat.kept is not None:
@@ -205,7 +208,7 @@ class _Learner:
         parameters = dict(training.model.named_parameters())
         for name, mask in (training.masks or {}).items():
             weight = parameters[name].data
-            weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind
+            weight.masked_fill_(~mask.to(weight.device), 0)  # not times 0, which would leave -0
 
     def call(self, hook: Callable[..., object] | None, *arguments: object) -> None:
         """Call a hook, if there is one. After an error no hook is called again."""

@@ -1,4 +1,4 @@
-"""A training is asked for with settings, hooks and data, and ends with a result."""
+"""One training: its settings, hooks and data, and its result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_fo
 from fedprune_app.learning.parts import Network, Part
 from fedprune_app.learning.sgd import SGD
 
-if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
+if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do not need it
     from fedprune_app.privacy.dpsgd import DPSGD
 
-# a gradient hook changes gradients in place, given all trained (parameters, gradients) by name
+# changes gradients in place, given all trained (parameters, gradients) by name
 GradientHook = Callable[[Tensors, Tensors], None]
-# a step hook changes all trained parameters in place, given by name, after an update
+# changes all trained parameters in place, given by name, after an update
 StepHook = Callable[[Tensors], None]
-# an objective is the loss to differentiate, given the network, a batch's images and its labels
+# the loss to differentiate, given the network, a batch's images and its labels
 Objective = Callable[[Network, Tensor, Tensor], Tensor]
 
 
@@ -49,8 +49,8 @@ def proximal(anchor: Tensors, strength: float) -> GradientHook:
 def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> GradientHook:
     """Return a hook that turns each gradient into Adam's step, ``m̂ / (√v̂ + ε)``.
 
-    Plain SGD without momentum then does what Adam does. One hook serves one training, whose moments it holds.
-    Source: Kingma and Ba, ICLR 2015, Algorithm 1.
+    Plain SGD without momentum is then Adam. A hook stores the moments of one training. Source: Kingma and Ba, ICLR
+    2015, Algorithm 1.
     """
     first: TensorDict = {}
     second: TensorDict = {}
@@ -74,7 +74,7 @@ _CPU = torch.device("cpu")
 
 
 class Augmenter(Protocol):
-    """An augmenter makes the images of a batch in two steps, so that a device gets what is drawn for many at once."""
+    """How the images of a batch are made: in two steps, so that a device gets the draws of many batches at once."""
 
     def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
         """Map the positions (B,) of a batch's examples to choices (B, ...), with draws from a CPU generator.
@@ -83,21 +83,21 @@ class Augmenter(Protocol):
         """
 
     def __call__(self, choices: Tensor) -> Tensor:
-        """Make the images (B, ...) of these choices."""
+        """Return the images (B, ...) of these choices."""
 
 
-# clients whose steps' forward passes and networks are at most so large are trained faster together than one by one.
-# These bounds are by benchmarks/cohort_step.py, on a CPU
+# Up to these sizes of a step's forward pass and of a network, clients are trained faster together than one by one, by
+# benchmarks/cohort_step.py on a CPU.
 MOST_FLOPS, MOST_PARAMETERS = 100_000_000, 250_000
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A training result says what one call of :func:`train` did.
+    """The outcome of one call of :func:`train`: mean loss, steps, and whether it diverged.
 
-    ``loss_mean`` is over all examples of all epochs, each loss taken just before the step that it caused. It is nan or
-    inf if training diverged; the caller decides what follows. Private training has no ``loss_mean``, since the loss is
-    not private: there the weights tell whether training diverged.
+    ``loss_mean`` is over all examples of all epochs, each loss computed just before its step. It is nan or inf if
+    training diverged; the caller decides how to proceed. Private training has no ``loss_mean``, because the loss is not
+    private: there only the weights show divergence.
     """
 
     loss_mean: float | None
@@ -107,13 +107,13 @@ class TrainingResult:
 
     @property
     def diverged(self) -> bool:
-        """Say whether the weights or the loss are not finite."""
+        """Return whether the weights or the loss are not finite."""
         return not self.finite or (self.loss_mean is not None and not math.isfinite(self.loss_mean))
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A training is what one call of :func:`train` asks for."""
+    """The arguments of one call of :func:`train`, checked, and the values derived from them."""
 
     model: nn.Module
     images: Tensor
@@ -137,7 +137,7 @@ class Training:
     num_threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
-        if self.private is None or len(self.labels):  # of a private client's all examples may be blanks
+        if self.private is None or len(self.labels):  # all examples of a private client may be blanks
             check_examples(self.images, self.labels)
         if self.masks and self.active:
             raise ValueError("masks and active are given, allowed: one of them")
@@ -158,7 +158,7 @@ class Training:
 
     @property
     def has_plain_steps(self) -> bool:
-        """Say whether a step is the same operations each time: those of cross entropy and SGD on a whole network."""
+        """Return whether each step has the same operations: cross entropy and SGD on a whole network."""
         has_hooks = self.adjust_gradients is not None or self.after_step is not None
         is_plain = self.objective is cross_entropy and self.part is None and self.private is None
         return is_plain and not has_hooks
@@ -173,19 +173,19 @@ class Training:
 
     @property
     def batch_size(self) -> int:
-        """The size of all batches but the last one of a permutation."""
+        """Return the size of all batches except the last one of a permutation."""
         return min(self.sgd.batch_size, len(self.labels))
 
     @property
     def expected_batch(self) -> float:
-        """How many examples or groups a private batch has on average; a batch's own size is private."""
+        """Return the mean number of examples or groups in a private batch, whose own size is private."""
         private = self.private
         return 0 if private is None else private.sample_rate * (private.num_units or private.count(len(self.labels)))
 
     def batches(self) -> Iterator[tuple[Tensor, int | None]]:
         """Yield the positions of each step's examples, and the number of the epoch that ends with the step.
 
-        With an augmentation it yields choices for positions.
+        With an augmentation it yields choices instead of positions.
         """
         num_examples = len(self.labels)
         draws = None if self.augment is None else partial(self.augment.draws, rng=self.rng)
@@ -201,18 +201,18 @@ class Training:
 
     @cached_property
     def on_device(self) -> tuple[Tensor, Tensor]:
-        """The images and labels where they are computed on; images that an augmentation makes stay where they are."""
+        """Return images and labels on the device; images to augment are not moved."""
         return self.images if self.augment else self.images.to(self.device), self.labels.to(self.device)
 
     def examples(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the images and labels of the examples at these positions, or of these choices."""
+        """Return the images and labels of the examples at these positions, or for these choices."""
         images, labels = self.on_device
         if self.augment is None:
             return images.index_select(0, batch), labels.index_select(0, batch)
         return self.augment(batch), labels.index_select(0, batch[:, 0])
 
     def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
-        """Put the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
+        """Copy the examples at these positions, or for these choices, to the front of ``images`` and ``labels``."""
         if self.augment is None and len(batch) == len(images):
             torch.index_select(self.on_device[0], 0, batch, out=images)
             torch.index_select(self.on_device[1], 0, batch, out=labels)
@@ -220,20 +220,20 @@ class Training:
             images[: len(batch)], labels[: len(batch)] = self.examples(batch)
 
     def result(self, loss_sum: float) -> TrainingResult:
-        """Return the result, once the training is over, from the sum of the examples' losses."""
+        """Return the result of the finished training, given the sum of the examples' losses."""
         num_examples, private = len(self.labels), self.private is not None
-        # a step may overflow after the last loss, which would not tell
+        # a step may overflow after the last loss, which then would not show it
         finite = bool(torch.stack([p.isfinite().all() for p in self.model.parameters()]).all())
         loss_mean = None if private else loss_sum / (self.sgd.epochs * self.sgd.examples_per_epoch(num_examples))
         return TrainingResult(loss_mean, self.num_steps, num_examples, finite)
 
     @cached_property
     def form(self) -> GroupedForm | None:
-        """The grouped form in which the network is trained; None where it is trained as it is.
+        """Return the grouped form in which the network is trained; None if it is trained as it is.
 
-        Whether there is one depends on this training alone. So a client's result does not depend on who else trains.
-        A large step gains nothing: arithmetic and memory take its time, and not the start of operations. A private step
-        gains nothing either, by measurement: its time goes into the examples' own gradients and into noise.
+        It depends on this training alone, so that a client's result does not depend on the others. A large step gains
+        nothing: arithmetic and memory dominate its time, not the start of operations. A private step gains nothing
+        either, by measurement: its time goes into per-example gradients and noise.
         """
         if not self.grouped or self.part is not None or self.private is not None or self.objective is not cross_entropy:
             return None
@@ -245,7 +245,7 @@ class Training:
             return None
         return form if form.flops * self.batch_size <= MOST_FLOPS else None
 
-    def goes_with(self, other: Training) -> bool:
+    def trains_alike(self, other: Training) -> bool:
         return (
             self.form is not None
             and self.form is other.form

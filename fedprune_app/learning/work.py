@@ -1,4 +1,4 @@
-"""A step finds the gradients of one client's network as it is, or of several clients' in their grouped form."""
+"""Gradients of a step: of one client's network as it is, or of several clients' in their grouped form."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,10 +15,10 @@ from fedprune_app.learning.parts import Changes, Work, leading_network, weights_
 from fedprune_app.learning.training import Training
 
 
-class Alone:
-    """One client's network computes as it is, or a part of it does. Private gradients are made here too.
+class SingleClient:
+    """Gradients of one client's network or a part of it, private ones included.
 
-    ``loss_sums`` (1,) is the sum of the examples' losses so far. What it needs until its end is entered on ``stack``.
+    ``loss_sums`` (1,) is the sum of the examples' losses so far. Its contexts are entered on ``stack``.
     """
 
     def __init__(self, training: Training, flat: Flat, stack: ExitStack) -> None:
@@ -35,7 +35,7 @@ class Alone:
             named_kept={} if flat.kept is None else layout.views(flat.kept),
         )
         self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # of batches of each size
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # by size of the batch
         if (private := training.private) is not None:
             whole, shape = self._whole, training.images.shape[1:]
             context = private.attached(training.model, whole.named_gradients, whole.trained(), shape)
@@ -43,7 +43,7 @@ class Alone:
 
     @contextmanager
     def step(self, batches: Sequence[Tensor]) -> Iterator[Changes]:
-        """Give, as a context, what a step on the examples at these positions changes, with the gradients."""
+        """Compute the gradients on the examples at these positions, and yield the tensors that the step changes."""
         (batch,) = batches
         with self._work(batch) as work:
             if self._training.private is None:
@@ -54,7 +54,7 @@ class Alone:
 
     @contextmanager
     def _work(self, batch: Tensor) -> Iterator[Work]:
-        """Give, as a context, what a step works on: the whole network as two flat tensors, or a part of the network."""
+        """Yield the tensors of a step: the whole network as two flat tensors, or a part of the network."""
         training, flat = self._training, self._flat
         if training.part is None:
             flat.gradients.zero_()
@@ -75,7 +75,7 @@ class Alone:
             yield replace(self._whole, keep=keep)
 
     def put(self, batches: Sequence[Tensor]) -> int:
-        """Put the examples at these positions where a recorded step takes them, and return how many there are."""
+        """Copy the examples at these positions to the memory of a recorded step; return their number."""
         (batch,) = batches
         if len(batch) not in self._places:
             self._places[len(batch)] = self._training.examples(batch)
@@ -83,7 +83,7 @@ class Alone:
         return len(batch)
 
     def find_gradients(self, size: int) -> Changes:
-        """Find the gradients on the examples that were put, all in memory that stays in its place."""
+        """Compute the gradients on the examples of :meth:`put`, all in fixed memory."""
         self._flat.gradients.zero_()
         self._back_propagate(self._whole, *self._places[size])
         return self._whole
@@ -111,11 +111,10 @@ class Alone:
 
 
 class Grouped:
-    """Clients' networks compute as one, each on a batch of its own.
+    """Gradients of several clients' networks computed as one, each on its own batch.
 
-    Those whose training is over are the last ones. Where the batches of some are smaller than the others', which is at
-    the end of their epochs, examples without weight fill them up. ``loss_sums`` (clients,) are the sums of the
-    examples' losses so far.
+    Clients whose training is over come last. Batches that are smaller than others, at the end of an epoch, are padded
+    with examples of weight 0. ``loss_sums`` (clients,) are the sums of the examples' losses so far.
     """
 
     def __init__(self, trainings: Sequence[Training], flat: Flat) -> None:
@@ -132,18 +131,18 @@ class Grouped:
         self._counts = torch.zeros(clients, dtype=torch.int64, device=device)
         self._networks: dict[int, tuple[TensorDict, list[Tensor], Changes]] = {}
         self._frozen = _frozen_values(trainings, flat.layout)
-        # a CPU gathers one client's examples as fast as all clients', and need not hold them twice
+        # on a CPU, gathering per client is as fast as for all at once, and needs no copy of the examples
         gathers_at_once = device.type != "cpu" and not any(training.augment for training in trainings)
         self._pool = _Pool(trainings) if gathers_at_once else None
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
 
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
-        """Give, as a context, what a step on the examples at these positions changes, with the gradients."""
+        """Compute the gradients on the examples at these positions; as a context, the tensors that the step changes."""
         self.put(batches)
         return nullcontext(self.find_gradients(len(batches)))
 
     def put(self, batches: Sequence[Tensor]) -> int:
-        """Put the examples at these positions where the next step takes them, and return of how many clients."""
+        """Copy the examples at these positions to the memory of the next step; return the number of clients."""
         sizes = [len(batch) for batch in batches]
         if sizes != self._sizes:
             self._sizes = sizes
@@ -160,9 +159,9 @@ class Grouped:
         return len(batches)
 
     def find_gradients(self, clients: int) -> Changes:
-        """Find the gradients on the examples that were put, and return what a step changes.
+        """Compute the gradients on the examples of :meth:`put`, and return the tensors that a step changes.
 
-        All tensors that it reads and writes stay in their places from step to step.
+        All tensors that it reads and writes stay in place from step to step.
         """
         weights, gradients, changes = self._network(clients)
         leaves = [weights[name] for name in self._flat.layout.names]
@@ -174,7 +173,7 @@ class Grouped:
         return changes
 
     def _network(self, clients: int) -> tuple[TensorDict, list[Tensor], Changes]:
-        """Return the first clients' weights and gradients for the grouped form, and what a step changes."""
+        """Return the first clients' weights and gradients for the grouped form, and the tensors that a step changes."""
         if clients not in self._networks:
             layout = self._flat.layout
             gradients = [layout.stacked(self._flat.gradients, name, clients) for name in layout.names]
@@ -208,7 +207,7 @@ class Grouped:
 
 
 class _Pool:
-    """The examples of all clients are one tensor, so that a GPU gathers a step's batches in a few operations."""
+    """The examples of all clients as one tensor, so that a GPU gathers a step's batches in a few operations."""
 
     def __init__(self, trainings: Sequence[Training]) -> None:
         images, labels = zip(*(training.on_device for training in trainings), strict=True)
@@ -217,7 +216,7 @@ class _Pool:
         self._starts = counts.cumsum(0)[:, None].to(self._labels.device)
 
     def put(self, batches: Sequence[Tensor], images: Tensor, labels: Tensor) -> None:
-        """Put the examples at these positions first in each client's row; its first one fills a smaller batch up."""
+        """Copy the examples at these positions to each client's row; its first one pads a smaller batch."""
         most = images.shape[1]
         full = [
             batch if len(batch) == most else torch.cat([batch, batch[:1].expand(most - len(batch))])
@@ -229,7 +228,7 @@ class _Pool:
 
 
 def _frozen_values(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
-    """Return the values of the parameters that are not trained; None where all are trained."""
+    """Return the values of the parameters that are not trained; None if all are."""
     model = trainings[0].model
     if not (names := [name for name, _ in model.named_parameters() if name not in trained.names]):
         return None

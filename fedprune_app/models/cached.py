@@ -1,4 +1,4 @@
-"""Language models that this machine makes once, such as from a GGUF file, are kept in a cache of the user."""
+"""Cache of language models that this machine creates once, such as from a GGUF file."""
 
 import json
 import os
@@ -17,15 +17,15 @@ def cache_folder() -> Path:
 
 
 def cached_model(folder: Path, action: str, make: Callable[[Path], None]) -> Path:
-    """Return a cached model's folder, which ``make`` fills unless this or another process did so before.
+    """Return a cached model's folder, which ``make`` fills unless this or another process already did.
 
-    ``action`` says what ``make`` does, as in :func:`locked`. A damaged folder is made anew.
+    ``action`` describes ``make``, as in :func:`locked`. A damaged folder is rebuilt.
     """
     if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(f"{folder}.lock", action):
-        if not is_whole(folder):  # another process may have made it while this one waited
+        if not is_whole(folder):  # another process may have written it while this one waited
             with replacing_folder(folder) as new_folder:
                 make(new_folder)
                 digests = {path.name: sha256_of(path) for path in sorted(new_folder.iterdir())}
@@ -34,7 +34,7 @@ def cached_model(folder: Path, action: str, make: Callable[[Path], None]) -> Pat
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a cached model's files are those that were written."""
+    """Return whether a cached model's files match their recorded digests."""
     try:
         digests = json.loads((folder / _DIGESTS).read_text())
         return all(sha256_of(folder / name) == digest for name, digest in digests.items())

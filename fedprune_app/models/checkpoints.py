@@ -1,7 +1,7 @@
-"""A causal language model in a folder is read part by part.
+"""Reading a causal language model from a folder, part by part.
 
-Which files count, what their tensors are called in the model, and how they are converted is what transformers does in
-``from_pretrained``. Only safetensors are read: nothing is unpickled.
+Choice of files, renaming of tensors and conversion follow transformers' ``from_pretrained``. Only safetensors are read:
+nothing is unpickled.
 """
 
 import copy
@@ -19,11 +19,11 @@ from fedprune_app.models.transformers import import_transformers
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as files say it
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as in files
 
 
 def inside(folder: Path, name: object) -> Path:
-    """Return the file ``name`` in a checkpoint's folder. ``ValueError`` for a file that lies elsewhere, links followed.
+    """Return the file ``name`` in a checkpoint's folder. ``ValueError`` for a file elsewhere, after following links.
 
     In the hub's cache a snapshot's files are links to the blobs of the same model.
     """
@@ -40,7 +40,7 @@ def inside(folder: Path, name: object) -> Path:
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that transformers loads: ``model.safetensors``, or the shards that the index names.
 
-    There are none where the folder has neither. ``ValueError`` for an index that cannot be read or leads elsewhere.
+    Empty if the folder has neither. ``ValueError`` for an index that cannot be read or names files elsewhere.
     """
     if (path := folder / "model.safetensors").exists():
         return [path]
@@ -53,12 +53,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class TensorFiles:
-    """Tensor files are the tensors of a checkpoint's files, by name; each is read when it is asked for."""
+    """The tensors of a checkpoint's files, by name, each read on request."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
-        self.kinds: dict[str, str] = {}  # by name, the dtype in the words of the file's format
+        self.kinds: dict[str, str] = {}  # by name, the dtype as named in the file
         self.like: TensorDict = {}  # by name, a tensor of the same shape without values
         try:
             for path in weight_files(folder):
@@ -73,7 +73,7 @@ class TensorFiles:
             raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: model.safetensors, or {INDEX}")
 
     def read(self, names: Iterable[str]) -> TensorDict:
-        """Return copies of the tensors ``names``, aligned as torch's own are."""
+        """Return copies of the tensors ``names``, aligned as torch's own."""
         tensors: TensorDict = {}
         try:
             for name in names:
@@ -85,9 +85,9 @@ class TensorFiles:
 
 
 def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> Any:
-    """Return the transformers model of a config in evaluation mode, whose weights are on no device, for :func:`fill`.
+    """Return a config's transformers model in evaluation mode, with weights on the meta device, for :func:`fill`.
 
-    Buffers that are in no checkpoint have their values. ``options`` go to transformers' ``from_config``.
+    Buffers that are in no checkpoint have their values. ``options`` are passed to transformers' ``from_config``.
     """
     with torch.device("meta"):
         auto = import_transformers().AutoModelForCausalLM
@@ -95,14 +95,14 @@ def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> Any:
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.empty_like(buffer, device="cpu"))
-    model.initialize_weights()  # of weights on no device nothing is computed
+    model.initialize_weights()  # computes nothing for weights on the meta device
     return model.eval()
 
 
 def fill(model: Any, tensors: Tensors) -> Any:
-    """Return ``model``, which takes ``tensors`` as its weights, and ties to them what is tied and not among them.
+    """Load ``tensors`` as the weights of ``model``, tie those that are tied and not among them, and return ``model``.
 
-    ``ValueError`` naming a tensor that is too much, or that is still lacking.
+    ``ValueError`` naming a tensor that is unexpected or missing.
     """
     unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     model.tie_weights(missing_keys=model.state_dict().keys() - tensors.keys())
@@ -113,10 +113,10 @@ def fill(model: Any, tensors: Tensors) -> Any:
 
 
 class Checkpoint:
-    """A checkpoint is a folder's causal language model, of which parts are read as transformers reads the whole.
+    """A folder's causal language model, read in parts as transformers reads the whole.
 
-    ``dtype`` is one of :data:`DTYPES`; "auto" is what transformers takes: the config's, or else that of the first
-    tensor. All tensors are looked for when the checkpoint is opened: ``ValueError`` says in one line what is wrong.
+    ``dtype`` is one of :data:`DTYPES`; "auto" is transformers' choice: the config's, or else that of the first tensor.
+    Opening checks that all tensors exist, and raises a one-line ``ValueError`` otherwise.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto") -> None:
@@ -132,24 +132,24 @@ class Checkpoint:
         self._files = TensorFiles(folder)
         self.dtype = self._dtype(dtype)
         layers, most = getattr(self.config.get_text_config(), "num_hidden_layers", None), len(self._files.like)
-        if isinstance(layers, int) and layers > most:  # a skeleton of so many would be made for minutes
+        if isinstance(layers, int) and layers > most:  # a skeleton of so many would take minutes
             raise self.refused(f"num_hidden_layers is {layers}, allowed: at most {most}, the tensors in its files")
-        try:  # an expert's matrix is seen at work only where each expert computes by itself
+        try:  # an expert's matrix can be observed only if each expert computes separately
             self.skeleton = skeleton(self.config, self.dtype, experts_implementation="eager")
-        except Exception as error:  # transformers' classes refuse with many kinds of error
+        except Exception as error:  # transformers' classes raise many types of error
             raise self.refused(f"allowed: a causal language model ({one_line(error)[:200]})") from None
         self._sources = self._names()
         self._check()
 
     def refused(self, reason: str) -> ValueError:
-        """Return an error that names the folder and the class of its model."""
+        """Return an error that names the folder and its model's class."""
         return ValueError(f"checkpoint {str(self.folder)!r} is of {type(self.config).__name__}, {reason}")
 
     def read(self, names: Iterable[str]) -> TensorDict:
         """Return tensors by their name in the model, on the CPU, as transformers converts and casts them.
 
-        Those that the checkpoint lacks, since they are tied to others, are left out. All of a module are to be asked
-        for together.
+        Tensors that the checkpoint lacks because they are tied to others are omitted. Request all tensors of a module
+        together.
         """
         names = list(names)
         model = copy.deepcopy(self.skeleton)
@@ -159,7 +159,7 @@ class Checkpoint:
         return {name: state[name] for name in names if not state[name].is_meta}
 
     def as_stored(self, tensors: Tensors) -> TensorDict:
-        """Return tensors under the names, and in the shapes, in which transformers saves this model."""
+        """Return tensors with the names and shapes in which transformers saves this model."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return dict(revert_weight_conversion(self.skeleton, dict(tensors)))
@@ -175,9 +175,9 @@ class Checkpoint:
         return dtype
 
     def _names(self) -> dict[str, list[str]]:
-        """Return, by a tensor's name in the model, the names in the files of those that it is made of.
+        """Return, by a tensor's name in the model, the names of its sources in the files.
 
-        Of several tensors that are made of the same one, the first has the name.
+        If several tensors have the same source, it is listed under the first.
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -198,7 +198,7 @@ class Checkpoint:
         return sources_by_name
 
     def _load(self, model: Any, tensors: Tensors, device: str) -> Any:
-        """Load some of the files' tensors into ``model`` as ``from_pretrained`` does; return what it tells of it."""
+        """Load some of the files' tensors into ``model`` as ``from_pretrained`` does; return transformers' report."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -212,10 +212,10 @@ class Checkpoint:
         return model._load_pretrained_model(model, tensors, None, options)[0]
 
     def _check(self) -> None:
-        """Load all tensors without their values: the skeleton gets the dtypes of what is read later."""
+        """Load all tensors without their values: the skeleton takes the dtypes of later reads."""
         report = self._load(self.skeleton, self._files.like, "meta")
         missing_keys = set(report.missing_keys)
-        self.skeleton.tie_weights(missing_keys=missing_keys)  # it takes out what is tied
+        self.skeleton.tie_weights(missing_keys=missing_keys)  # it removes the tied ones
         wrong_names = sorted([*(key[0] for key in report.mismatched_keys), *report.conversion_errors, *missing_keys])
         if wrong_names:
             raise self.refused(

@@ -1,8 +1,8 @@
-"""Whole feed-forward units and heads leave a language model, which is then an ordinary checkpoint of smaller width.
+"""Removal of whole feed-forward units and heads, which leaves an ordinary checkpoint of smaller width.
 
-In a layer of LLaMA's kind a unit is a row of ``gate_proj`` and ``up_proj`` and a column of ``down_proj``. A key-value
-group is a key head, a value head, and all query heads that read these: rows of ``k_proj``, ``v_proj`` and ``q_proj``,
-and columns of ``o_proj``. Masks say what is left, in the coordinates of the whole model, until the model is written.
+In a LLaMA-like layer a unit is a row of ``gate_proj`` and ``up_proj`` and a column of ``down_proj``. A key-value group
+is a key head, a value head, and all query heads that read these: rows of ``k_proj``, ``v_proj`` and ``q_proj``, and
+columns of ``o_proj``. Until the model is written, masks mark what is kept, in the coordinates of the whole model.
 """
 
 import copy
@@ -19,14 +19,14 @@ from fedprune_app.models.llm import LanguageModel, decoder_layers
 # The matrices whose inputs are cut, by the Hessians of these inputs.
 CUT_BY = ("o_proj", "down_proj")
 _ATTENTION, _UNITS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-_MULTIPLE = 8  # of feed-forward units that are left, as matrix products like it
+_MULTIPLE = 8  # of the number of kept feed-forward units, for fast matrix products
 
 
 class Cut:
-    """A cut leaves the same number of key-value groups and of feed-forward units in every layer.
+    """How many key-value groups and feed-forward units every layer keeps, and their choice by Hessians.
 
-    The number of groups is nearest to a share of ``density``, among those that transformers admit. As many units stay
-    as leave ``density`` of all weights of the matrices. Raises ``ValueError`` for a model of another kind.
+    The number of groups is the one nearest to a share of ``density`` that transformers admit. The number of units then
+    leaves ``density`` of all weights of the matrices. Raises ``ValueError`` for a model that is not LLaMA-like.
     """
 
     def __init__(self, model: LanguageModel, density: float) -> None:
@@ -71,7 +71,7 @@ class Cut:
         return Payload(tensors, {name: masks[part].contiguous() for part, name in names})
 
     def config(self, config: Any) -> Any:
-        """Return the configuration of the model that is left."""
+        """Return the configuration of the cut model."""
         cut_config = copy.deepcopy(config)
         text = cut_config.get_text_config()
         text.num_attention_heads, text.num_key_value_heads = self.groups * self.queries, self.groups
@@ -87,7 +87,7 @@ def _kind_error(model: LanguageModel) -> ValueError:
 
 
 def narrowed(tensors: Tensors, masks: Tensors) -> TensorDict:
-    """Return a layer's tensors without the rows and columns, and without the biases, of which a mask keeps nothing."""
+    """Return a layer's tensors without the rows, columns and biases of which a mask keeps nothing."""
     result = dict(tensors)
     for name, mask in masks.items():
         rows, columns = mask.any(dim=1), mask.any(dim=0)

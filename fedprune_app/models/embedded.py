@@ -1,6 +1,6 @@
-"""The embedded language model is a byte-level LLaMA of a million parameters, trained here within minutes, then cached.
+"""The embedded language model: a byte-level LLaMA of a million parameters, trained here within minutes, then cached.
 
-The model needs no download. Its folder is one that plain transformers load, tokenizer included.
+It needs no download. Plain transformers can load its folder, tokenizer included.
 """
 
 import hashlib
@@ -19,19 +19,19 @@ from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.transformers import import_transformers
 
 NAME = "byte-llama"
-# A callback of this type gets (step, steps, loss) after every step.
+# A callback with (step, steps, loss) after every step.
 OnStep = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe says how the model is built and trained; recipe and text name the cached folder."""
+    """The architecture and training of the embedded model; recipe and text determine the cached folder."""
 
     width: int = 128
     inner_width: int = 352
     num_layers: int = 5
     num_heads: int = 4
-    length: int = 128  # a model says little of pruning on longer sequences than it was trained on
+    length: int = 128  # pruning on longer sequences than in training shows little
     batch_size: int = 8
     steps: int = 1600
     learning_rate: float = 4e-3
@@ -43,7 +43,7 @@ DEFAULT = Recipe()
 
 
 def embedded_folder(texts: Sequence[str], recipe: Recipe = DEFAULT) -> Path:
-    """Return the folder where the model trained by this recipe on these texts is, or will be."""
+    """Return the folder, existing or not, of the model trained by this recipe on these texts."""
     return cache_folder() / f"{NAME}-{_digest(tuple(texts), recipe)[:12]}"
 
 
@@ -56,7 +56,7 @@ def _digest(texts: tuple[str, ...], recipe: Recipe) -> str:
 
 
 def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
-    """Return the model's folder, after training the model unless this or another process did so before."""
+    """Return the model's folder, after training the model unless this or another process already did."""
 
     def make(folder: Path) -> None:
         _save(_train_model(texts, recipe, on_step), folder)
@@ -65,7 +65,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
 
 
 def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
-    """Write a model with the shapes and the tokenizer of the embedded one, and with random weights."""
+    """Write a model with the shapes and the tokenizer of the embedded one, and random weights."""
     _save(_untrained_model(recipe, torch.Generator().manual_seed(recipe.seed)), folder)
 
 
@@ -75,7 +75,7 @@ def _save(model: Any, folder: Path) -> None:
 
 
 def byte_tokenizer() -> Any:
-    """Return a transformers tokenizer whose tokens are bytes: the id is the byte."""
+    """Return a transformers tokenizer of bytes, whose ids are the bytes."""
     transformers = import_transformers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -83,7 +83,7 @@ def byte_tokenizer() -> Any:
     characters = bytes_to_unicode()  # type: ignore[no-untyped-call]
     byte_of = {characters[byte]: byte for byte in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=byte_of, merges=[]))
-    # pieces are short, because the tokenizer handles each piece as one word
+    # short pieces, because the tokenizer handles each piece as one word
     pieces = pre_tokenizers.Split("\n", behavior="merged_with_previous")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])
@@ -138,10 +138,10 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -
 
 
 def _initialise(model: torch.nn.Module, recipe: Recipe, draw: torch.Generator) -> None:
-    """Draw normal weights: a matrix has variance 1 / inputs, and less where it ends a residual branch; norms are 1.
+    """Draw normal weights: a matrix has variance 1 / inputs, and less at the end of a residual branch; norms are 1.
 
-    transformers' own deviation of 0.02 is meant for widths in the thousands. At a width of 128 its layers begin near 0.
-    The model would then know no more than the statistics of byte pairs at the end of this recipe.
+    transformers' own deviation of 0.02 is meant for widths in the thousands. At a width of 128 its layers start near 0,
+    and after this recipe the model would have learned only the statistics of byte pairs.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():

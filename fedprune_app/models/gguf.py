@@ -1,4 +1,4 @@
-"""A language model in a GGUF file is read once on a machine, into the cache of the user."""
+"""Conversion of a language model in a GGUF file, once per machine, into the user's cache."""
 
 from contextlib import redirect_stderr
 from functools import lru_cache
@@ -16,25 +16,24 @@ from fedprune_app.models.transformers import import_transformers
 
 
 def folder_of_gguf(path: Path) -> Path:
-    """Return the cached folder of a GGUF file's model, which is named by the file's content.
+    """Return the cached folder of a GGUF file's model, named by the file's content.
 
-    transformers computes the weights from the file's blocks, as 32-bit numbers.
-
-    ``ValueError`` where there is no such file, it is cut off, or transformers cannot read its model or its tokenizer.
+    transformers computes the weights from the file's blocks, as 32-bit numbers. ``ValueError`` if the file is missing
+    or truncated, or transformers cannot read its model or its tokenizer.
     """
     if not path.is_file():
         raise ValueError(f"model is {str(path)!r}: no such file")
     return _converted_folder(path.resolve(), path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=8)  # the file and its copy are read once in a process, not for every message of a run
+@lru_cache(maxsize=8)  # the file and its copy are read once per process, not for every message of a run
 def _converted_folder(path: Path, changed: int) -> Path:
     folder = cache_folder() / f"gguf-keys-{sha256_of(path)[:16]}"
     return cached_model(folder, f"reads {str(path)!r}", lambda new_folder: _convert(path, new_folder))
 
 
 def _convert(path: Path, folder: Path) -> None:
-    """Read the file in a folder where it is alone: a tokenizer beside it does not follow from its content."""
+    """Read the file in a folder of its own, so that a tokenizer next to it has no influence."""
     with scratch_folder() as alone:
         (alone / path.name).symlink_to(path)
         _convert_in(alone, path, folder)
@@ -42,14 +41,14 @@ def _convert(path: Path, folder: Path) -> None:
 
 def _convert_in(alone: Path, path: Path, folder: Path) -> None:
     transformers = import_transformers()
-    import_gguf()  # transformers says less plainly that it is missing
+    import_gguf()  # transformers' error for a missing gguf is less clear
     source: ValueDict = {"pretrained_model_name_or_path": alone, "gguf_file": path.name}
     options: ValueDict = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-        with redirect_stderr(StringIO()):  # a bar that logs would show line by line
+        with redirect_stderr(StringIO()):  # a progress bar, which logs would show line by line
             model = transformers.AutoModelForCausalLM.from_pretrained(**source, **options)
-    except Exception as error:  # transformers refuses with many kinds of error
+    except Exception as error:  # transformers raises many types of error
         raise ValueError(
             f"model {str(path)!r} cannot be read ({one_line(error)[:200]}), allowed: a whole GGUF file of a language "
             "model that transformers knows, with its tokenizer"

@@ -1,7 +1,7 @@
-"""The keys of a GGUF file hold its tokenizer, and say what its tensors are and where they come from.
+"""Keys of a GGUF file: its tokenizer, and the type and origin of its model.
 
-The folder of a model that was read from a GGUF file has that file's keys in :data:`KEYS`, so that an export has the
-same tokenizer. For other folders the keys of the tokenizer are made of ``tokenizer.json``.
+The folder of a model converted from a GGUF file has that file's keys in :data:`KEYS`, so that an export has the same
+tokenizer. For other folders the tokenizer's keys are derived from ``tokenizer.json``.
 """
 
 import json
@@ -19,11 +19,11 @@ _SPLITS = {
     "llama-bpe": [{"type": "Split", "pattern": {"Regex": _ENGLISH + "{1,3}" + _SIGNS}}, {"type": "ByteLevel"}],
     "qwen2": [{"type": "Split", "pattern": {"Regex": _ENGLISH + _SIGNS}}, {"type": "ByteLevel"}],
 }
-_SAID = ("type", "pattern", "individual_digits", "use_regex", "add_prefix_space")  # of a step, where it is not false
+_SAID = ("type", "pattern", "individual_digits", "use_regex", "add_prefix_space")  # of a step, unless false
 
 
 def import_gguf() -> Any:
-    """Import the package gguf. ``ValueError`` where it is not installed."""
+    """Import the package gguf. ``ValueError`` if it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -32,7 +32,7 @@ def import_gguf() -> Any:
 
 
 def write_keys(source: Path, target: Path) -> None:
-    """Write a GGUF file of the tokenizer of ``source``, its licence and its origin, without tensors."""
+    """Write a GGUF file with the tokenizer, licence and origin of ``source``, without tensors."""
     writer = import_gguf().GGUFWriter(target, "")
     _copy(source, writer)
     writer.write_header_to_file()
@@ -47,9 +47,9 @@ def _copy(source: Path, writer: Any) -> None:
 
 
 def add_keys(writer: Any, folder: Path, vocabulary: int) -> None:
-    """Add to a file of gguf the tokenizer of the model in ``folder``, which embeds ``vocabulary`` ids.
+    """Add the tokenizer of the model in ``folder``, which embeds ``vocabulary`` ids, to a writer of gguf.
 
-    ``ValueError`` for a tokenizer that llama.cpp is not known to have.
+    ``ValueError`` for a tokenizer that llama.cpp is not known to support.
     """
     if (folder / KEYS).is_file():
         _copy(folder / KEYS, writer)
@@ -64,7 +64,7 @@ def _add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     steps = [{key: step[key] for key in _SAID if step.get(key)} for step in split.get("pretokenizers", [split])]
     names = [name for name, known in _SPLITS.items() if known == steps]
     if not model.get("merges") and {"type": "ByteLevel"} in steps:
-        names = ["gpt-2"]  # each byte is a token, however a text is split
+        names = ["gpt-2"]  # each byte is a token, independent of the splits
     if not names or model["type"] != "BPE":
         raise ValueError(
             f"{str(path)!r} is no tokenizer that a GGUF file can have, allowed: byte-level BPE that splits texts as "
@@ -80,6 +80,6 @@ def _add_tokenizer(writer: Any, folder: Path, vocabulary: int) -> None:
     writer.add_token_list([token for token, _ in rows])
     writer.add_token_types([kind for _, kind in rows])
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
-    special.merges = special.merges or ["Ā Ā"]  # llama.cpp wants one; no text has two NULs
+    special.merges = special.merges or ["Ā Ā"]  # llama.cpp requires one; no text has two NULs
     special.add_special_token.setdefault("bos", False)
     special.add_to_gguf(writer, quiet=True)

@@ -1,4 +1,4 @@
-"""A run has one initial model, equal on the server and every client, of which some tensors are shared."""
+"""The initial model of a run, equal on the server and every client, and its shared tensors."""
 
 import copy
 from collections.abc import Mapping
@@ -40,9 +40,9 @@ from fedprune_app.models.vision import (
 def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGroup, ...]:
     """Return the groups of channels that BatchNorm layers rank, in the model's order.
 
-    A chain of layers is read off directly. For any other network (residual connections) torch-pruning traces the
-    dependencies. Raises ``ValueError`` for a network without BatchNorm, where torch-pruning is needed and missing, and
-    where the network without some of the channels computes something else than with these channels at 0.
+    Groups of a chain of layers are read off directly. For any other network (residual connections) torch-pruning traces
+    the dependencies. Raises ``ValueError`` for a network without BatchNorm, if torch-pruning is needed and missing, and
+    if removing channels computes something else than setting them to 0.
     """
     is_chain = all(isinstance(layer, nn.Sequential) or not list(layer.children()) for layer in model.modules())
     has_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -119,7 +119,7 @@ def _traced_groups(model: nn.Module, image_shape: ImageShape) -> list[ChannelGro
 def initial_model(
     name: str, dataset: str, image_shape: ImageShape, num_classes: int, *, init: str, seed: int
 ) -> nn.Module:
-    """Return the network from which all participants start, drawn from the run's seed alone.
+    """Return the network with which all participants start, drawn from the run's seed alone.
 
     ``ValueError`` for a network that does not fit the dataset.
     """
@@ -127,11 +127,11 @@ def initial_model(
 
 
 def seed_of_builder(name: str, dataset: str, init: str, seed: int) -> int:
-    """Return the seed by which a plug-in's function made the initial model of a run with this ``seed``."""
+    """Return the seed with which a plug-in's function built the initial model of a run with this ``seed``."""
     return builder_seed(chosen_name(name, dataset), init, generator(seed, "init"))
 
 
-@lru_cache(maxsize=2)  # a process that simulates many clients makes it once
+@lru_cache(maxsize=2)  # a process that simulates many clients builds it once
 def _initial_model(
     name: str, dataset: str, image_shape: ImageShape, num_classes: int, init: str, seed: int
 ) -> nn.Module:
@@ -148,7 +148,7 @@ def layer_flops(name: str, dataset: str, image_shape: ImageShape, num_classes: i
 def trains_on_one(name: str, dataset: str, image_shape: ImageShape, num_classes: int) -> bool:
     """Return whether that network can be trained on a batch of one example.
 
-    BatchNorm needs two values of each channel: it cannot where one example has one value of a channel.
+    BatchNorm needs two values per channel, and one example may have only one.
     """
     network = architecture(chosen_name(name, dataset), image_shape, num_classes).train()
     if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
@@ -164,7 +164,7 @@ def trains_on_one(name: str, dataset: str, image_shape: ImageShape, num_classes:
 def channels_of(name: str, dataset: str, image_shape: ImageShape, num_classes: int) -> tuple[ChannelGroup, ...]:
     """Return the groups of channels of that network that are removed together.
 
-    ``ValueError`` for a network without BatchNorm, which would rank the channels.
+    ``ValueError`` for a network without BatchNorm, which is needed to rank channels.
     """
     model = _initial_model(name, dataset, image_shape, num_classes, "default", 0)
     return channel_groups(copy.deepcopy(model), image_shape)
@@ -174,9 +174,9 @@ def channels_of(name: str, dataset: str, image_shape: ImageShape, num_classes: i
 def units_of(
     name: str, dataset: str, image_shape: ImageShape, num_classes: int, alike: bool
 ) -> tuple[ChannelGroup, ...]:
-    """Return the hidden units of that network, in groups of which the leading ones are a network by themselves.
+    """Return the hidden units of that network, in groups whose leading units form a network by themselves.
 
-    With ``alike`` all groups have one share. ``ValueError`` where such a network computes something else than the whole
+    With ``alike`` all groups have one share. ``ValueError`` if such a network computes something else than the whole
     one with the other units at 0.
     """
     model = copy.deepcopy(_initial_model(name, dataset, image_shape, num_classes, "default", 0))
@@ -196,19 +196,19 @@ def units_of(
     return groups
 
 
-def forget() -> None:
-    """Drop all networks that are kept, since a plug-in makes others under their names."""
+def clear_cache() -> None:
+    """Drop all cached networks, because a plug-in builds others under their names."""
     for cached_function in (_initial_model, layer_flops, channels_of, units_of, trains_on_one):
         cached_function.cache_clear()
 
 
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:
-    """Return the names of the tensors that travel between server and clients.
+    """Return the names of the tensors exchanged between server and clients.
 
-    * ``batch_norm="averaged"``: all parameters and running statistics travel. This treats BatchNorm's scale, shift,
-      running mean and variance as weights like any other, as the released code of Sub-FedAvg does.
-    * ``batch_norm="local"``: those outside BatchNorm layers travel. This keeps all four on the client (Li et al.,
-      "FedBN", ICLR 2021).
+    * ``batch_norm="averaged"``: all parameters and running statistics. BatchNorm's scale, shift, running mean and
+      variance are treated like any other weights, as in Sub-FedAvg's released code.
+    * ``batch_norm="local"``: those outside BatchNorm layers. All four stay on the client (Li et al., "FedBN", ICLR
+      2021).
     """
     names = parameter_names(model) + buffer_names(model)
     if batch_norm == "averaged":

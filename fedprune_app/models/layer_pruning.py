@@ -1,7 +1,7 @@
-"""One decoder layer of a language model is pruned by the hidden states that enter it; recovery trains what is left.
+"""Pruning of one decoder layer by the hidden states that enter it, and recovery training of the kept weights.
 
 Published pruning methods for language models recover accuracy by training the kept weights on text, with all data in
-one place. A federation of clients does it here, by federated averaging (McMahan et al., 2017).
+one place. Here a federation of clients does it, by federated averaging (McMahan et al., 2017).
 """
 
 import math
@@ -22,37 +22,37 @@ from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
-from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
+from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_batched
 from fedprune_app.models.llm import LanguageModel
 
-# A function of this type makes statistics of so many inputs of a matrix, to which batches of inputs are added.
-Kind = Callable[[int, torch.device], Any]
-_KINDS: Mapping[str, Kind] = {"sparsegpt": Hessian, "wanda": InputNorms}
+# Creates empty statistics for a matrix with that number of inputs.
+MakeStatistic = Callable[[int, torch.device], Any]
+_KINDS: Mapping[str, MakeStatistic] = {"sparsegpt": Hessian, "wanda": InputNorms}
 
 
 @dataclass(frozen=True)
 class Pruner:
-    """A pruner says how a matrix is pruned.
+    """The pruning method with its options, applied to matrices that share their inputs.
 
     See :mod:`fedprune_app.core.sparsegpt` and :mod:`fedprune_app.core.scores`.
     """
 
     method: str = "sparsegpt"
     density: float = 0.5
-    n_of_m: NOfM | None = None  # in place of density
+    n_of_m: NOfM | None = None  # instead of density
     block_size: int = 128
     recorder: CudaGraphs | None = None
 
     def __call__(self, weights: Sequence[Tensor], inputs: Any) -> list[tuple[Tensor, Tensor]]:
-        """Return (pruned weight, mask) of each matrix; the matrices have the same inputs.
+        """Return (pruned weight, mask) of each matrix; the matrices share their inputs.
 
-        An expert to which no token was sent has nothing to go by but the magnitude of its weights.
+        An expert without tokens is pruned by the magnitude of its weights.
         """
         density = None if self.n_of_m else self.density
         is_seen = inputs is not None and bool(inputs.input_norms().any())
         if self.method == "sparsegpt" and is_seen:
             options = density, self.n_of_m, self.block_size
-            return sparsegpt_together(weights, inputs.matrix, *options, recorder=self.recorder)
+            return sparsegpt_batched(weights, inputs.matrix, *options, recorder=self.recorder)
         if self.method == "wanda" and is_seen:
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
         else:
@@ -62,7 +62,7 @@ class Pruner:
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """A pruned layer holds its matrices with masks, the hidden states after it, and how far these states moved."""
+    """A layer's matrices with masks, the hidden states after it, and how far these states moved."""
 
     payload: Payload
     hidden: Tensor
@@ -72,11 +72,11 @@ class PrunedLayer:
 def prune_layer(
     model: LanguageModel, layer: int, module: nn.Module, hidden: Tensor, pruner: Pruner, batch_size: int
 ) -> PrunedLayer:
-    """Prune ``module``, decoder layer ``layer``, in place, from hidden states (sequences, length, width).
+    """Prune ``module``, decoder layer ``layer``, in place, by hidden states (sequences, length, width).
 
-    All its matrices see the inputs of the layer as it was. The hidden states after it are the pruned layer's, in new
-    memory. No more states than twice the size of ``hidden`` are held.
-    Raises ``ValueError`` naming the matrix that cannot be pruned.
+    All its matrices use the inputs of the unpruned layer. The returned hidden states are the pruned layer's, in new
+    memory. At most twice the size of ``hidden`` is in memory. Raises ``ValueError`` naming a matrix that cannot be
+    pruned.
     """
     names = model.prunable(layer)
     outputs, statistics = _observe(model, module, names, hidden, _KINDS.get(pruner.method), batch_size)
@@ -115,11 +115,11 @@ def input_matrices(
 ) -> TensorDict:
     """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
 
-    With ``clip_norm`` they are :class:`ClippedMoments`, clipped as ``by_diagonal`` says. Matrices that are given one
+    With ``clip_norm`` they are :class:`ClippedMoments`, clipped ``by_diagonal`` or not. Matrices with the same input
     tensor share a Hessian, under the name of the first of them. The module and the hidden states (sequences, length,
-    width) stay as they are.
+    width) are not changed.
     """
-    kind: Kind = Hessian
+    kind: MakeStatistic = Hessian
     if clip_norm is not None:
         kind = partial(ClippedMoments, clip_norm=clip_norm, by_diagonal=by_diagonal)
     statistics = _observe(model, module, names, hidden, kind, batch_size)[1]
@@ -128,10 +128,9 @@ def input_matrices(
 
 
 def check_layers(model: LanguageModel) -> None:
-    """Raise ``ValueError`` for a model one of whose decoder layers cannot be pruned.
+    """Raise ``ValueError`` for a model with a decoder layer that cannot be pruned.
 
-    One layer of each kind computes. It has to give the matrices inputs that are known of, and the same output each
-    time.
+    One layer of each shape is run. The inputs of its matrices must be observable, and its output must be deterministic.
     """
     hidden = model.embed(torch.arange(4).view(2, 2), 2)
     for layer in {str(_shapes(model, layer)): layer for layer in reversed(range(model.num_layers))}.values():
@@ -143,10 +142,10 @@ def check_layers(model: LanguageModel) -> None:
 
 @lru_cache(maxsize=1)
 def same_inputs(model: LanguageModel) -> list[list[str]]:
-    """Return the matrices of a decoder layer in groups that have the same inputs, each in the order of the layer.
+    """Return the matrices of a decoder layer in groups that share their inputs, each in the order of the layer.
 
-    The groups are found by a call of the first layer, once for each model. ``ValueError`` where not all layers are
-    alike, and for experts, to whom only a part of the text is sent.
+    A call of the first layer, once per model, finds the groups. ``ValueError`` if layers differ, and for experts, which
+    receive only a part of the text.
     """
     hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
     module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
@@ -162,7 +161,7 @@ def _shapes(model: LanguageModel, layer: int) -> dict[str, torch.Size]:
 
 
 def _group_by_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> list[list[str]]:
-    """Return the matrices in groups that share their inputs' statistics, where there are any; else one by one."""
+    """Return the matrices in groups that share their inputs' statistics, or one by one without statistics."""
     groups: dict[object, list[str]] = {}
     for name in names:
         groups.setdefault(id(statistics[name]) if name in statistics else name, []).append(name)
@@ -170,7 +169,7 @@ def _group_by_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> 
 
 
 class _Watch(TorchFunctionMode):
-    """A watch sees what is multiplied by which of some matrices (out, in), and calls ``observer`` with both."""
+    """Detect products with some matrices (out, in), and call ``observer`` with the matrix' name and its inputs."""
 
     def __init__(self, matrices: Tensors, observer: Callable[[str, Tensor], None]) -> None:
         super().__init__()
@@ -189,7 +188,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-# Functions that multiply by a matrix, and where among their arguments the inputs are, which it follows.
+# Functions that multiply by a matrix, and the position of the inputs, which precede it, in their arguments.
 _PRODUCTS: Mapping[Callable[..., Any], int] = {
     F.linear: 0, torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0, torch.mm: 0, Tensor.mm: 0, torch.addmm: 1,
 }  # fmt: skip
@@ -204,17 +203,17 @@ def _observe(
     module: nn.Module,
     names: Sequence[str],
     hidden: Tensor,
-    kind: Kind | None,
+    kind: MakeStatistic | None,
     batch_size: int,
 ) -> tuple[Tensor, ValueDict]:
-    """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.
+    """Return the layer's outputs, and statistics of type ``kind`` of each matrix' inputs, if any.
 
-    Matrices that are given one tensor share its statistics. An expert is sent some tokens of a batch, or none: the
+    Matrices with the same input tensor share its statistics. An expert receives some tokens of a batch, or none: the
     others count as zeros.
     """
     statistics: ValueDict = {}
     first_names: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
-    tensors: list[Tensor] = []  # so that no id is used twice within a batch
+    tensors: list[Tensor] = []  # keeps ids unique within a batch
     unseen_names = set(names)  # in the current batch
     layer = module.__dict__["number"]
     places = model.matrices[layer].places
@@ -262,7 +261,7 @@ def _observe(
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule is so many ``steps`` of AdamW, each on ``batch_size`` segments.
+    """The ``steps`` of AdamW in recovery, each on ``batch_size`` segments, and their learning rates.
 
     The learning rate rises over the first tenth of the steps to ``learning_rate``, and falls by half a cosine to a
     tenth of it.
@@ -273,7 +272,7 @@ class Schedule:
     learning_rate: float
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, from 0."""
+        """Return the learning rate of a step, counted from 0."""
         rise = max(1, self.steps // 10)
         if step < rise:
             return self.learning_rate * (step + 1) / rise
@@ -286,10 +285,9 @@ def recovered(
 ) -> tuple[dict[int, Payload], float]:
     """Train the kept weights of the pruned ``layers`` on token ids (segments, length); return them and the mean loss.
 
-    Embeddings, norms, biases and the head stay as they are, and so does a layer that is not in ``layers``. The whole
-    model is in memory, in float32 on the model's device, with gradients and two moments of the kept matrices. The loss
-    is the mean cross entropy of the next token, in nats, over all steps. Raises ``ValueError`` for a loss that is not
-    finite.
+    Embeddings, norms, biases, the head, and layers that are not in ``layers`` are not changed. The whole model is in
+    memory, in float32 on the model's device, with gradients and two moments of the kept matrices. The loss is the mean
+    cross entropy of the next token, in nats, over all steps. Raises ``ValueError`` for a loss that is not finite.
     """
     network = model.whole(lambda layer: layers[layer].tensors if layer in layers else {}).float().requires_grad_(False)
     masks_by_name = {
@@ -299,7 +297,7 @@ def recovered(
     masks = {name: mask.to(model.device) for name, mask in masks_by_name.items()}
     optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
-    with global_draws_of(draw.initial_seed()):  # for dropout, which some families have
+    with global_draws_of(draw.initial_seed()):  # for dropout, which some model families have
         for step, batch in zip(range(schedule.steps), _batches(segments, schedule.batch_size, draw), strict=False):
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step)
@@ -332,7 +330,7 @@ def recovered(
 
 
 def _batches(segments: Tensor, size: int, draw: torch.Generator) -> Iterator[Tensor]:
-    """Yield batches without end: all segments in a drawn order, then again in another."""
+    """Yield batches without end: all segments in a random order, then again in another one."""
     while True:
         for batch in torch.split(torch.randperm(len(segments), generator=draw), size):
             yield segments[batch]

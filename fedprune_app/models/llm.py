@@ -1,8 +1,8 @@
-"""A causal language model is a shell and a row of decoder layers, of which one is in memory at a time.
+"""A causal language model as a shell and decoder layers, with one layer in memory at a time.
 
-This works for any transformers model that hands hidden states, and nothing else, from one decoder layer to the next.
-Nothing here knows a family by name: how layers are called is seen at calls of the model itself, and a model that does
-more between its layers is refused when it is opened.
+This works for any transformers model that passes hidden states, and nothing else, from one decoder layer to the next.
+Nothing here depends on a model family's name: calls of the model itself show how its layers are called, and opening
+rejects a model that does more between its layers.
 """
 
 import copy
@@ -27,89 +27,89 @@ from fedprune_app.models.transformers import import_transformers as import_trans
 
 
 @dataclass(frozen=True)
-class Place:
-    """A matrix is in a parameter of the layer, whole, or as one expert's part; ``is_turned`` says that it is (in, out).
+class MatrixLocation:
+    """Where a matrix is: a parameter of the layer, or one expert's part; ``is_transposed`` if stored as (in, out).
 
     ``expert`` is that part's number, -1 for a whole parameter.
     """
 
     parameter: str
     expert: int
-    is_turned: bool
+    is_transposed: bool
 
 
 class Matrices:
-    """The matrices of a layer are the weights of its linear modules and of the experts of a mixture.
+    """The prunable matrices of a layer, by name: weights of its linear modules and of a mixture's experts.
 
-    An ``nn.Linear`` has its matrix as it is, and GPT-2's ``Conv1D`` turned. A parameter of three dimensions holds those
-    of all experts: expert 3's part of ``mlp.experts.down_proj`` is called ``mlp.experts.down_proj.3``.
+    An ``nn.Linear`` stores its matrix as it is, GPT-2's ``Conv1D`` transposed. A three-dimensional parameter holds
+    those of all experts: expert 3's part of ``mlp.experts.down_proj`` is called ``mlp.experts.down_proj.3``.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, MatrixLocation] = {}
         self._names_of: dict[str, list[str]] = {}  # by parameter, its matrices
         for owner, module in layer.named_modules():
             if isinstance(module, _ConvNd | nn.Embedding):
                 continue
-            is_turned = type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
+            is_transposed = type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
             for attribute, parameter in module.named_parameters(recurse=False):
                 name = f"{owner}.{attribute}".removeprefix(".")
                 if parameter.dim() == 3:
-                    places = {f"{name}.{i}": Place(name, i, is_turned) for i in range(len(parameter))}
+                    places = {f"{name}.{i}": MatrixLocation(name, i, is_transposed) for i in range(len(parameter))}
                 elif attribute == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
-                    places = {name: Place(name, -1, is_turned)}
+                    places = {name: MatrixLocation(name, -1, is_transposed)}
                 else:
                     continue
                 self._names_of[name] = list(places)
                 self.places |= places
 
     def apart(self, tensors: Tensors) -> TensorDict:
-        """Return a layer's tensors, or masks, with its matrices in place of the parameters that hold them."""
+        """Return a layer's tensors, or masks, with its matrices instead of the parameters that hold them."""
         return {name: tensor.contiguous() for name, tensor in self.views(tensors).items()}
 
     def views(self, tensors: Tensors) -> TensorDict:
-        """Return what :meth:`apart` returns, in the memory of ``tensors``."""
+        """Return the result of :meth:`apart` as views of ``tensors``."""
         views: TensorDict = {}
         for name, tensor in tensors.items():
             for matrix_name in self._names_of.get(name, [name]):
-                place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
+                place = self.places.get(matrix_name, MatrixLocation(matrix_name, -1, is_transposed=False))
                 part = tensor if place.expert < 0 else tensor[place.expert]
-                views[matrix_name] = part.mT if place.is_turned else part
+                views[matrix_name] = part.mT if place.is_transposed else part
         return views
 
     def joined(self, tensors: Tensors) -> TensorDict:
-        """Return what :meth:`apart` was given; ``tensors`` has all matrices of a parameter, or none."""
+        """Undo :meth:`apart`; ``tensors`` has all matrices of a parameter, or none."""
         parameters: TensorDict = {}
         for matrix_name, tensor in tensors.items():
-            place = self.places.get(matrix_name, Place(matrix_name, -1, is_turned=False))
+            place = self.places.get(matrix_name, MatrixLocation(matrix_name, -1, is_transposed=False))
             if place.expert > 0:
                 continue
             parts = [tensors[name] for name in self._names_of[place.parameter]] if place.expert == 0 else [tensor]
-            oriented = [part.mT.contiguous() if place.is_turned else part for part in parts]
+            oriented = [part.mT.contiguous() if place.is_transposed else part for part in parts]
             parameters[place.parameter] = torch.stack(oriented) if place.expert == 0 else oriented[0]
         return parameters
 
 
 _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
-_SHARE = 4  # hidden states may fill one part in so many of a GPU's memory
+_SHARE = 4  # hidden states may fill this fraction, 1 / _SHARE, of a GPU's memory
 _HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
-# A function of this type returns the tensors of decoder layer i, by name within the layer.
+# Returns the tensors of decoder layer i, by name within the layer.
 LayerTensors = Callable[[int], Tensors]
-# With these arguments, and these by keyword, a decoder layer is called beside its hidden states.
+# The positional and keyword arguments of a decoder layer's call, apart from its hidden states.
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
 
 class _Relay(nn.Module):
-    """A relay stands in the shell for a decoder layer: it notes how it was called, and hands on what it was given.
+    """Stands in for a decoder layer in the shell: records its calls, and returns its input or ``result``.
 
-    ``result`` is handed on in place of that where there is one. ``num_extra`` is how many outputs the layer returns
-    beside the hidden states. Whatever else the model asks of a layer is the layer's.
+    ``num_extra`` is the number of outputs that the layer returns in addition to hidden states. Other attributes are the
+    layer's own.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer = (layer,)  # in a tuple, so that it is no part of the shell
+        self.layer = (layer,)  # in a tuple, so that it is not registered in the shell
         self.calls: list[tuple[Tensor, Arguments]] = []
         self.result: Tensor | None = None
         self.num_extra: int | None = None
@@ -128,9 +128,9 @@ class _Relay(nn.Module):
 
 
 class LanguageModel:
-    """A language model is an opened checkpoint folder, see :class:`Checkpoint`.
+    """A language model that is run, measured and pruned layer by layer, from a folder opened as :class:`Checkpoint`.
 
-    Names of tensors within a layer are transformers' own, but for matrices that are no ``nn.Linear``: see
+    Names of tensors within a layer are transformers' own, except for matrices outside ``nn.Linear``: see
     :class:`Matrices`.
     """
 
@@ -139,13 +139,13 @@ class LanguageModel:
         self.checkpoint = Checkpoint(folder, dtype)
         self.config, self.dtype = self.checkpoint.config, self.checkpoint.dtype
         text = self.config.get_text_config()
-        # the longest sequence for which the model was made; None where its config does not say so
+        # the model's longest sequence; None if its config has none
         self.max_length: int | None = getattr(text, "max_position_embeddings", None)
         self.token_bytes = int(getattr(text, "hidden_size", 1)) * self.dtype.itemsize  # of one token's hidden state
-        # remembers a few texts, since a process that simulates many clients measures all of them on the same ones
+        # caches a few texts, because a process that simulates many clients measures all of them on the same ones
         self.encode = lru_cache(maxsize=8)(self._encode)
         self._digests: dict[int, str] = {}
-        self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
+        self.dense: dict[str, dict[str, Perplexity]] = {}  # of the unpruned layers: dense_perplexities
         self._call_cache: tuple[tuple[int, int], list[Arguments]] | None = None
         try:
             self.prefix, self._layers = decoder_layers(self.checkpoint.skeleton)
@@ -161,9 +161,9 @@ class LanguageModel:
         self._check_layerwise()
 
     def sequence_length(self, length: int) -> int:
-        """Return the tokens of a sequence: ``length``, or for 0 the papers' length, but no more than the model takes.
+        """Return the tokens of a sequence: ``length``, or for 0 the papers' length, limited to the model's maximum.
 
-        ``ValueError`` where more are asked for than that for which the model was made.
+        ``ValueError`` for a length above the model's maximum.
         """
         self._check_length(length)
         return length or min(_LENGTH, self.max_length or _LENGTH)
@@ -183,7 +183,7 @@ class LanguageModel:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 
     def _encode(self, text: str) -> Tensor:
-        """Return a text's token ids (tokens,), with those around a text; the caller must not write to them."""
+        """Return a text's token ids (tokens,), special ones included; read-only."""
         ids = torch.tensor(self.tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
         if len(ids) and int(ids.max()) >= self._vocabulary:
             raise self.checkpoint.refused(
@@ -194,7 +194,7 @@ class LanguageModel:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def prunable(self, layer: int) -> list[str]:
-        """Return the names, within the layer, of its matrices, see :class:`Matrices`.
+        """Return the names, within the layer, of its matrices: see :class:`Matrices`.
 
         Biases, norms and other tensors are never pruned.
         """
@@ -207,25 +207,22 @@ class LanguageModel:
         return self.matrices[layer].apart({name.removeprefix(start): tensor for name, tensor in tensors.items()})
 
     def layer_like(self, layer: int) -> TensorDict:
-        """Return tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
+        """Return tensors without values, in the names, shapes and dtypes of :meth:`layer_tensors`."""
         return self.matrices[layer].apart(self._layers[layer].state_dict())
 
     def shell_tensors(self) -> TensorDict:
-        """Return the checkpoint's other tensors, by full name: embeddings, last norm, head.
-
-        Tied tensors are there once.
-        """
+        """Return the checkpoint's other tensors, by full name: embeddings, last norm, head; tied tensors once."""
         return self.checkpoint.read(self._shell.state_dict())
 
     def named(self, layer: int, tensors: Tensors) -> TensorDict:
-        """Return tensors of a decoder layer, or masks, as transformers' model has them, by full name."""
+        """Return a decoder layer's tensors or masks under transformers' full names."""
         return {f"{self.prefix}.{layer}.{n}": t for n, t in self.matrices[layer].joined(tensors).items()}
 
     def layer_digest(self, layer: int) -> str:
         return self._digest(layer, lambda: self.layer_tensors(layer))
 
     def shell_digest(self) -> str:
-        """Return the SHA-256 of the tensors that are in no decoder layer."""
+        """Return the SHA-256 of the tensors outside the decoder layers."""
         return self._digest(-1, self.shell_tensors)
 
     def _digest(self, part: int, read: Callable[[], Tensors]) -> str:
@@ -234,7 +231,7 @@ class LanguageModel:
         return self._digests[part]
 
     def num_parameters(self) -> tuple[int, int]:
-        """Return two numbers of parameters: of the whole model, and of the prunable matrices."""
+        """Return the number of parameters of the whole model, and of its prunable matrices."""
         shapes_by_layer = [self.layer_like(layer) for layer in range(self.num_layers)]
         prunable = sum(
             shapes[name].numel() for layer, shapes in enumerate(shapes_by_layer) for name in self.prunable(layer)
@@ -245,7 +242,7 @@ class LanguageModel:
     # --- computing ----------------------------------------------------------------------------------------------
 
     def home(self, num_tokens: int) -> torch.device:
-        """Return where the hidden states of so many tokens lie: on a GPU if they take little of it, else on the CPU."""
+        """Return the device for the hidden states of ``num_tokens``: a GPU if they take little of it, else the CPU."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             if num_tokens * self.token_bytes <= total // _SHARE:
@@ -261,7 +258,7 @@ class LanguageModel:
         return module.to(self.device).requires_grad_(False)
 
     def whole(self, layers: LayerTensors) -> Any:
-        """Return the transformers model with copies of the matrices of ``layers`` in place of its own, to be trained.
+        """Return the transformers model with copies of the matrices of ``layers`` instead of its own, for training.
 
         All of it is in memory, on the device, in the model's dtype.
         """
@@ -275,8 +272,8 @@ class LanguageModel:
     def embed(self, tokens: Tensor, batch_size: int, device: torch.device | str | None = None) -> Tensor:
         """Return the hidden states (sequences, length, width) that enter the first layer for ``tokens``.
 
-        They lie on ``device``, or where :meth:`home` says. ``ValueError`` for sequences longer than those for which the
-        model was made.
+        They are on ``device``, by default on :meth:`home`. ``ValueError`` for sequences above the model's maximum
+        length.
         """
         self._check_length(tokens.shape[1])
         hidden = torch.empty(0)
@@ -291,7 +288,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
-        """Yield the layer's outputs for these hidden states, batch by batch, where the states lie."""
+        """Yield the layer's outputs for these hidden states, batch by batch, on the device of the states."""
         for batch in torch.split(hidden, batch_size):
             arguments, keywords = self._arguments(batch.shape[0], batch.shape[1])[module.__dict__["number"]]
             output = module(batch.to(self.device), *arguments, **dict(keywords))
@@ -300,7 +297,7 @@ class LanguageModel:
     def pass_through(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Tensor:
         """Return ``hidden`` after a layer.
 
-        ``hidden`` is overwritten batch by batch, since hidden states are what fills the memory.
+        It is overwritten batch by batch, because hidden states dominate the memory.
         """
         for batch, output in zip(torch.split(hidden, batch_size), self.run(module, hidden, batch_size), strict=True):
             batch.copy_(output)
@@ -332,7 +329,7 @@ class LanguageModel:
         return logits
 
     def _calls(self, tokens: Tensor) -> list[tuple[Tensor, Arguments]]:
-        """Return how the decoder layers are called, in turn, for these tokens."""
+        """Return the arguments of each decoder layer's call for these tokens."""
         for relay in self._relays:
             relay.calls.clear()
         self._shell.base_model(tokens.to(self.device), use_cache=False)
@@ -341,10 +338,7 @@ class LanguageModel:
         return [relay.calls[0] for relay in self._relays]
 
     def _arguments(self, num_sequences: int, length: int) -> list[Arguments]:
-        """Return with what each layer is called for sequences of this length without padding.
-
-        The last answer is remembered.
-        """
+        """Return the arguments of each layer's call for sequences of this length without padding; cached once."""
         shape = (num_sequences, length)
         if self._call_cache is None or self._call_cache[0] != shape:
             calls = self._calls(torch.zeros(shape, dtype=torch.int64))
@@ -353,14 +347,14 @@ class LanguageModel:
 
     @torch.no_grad()
     def _check_layerwise(self) -> None:
-        """Refuse a model that does more between its layers, and around them, than to hand hidden states on.
+        """Raise ``ValueError`` for a model that does more between and around its layers than pass hidden states on.
 
-        The layers' arguments may depend on the length of the sequences alone, and what comes after the last layer on
-        that layer's output alone. How the layers answer is learned from the first one.
+        The layers' arguments may depend only on the length of the sequences, and what comes after the last layer only
+        on that layer's output. The form of the layers' outputs is taken from the first one.
         """
         ids = torch.arange(6).view(2, 3).clamp(max=self._vocabulary - 1)
         try:
-            with suppress(Exception):  # until it is known how layers answer, only the first call counts
+            with suppress(Exception):  # until the form of the layers' outputs is known, only the first call counts
                 self._calls(ids)
             if not self._relays[0].calls:
                 raise ValueError("does not call them")
@@ -378,7 +372,7 @@ class LanguageModel:
             )
             if not is_layerwise:
                 raise ValueError("calls them with more than their hidden states, or reads more than the last one's")
-        except Exception as error:  # families refuse to be taken apart with many kinds of error
+        except Exception as error:  # model families raise many types of error here
             reason = f"which cannot be run layer by layer: '{self.prefix}' is the list of its layers, and it"
             raise self.checkpoint.refused(f"{reason} {one_line(error)[:200]}") from None
 
@@ -392,7 +386,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name of the outermost list of modules that holds the most matrices, and the list."""
+    """Return the name and the modules of the outermost list with the most matrices."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [(n, m) for n, m in lists if not any(n.startswith(f"{prefix}.") for prefix, _ in lists)]
     counts = [len(Matrices(module).places) for _, module in outermost]
@@ -409,20 +403,20 @@ def open_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> Langua
 
 @dataclass(frozen=True)
 class Perplexity:
-    """A perplexity is of one text: ``windows`` windows of ``window`` tokens each, side by side; the tail is dropped."""
+    """A text's perplexity, over ``windows`` consecutive windows of ``window`` tokens; the tail is dropped."""
 
     value: float
     window: int
     windows: int
-    windows_in_text: int | None = None  # how many windows the text has; its first `windows` ones were measured
+    windows_in_text: int | None = None  # windows in the text, of which the first `windows` were measured
 
 
 def perplexities(model: LanguageModel, layers: LayerTensors, texts: Tensors, batch_size: int) -> dict[str, Perplexity]:
     """Return the perplexity of each text by name: exp of the mean, over windows, of each one's mean cross entropy.
 
     ``texts`` are windows (windows, length) of token ids; each window counts its next tokens. One decoder layer is in
-    memory at a time, and is read once for as many texts as :data:`_HIDDEN` lets in. Source: the evaluation of
-    SparseGPT's released code, which weighs each window's mean over ``length - 1`` targets by ``length``.
+    memory at a time, and is read once for as many texts as fit into :data:`_HIDDEN`. Source: the evaluation of
+    SparseGPT's released code, which weights each window's mean over ``length - 1`` targets by ``length``.
     """
     results: dict[str, Perplexity] = {}
     group: TensorDict = {}
@@ -435,9 +429,9 @@ def perplexities(model: LanguageModel, layers: LayerTensors, texts: Tensors, bat
 
 
 def dense_perplexities(model: LanguageModel, texts: Tensors, batch_size: int) -> dict[str, Perplexity]:
-    """Return what :func:`perplexities` returns for the model's own layers.
+    """Return :func:`perplexities` of the model's own layers.
 
-    The runs of a sweep share the model, so the same windows are measured once in a process.
+    The runs of a sweep share the model, so the same windows are measured once per process.
     """
     key = f"{batch_size} {Payload(dict(texts)).digest()}"
     if key not in model.dense:

@@ -1,4 +1,4 @@
-"""The networks that there are to choose, each with one line on it; they are quick to import."""
+"""Names of the networks, each with a one-line description; quick to import."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ MODELS: dict[str, str] = {
     "vgg11-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
 }
 
-# The network that ``model = "auto"`` means, by dataset: the papers' network where they name one.
+# The network of ``model = "auto"``, by dataset: the papers' network where they name one.
 AUTO = {
     "digits": "cnn-small",
     "mnist": "cnn5",
@@ -46,10 +46,10 @@ AUTO = {
     "huggingface": "lenet5",
 }
 
-# By network of a plug-in: the function that makes it, given an image's shape (C, H, W) and the number of classes.
+# A plug-in's networks: name → function of an image's shape (C, H, W) and the number of classes.
 BUILDERS: dict[str, Callable[[ImageShape, int], Any]] = {}
 
 
 def chosen_name(name: str, dataset: str) -> str:
-    """Return the name of the network that the key ``model`` means."""
+    """Return the name of the network for the key ``model``."""
     return AUTO.get(dataset, "lenet5") if name == "auto" else name

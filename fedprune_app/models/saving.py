@@ -1,4 +1,4 @@
-"""A pruned language model is written to disk a layer at a time: as any transformers checkpoint, or packed."""
+"""Writing a pruned language model layer by layer, as a transformers checkpoint or packed, and loading it."""
 
 import copy
 import hashlib
@@ -13,29 +13,29 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.grids import Quantized
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import as_path, replacing_folder
 from fedprune_app.models.checkpoints import INDEX, fill, inside, skeleton
 from fedprune_app.models.cutting import Cut, narrowed
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.transformers import import_transformers
 
-# A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer.
+# Returns the pruned matrices of decoder layer i with their masks; empty for a dense layer.
 PrunedLayers = Callable[[int], Payload]
 _PARTS = "packed.json"
-_COPIED = (  # files of the checkpoint's folder whose names begin so: tokenizer and generation settings
+_COPIED = (  # prefixes of the checkpoint's other files: tokenizer and generation settings
     "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
     "generation_config",
 )  # fmt: skip
 
 
 def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None = None) -> int:
-    """Write a folder that plain transformers load with ``from_pretrained``, one file a layer.
+    """Write a folder that plain transformers load with ``from_pretrained``, one file per layer.
 
-    With ``cut``, what it removed is not there. Return the bytes of its weights.
+    With ``cut``, the removed parts are left out. Return the bytes of its weights.
     """
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
@@ -56,7 +56,7 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path, c
 def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None = None) -> int:
     """Write the model as kept values and entropy-coded masks, for :func:`load_packed`.
 
-    With ``cut``, what it removed is not there. Return the bytes of its weights.
+    With ``cut``, the removed parts are left out. Return the bytes of its weights.
     """
     sizes, digests = {}, {}
     total = 0
@@ -70,12 +70,12 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: 
             digests[name] = hashlib.sha256(data).hexdigest()
             sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
             total += len(data)
-        (new_folder / _PARTS).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
+        (new_folder / _PARTS).write_text(json.dumps(json_with_digest({"parts": sizes, "sha256": digests}), indent=1))
     return total
 
 
 def write_codes(folder: Path, model: LanguageModel, layer: int, quantized_of: Mapping[str, Quantized]) -> None:
-    """Write a layer's rounded matrices as the bytes that they are in a GGUF file, for :func:`read_codes`."""
+    """Write a layer's rounded matrices as bytes in a GGUF file's layout, for :func:`read_codes`."""
     packed = model.named(layer, {name: quantized.packed().cpu() for name, quantized in quantized_of.items()})
     kinds = dict(zip(packed, (quantized.grid.gguf_type for quantized in quantized_of.values()), strict=True))
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_codes(folder: Path, model: LanguageModel, layer: int, quantized_of: Ma
 
 
 def read_codes(folder: Path) -> dict[str, tuple[str, Tensor]]:
-    """Return, by transformers' name, the type of GGUF's blocks and the bytes (rows, bytes of a row) of all matrices."""
+    """Return, by transformers' name, GGUF's block type and the bytes (rows, bytes of a row) of all matrices."""
     codes: dict[str, tuple[str, Tensor]] = {}
     for path in sorted(folder.glob("layer-*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -97,7 +97,7 @@ def load_packed(folder: Path | str) -> Any:
     Raises ``ValueError`` for another folder.
     """
     folder = as_path("folder", folder)
-    if not folder.is_dir():  # transformers would take it for a name on the hub
+    if not folder.is_dir():  # transformers would treat it as a name on the hub
         raise ValueError(f"packed model {str(folder)!r}: there is no such folder")
     try:
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -122,7 +122,7 @@ def _parts(folder: Path) -> Iterator[Payload]:
 
 
 def _named_part(model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut | None) -> tuple[TensorDict, Tensors]:
-    """Return (tensors, masks) by full name: of a decoder layer, or for -1 of all the rest."""
+    """Return (tensors, masks) by full name of a decoder layer, or of the rest for -1."""
     if layer < 0:
         return model.shell_tensors(), {}
     pruned = layers(layer)
@@ -133,7 +133,7 @@ def _named_part(model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut
 
 
 def _write_config(model: LanguageModel, folder: Path, cut: Cut | None) -> None:
-    """Write the model's configuration, in the dtype that it has here, and its tokenizer."""
+    """Write the model's configuration, in its dtype here, and its tokenizer."""
     config = copy.deepcopy(model.config) if cut is None else cut.config(model.config)
     config.dtype = model.dtype
     config.save_pretrained(folder)

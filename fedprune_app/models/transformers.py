@@ -1,4 +1,4 @@
-"""The package transformers, which is optional, is imported in one place."""
+"""Import of the optional package transformers."""
 
 from typing import Any
 
@@ -6,10 +6,7 @@ from fedprune_app.core.torchvision_shim import prepare_torchvision
 
 
 def import_transformers() -> Any:
-    """Import the package transformers, which then works beside a CPU-only torch.
-
-    ``ValueError`` where it is not installed.
-    """
+    """Import the package transformers, made ready for a CPU-only torch. ``ValueError`` if it is not installed."""
     prepare_torchvision()
     try:
         import transformers

@@ -1,4 +1,4 @@
-"""Variational networks encode an image as a Gaussian and classify draws from it (FedCR's)."""
+"""Variational networks of FedCR: encode an image as a Gaussian and classify draws from it."""
 
 from collections import OrderedDict
 
@@ -20,7 +20,7 @@ def kl_divergence(mean_p: Tensor, std_p: Tensor, mean_q: Tensor, std_q: Tensor) 
 def experts_by_class(mean: Tensor, std: Tensor, labels: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
     """Return the product of the Gaussians (N, d) of each class as (precision, precision times mean).
 
-    Both are float64 (C, d). Both add up over the factors of a product. A class without factors has 0 for both.
+    Both are float64 (C, d), and sums over the factors of a product. A class without factors has 0 for both.
     """
     precision = std.double().square().reciprocal()
     total = torch.zeros(num_classes, mean.shape[1], dtype=torch.float64, device=mean.device)
@@ -33,7 +33,7 @@ def experts_by_class(mean: Tensor, std: Tensor, labels: Tensor, num_classes: int
 def product_with_standard_normal(precision: Tensor, weighted: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation of a product with one more factor N(0, 1).
 
-    ``precision`` and ``weighted`` are a product as :func:`experts_by_class` gives it.
+    ``precision`` and ``weighted`` are the product as :func:`experts_by_class` returns it.
     """
     precision = precision + 1
     return weighted / precision, precision.rsqrt()
@@ -47,7 +47,7 @@ _SHIFT = 5.0  # σ = softplus(output - 5): an untrained encoder has a small σ
 
 
 class Prior(nn.Module):
-    """A prior is, per class, the Gaussian to which encoders are drawn: buffers ``mean`` and ``std``, (C, latent)."""
+    """Per class, the Gaussian to which encoders are drawn: buffers ``mean`` and ``std``, (C, latent)."""
 
     mean: Tensor
     std: Tensor
@@ -64,9 +64,9 @@ class Prior(nn.Module):
 
 
 class Variational(nn.Sequential):
-    """A variational network has an encoder (all layers but the last two), a linear head, and a prior.
+    """An encoder (all layers but the last two), a linear head, and a prior.
 
-    The prior takes no part in the forward pass. Without ``noise`` the logits are those of the mean code. With ``noise``
+    The prior has no part in the forward pass. Without ``noise`` the logits are those of the mean code. With ``noise``
     (S, latent) they are the logarithm of the mean prediction over S draws ``μ + σ ε`` (the same ε for all images).
     """
 

@@ -1,4 +1,4 @@
-"""This module builds the papers' image networks, initialises them, and names their tensors."""
+"""The papers' image networks: building and initialising them, and names of their tensors."""
 
 import math
 from collections import OrderedDict
@@ -55,8 +55,8 @@ _CONV_NETS: dict[str, ValueDict] = {  # arguments of conv_net
     "vgg11-gn": {**_VGG11, "norm": "gn"},
     "vgg11-bn": {**_VGG11, "norm": "bn"},
 }
-_VARIATIONAL = ("cnn-fedp3", "cnn-fedp3-fmnist", "mlp4", "cnn-small")  # those with a twin named -cr
-_KAIMING = ("vgg11-gn", "vgg11-bn")  # the released VGG-11 draws its first weights itself, unlike the other networks
+_VARIATIONAL = ("cnn-fedp3", "cnn-fedp3-fmnist", "mlp4", "cnn-small")  # those with a variational version, -cr
+_KAIMING = ("vgg11-gn", "vgg11-bn")  # only the released VGG-11 draws its own initial weights
 
 
 def conv_net(
@@ -77,15 +77,15 @@ def conv_net(
     """Return a network of blocks of conv, [norm], [max pool 2], ReLU; then linear layers with ReLU between them.
 
     The network maps images (N, *image_shape) to logits (N, num_classes). Layers are named ``conv1, bn1, ..., fc1,
-    ...``. Pooling stands before the ReLU: max and ReLU commute, so values and gradients are the same, and the ReLU then
-    touches a quarter of the elements.
+    ...``. Pooling precedes the ReLU: max and ReLU commute, so values and gradients are the same, and the ReLU processes
+    a quarter of the elements.
 
-    * ``channels`` and ``hidden`` are the widths of the convolutions and of the hidden linear layers. A network
-      with channels removed is one of smaller ``channels``.
+    * ``channels`` and ``hidden`` are the widths of the convolutions and of the hidden linear layers. A network with
+      channels removed is one of smaller ``channels``.
     * ``norm`` is batch normalisation, or group normalisation in ``num_groups`` groups.
     * ``strides`` are those of the convolutions (default: 1).
-    * ``pooled`` says which blocks pool (default: all), with ``pool_first`` before the norm.
-    * With ``global_pool`` the linear layers see each channel's mean, whatever the image's size.
+    * ``pooled`` selects the blocks that pool (default: all), with ``pool_first`` before the norm.
+    * With ``global_pool`` the linear layers see each channel's mean, for any size of image.
 
     The weights are PyTorch's, from the global RNG; :func:`build_model` draws weights from a generator. Raises
     ``ValueError`` for an image too small.
@@ -136,9 +136,9 @@ def _smallest_side(strides: Sequence[int], pooled: Sequence[bool], kernel_size: 
 def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
     """Return torchvision's ResNet-18 with the given norm, and a stem for small images: 3x3, stride 1, no pooling.
 
-    Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says
-    "PyTorch's implementation", whose 7x7 stem was made for ImageNet). No operation overwrites its input, because
-    private training differentiates by the outputs of layers. Values and gradients are torchvision's.
+    Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says "PyTorch's
+    implementation", whose 7x7 stem is for ImageNet). No operation overwrites its input, because private training
+    differentiates by the outputs of layers. Values and gradients are torchvision's.
     """
     from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -158,19 +158,18 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     return model
 
 
-# A function of a plug-in, which makes a network for images of a shape and a number of classes.
+# A plug-in's function that builds a network for images of a shape and a number of classes.
 Build = Callable[[ImageShape, int], nn.Module]
 
 
 def build_model(
     name: str, image_shape: ImageShape, num_classes: int, *, rng: torch.Generator, init: str = "default"
 ) -> nn.Module:
-    """Return a network of :data:`MODELS` on the CPU, initialised from ``rng`` alone (the global RNG is not touched).
+    """Return a network of :data:`MODELS` on the CPU, initialised from ``rng`` alone; the global RNG is not used.
 
-    ``init="default"`` is PyTorch's own initialisation. For VGG-11 it is that of the released code, ``"kaiming"``. For a
-    network of a plug-in it is the one that its function draws.
-    ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
-    fewer than two classes, or an image too small for the network.
+    ``init="default"`` is PyTorch's own initialisation; for VGG-11 that of the released code, ``"kaiming"``; for a
+    plug-in's network that of its function. ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an
+    unknown name or initialisation, fewer than two classes, or an image too small for the network.
     """
     seed = builder_seed(name, init, rng)
     model = architecture(name, image_shape, num_classes, seed=seed)
@@ -185,12 +184,12 @@ def build_model(
 
 
 def builder_seed(name: str, init: str, rng: torch.Generator) -> int:
-    """Return the seed by which the function of a plug-in makes the network that :func:`build_model` returns."""
+    """Return the seed with which a plug-in's function builds the network of :func:`build_model`, else 0."""
     return int(torch.randint(2**62, (1,), generator=rng)) if name in BUILDERS and init == "default" else 0
 
 
 def _check_repeated(name: str, model: nn.Module, again: nn.Module, image_shape: ImageShape) -> None:
-    """Raise ``ValueError`` for a network that is another one each time: every process makes it for itself."""
+    """Raise ``ValueError`` for a network that differs each time, because every process builds it by itself."""
     images = torch.rand(2, *image_shape, generator=torch.Generator().manual_seed(0))
     outcomes = [[*each.state_dict().values(), outputs(each, images)] for each in (model, again)]
     if not all(torch.equal(one, other) for one, other in zip(*outcomes, strict=True)):
@@ -211,11 +210,11 @@ def outputs(model: nn.Module, images: Tensor) -> Tensor:
 def architecture(
     name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None, *, seed: int = 0
 ) -> nn.Module:
-    """Return a network of :data:`MODELS` on the meta device, which has shapes without values and takes no memory.
+    """Return a network of :data:`MODELS` on the meta device, which has shapes without values and uses no memory.
 
-    A network of a plug-in, or one that ``build`` makes, is as its function makes it, on the CPU, from the global
-    generators of torch, NumPy and Python with this ``seed``. They are afterwards as they were.
-    Raises ``ValueError`` as :func:`build_model`.
+    A plug-in's network, or one that ``build`` makes, is on the CPU as its function returns it, drawn from the global
+    generators of torch, NumPy and Python with this ``seed``. They are restored afterwards. Raises ``ValueError`` as
+    :func:`build_model`.
     """
     build = build or BUILDERS.get(name)
     if name not in MODELS and build is None:
@@ -242,8 +241,8 @@ def architecture(
 def _build_plugged(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
     try:
         model = build(image_shape, num_classes)
-        deepcopy(model)  # each client has one
-    except (Exception, SystemExit) as error:  # a user's function raises what it likes
+        deepcopy(model)  # each client has a copy
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise ValueError(
             f"model '{name}' cannot be made for images of {_sizes(image_shape)} and {num_classes} classes: "
             f"{error_text(error)}"
@@ -258,7 +257,7 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the network inside of ``torch.compile``, parts of it alike: compiled code sees no new weights."""
+    """Return the network inside ``torch.compile``, recursively: compiled code ignores new weights."""
     model.__dict__.pop("_compiled_call_impl", None)
     for key, part in model.named_children():
         setattr(model, key, _unwrap(part))
@@ -275,7 +274,7 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
     try:
         logits = outputs(model, torch.zeros(2, *image_shape))
-    except Exception as error:  # a user's network raises what it likes
+    except Exception as error:  # a user's network may raise anything
         raise ValueError(f"model '{name}' fails on images of {_sizes(image_shape)}: {error_text(error)}") from error
     if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
         raise ValueError(
@@ -287,7 +286,7 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
 
 @torch.no_grad()
 def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
-    """Draw every parameter anew from ``rng``, layer by layer in the model's order, and reset batch statistics.
+    """Redraw every parameter from ``rng``, layer by layer in the model's order, and reset batch statistics.
 
     * ``default`` is PyTorch's own: weights and biases uniform in +-1/sqrt(fan_in), norm scale 1 and shift 0.
     * ``subfedavg`` is that of Sub-FedAvg's released code: Xavier-normal weights and N(0, 1) biases. A model
@@ -296,7 +295,7 @@ def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
     * ``kaiming`` is that of Dis-PFL's released VGG-11, which is torchvision's: conv Kaiming-normal by fan-out, linear
       N(0, 0.01), scale 1, biases and shifts 0.
 
-    Raises ``ValueError`` for a layer whose parameters no rule covers.
+    Raises ``ValueError`` for a layer without a rule.
     """
     hybrid = init == "subfedavg" and any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
     for name, module in model.named_modules():
@@ -343,7 +342,7 @@ def _kaiming_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
 def prunable_names(model: nn.Module) -> list[str]:
     """Return the names of the weight tensors of convolutions and linear layers, in order: no bias, no norm.
 
-    A weight that layers share has its first name alone. One that is computed from parameters is none of them.
+    A weight shared by layers is listed under its first name. A weight computed from parameters is not listed.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     names = {name for name, _ in model.named_parameters()}
@@ -357,13 +356,13 @@ def parameter_names(model: nn.Module) -> list[str]:
 def buffer_names(model: nn.Module) -> list[str]:
     """Return the names of the floating-point buffers (running means and variances), in order.
 
-    Step counters are left out: an average of them has no meaning.
+    Step counters are left out: averaging them is meaningless.
     """
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
 
 
 def named_tensors(model: nn.Module) -> TensorDict:
-    """Return all parameters by name, in order, then the running statistics: the model's own, not copies."""
+    """Return all parameters by name, in order, then the running statistics; not copied."""
     tensors = tensors_of(model)
     return {name: tensors[name] for name in parameter_names(model) + buffer_names(model)}
 
@@ -380,7 +379,7 @@ def state_tensors(model: nn.Module, include_buffers: bool = False) -> TensorDict
 
 @torch.no_grad()
 def load_state_tensors(model: nn.Module, tensors: Tensors) -> None:
-    """Copy tensors into the parameters and buffers of their names; the others stay as they are.
+    """Copy tensors into the parameters and buffers of their names; others are not changed.
 
     Raises ``ValueError`` for a name that the model lacks, or another shape; the model is then unchanged.
     """

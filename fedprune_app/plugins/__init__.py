@@ -1,4 +1,4 @@
-"""Code of others enters: it registers a system, a model, a dataset or a partition, and a run names it."""
+"""Plug-ins: users' code that registers systems, models, datasets or partitions, and that a run names."""
 
 from fedprune_app.plugins.loading import (
     Code,
@@ -7,12 +7,12 @@ from fedprune_app.plugins.loading import (
     check_reachable,
     code_in,
     described,
+    error_line,
     function,
     installed,
     load,
     located,
     names_in,
-    told,
 )
 
 __all__ = [
@@ -22,10 +22,10 @@ __all__ = [
     "check_reachable",
     "code_in",
     "described",
+    "error_line",
     "function",
     "installed",
     "load",
     "located",
     "names_in",
-    "told",
 ]

@@ -1,4 +1,4 @@
-"""Plug-ins: code of users that adds systems, networks, datasets and partitions, and how a run finds it.
+"""Loading of plug-ins, which add systems, networks, datasets and partitions.
 
 A run names code in three ways:
 
@@ -7,9 +7,9 @@ A run names code in three ways:
 * ``plugins`` names modules, or files that end in .py; each registers names when it is imported.
 * ``model``, ``dataset`` or ``partition`` is ``module:function`` or ``file.py:function``.
 
-Code is imported only where a person named it here: on a command line, in a run-config file, or in a call of Python. A
-run folder does not make anybody import code. A node of a deployment imports what is installed there as a plug-in, and
-what its operator allows with ``allowed-plugins``.
+Code is imported only if a person named it on this machine: on a command line, in a run-config file, or in a Python
+call. Reading a run folder imports no code. A node of a deployment imports plug-ins that are installed there, and code
+that its operator allows with ``allowed-plugins``.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from fedprune_app.core.texts import error_text
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import BUILDERS, MODELS
-from fedprune_app.plugins.registering import NAMES, forget, origins
+from fedprune_app.plugins.registering import NAMES, clear_caches, origins
 
 log = logging.getLogger("flwr.fedprune")
 # by key of the configuration: the group of entry points for its names
@@ -44,12 +44,12 @@ GROUPS = {
     "partition": "fedprune.partitions",
 }
 _FUNCTIONS = ("model", "dataset", "partition")
-_files: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of what was loaded
+_files: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest and module of the loaded file
 
 
 @dataclass(frozen=True)
 class Code:
-    """Code is a module, or a file that ends in .py, which a run's ``key`` names; with ``function``, one thing in it."""
+    """A module or .py file that a run's ``key`` names, and possibly one ``function`` in it."""
 
     key: str
     target: str
@@ -64,7 +64,7 @@ def names_in(values: Mapping[str, object]) -> list[str]:
 
 
 def code_in(values: Mapping[str, object]) -> Iterator[Code]:
-    """Yield all code that the settings ``values`` name, but for entry points."""
+    """Yield all code that the settings ``values`` name, except entry points."""
     for target in names_in(values):
         yield Code("plugins", target)
     for key in _FUNCTIONS:
@@ -76,8 +76,8 @@ def code_in(values: Mapping[str, object]) -> Iterator[Code]:
 def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None = None) -> None:
     """Import the code that ``values`` name, so that all their names are registered.
 
-    ``allows`` is asked first, and raises what it does not allow. Raises :class:`ConfigError` for code that is not there
-    or fails.
+    ``allows`` is called first for each, and raises for code that is not allowed. Raises :class:`ConfigError` for code
+    that is missing or fails.
     """
     for code in code_in(values):
         if allows is not None:
@@ -97,9 +97,9 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
 
 
 def check_named(values: Mapping[str, object], trusted: Mapping[str, object]) -> None:
-    """Raise :class:`ConfigError` if ``values``, which a run folder holds, name code that ``trusted`` does not name.
+    """Raise :class:`ConfigError` if ``values`` of a run folder name code that ``trusted`` does not name.
 
-    The settings ``trusted`` come from the person at the command line, who trusts the code.
+    The settings ``trusted`` come from the user at the command line, who trusts the code.
     """
     targets = {code.target for code in code_in(trusted)}
     if missing := list(dict.fromkeys(code.target for code in code_in(values) if code.target not in targets)):
@@ -112,7 +112,7 @@ def check_named(values: Mapping[str, object], trusted: Mapping[str, object]) -> 
 
 
 def check_reachable(values: Mapping[str, object]) -> None:
-    """Raise :class:`ConfigError` for a name that the script or notebook itself registered: no other process has it."""
+    """Raise :class:`ConfigError` for a name that the script or notebook registered: other processes lack it."""
     for key in GROUPS:
         name = str(values.get(key) or DEFAULTS[key])
         if origins.get((key, name)) == "__main__":
@@ -126,7 +126,7 @@ def check_reachable(values: Mapping[str, object]) -> None:
 
 
 def described(values: Mapping[str, object]) -> dict[str, str]:
-    """Return for all plug-ins that ``values`` name which code they are: a version, or the SHA-256 of the file."""
+    """Return the versions, or the SHA-256 of the files, of all plug-ins that ``values`` name."""
     versions = {code.target: _identity(code.target) for code in code_in(values)}
     for key in GROUPS:
         origin = origins.get((key, str(values.get(key) or DEFAULTS[key])), "")
@@ -136,7 +136,7 @@ def described(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def changed(values: Mapping[str, object], began_with: Mapping[str, str]) -> dict[str, str]:
-    """Return by name a line for each plug-in that ``values`` name and that is other code than a run ``began_with``."""
+    """Return by name a line for each plug-in that ``values`` name and whose code differs from ``began_with``."""
     return {
         name: f"plug-in {name!r} is not the code that the run began with: that was {began_with[name]}, this is {code}"
         for name, code in described(values).items()
@@ -160,7 +160,7 @@ def _module_of(code: Code) -> ModuleType:
         return _from_file(code) if code.target.endswith(".py") else importlib.import_module(code.target)
     except (ConfigError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # whatever a user's module raises, SystemExit too
+    except BaseException as error:  # a user's module may raise anything, also SystemExit
         lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == code.target]
         which = f"cannot be loaded, line {lines[-1]}" if lines else "cannot be loaded"
         raise ConfigError(code.key, code.target, which=which, hint=error_text(error)) from error
@@ -168,9 +168,9 @@ def _module_of(code: Code) -> ModuleType:
 
 @contextmanager
 def located() -> Iterator[None]:
-    """Say of an error in a plug-in's code in which file, line and function it was raised.
+    """Add file, line and function to errors of a plug-in's code.
 
-    Errors that are meant for the user pass as they are. The whole traceback is in the log, with FEDPRUNE_LOG=DEBUG.
+    :class:`ConfigError`, which is for the user, passes unchanged. The traceback is in the log, with FEDPRUNE_LOG=DEBUG.
     """
     try:
         yield
@@ -180,17 +180,17 @@ def located() -> Iterator[None]:
         if not _place_in_plugin(error):
             raise
         log.debug("a plug-in failed", exc_info=True)
-        raise RuntimeError(told(error)) from error
+        raise RuntimeError(error_line(error)) from error
 
 
-def told(error: BaseException) -> str:
-    """Return an error in one line, with the place in a plug-in's code where it was raised, if there is one."""
+def error_line(error: BaseException) -> str:
+    """Return an error in one line, with the place in a plug-in's code where it was raised, if any."""
     place = _place_in_plugin(error)
     return error_text(error) + (f" ({place})" if place else "")
 
 
 def _place_in_plugin(error: BaseException) -> str:
-    """Return the last place of an error's traceback that is in a plug-in, or nothing."""
+    """Return the last place of an error's traceback that is in a plug-in; empty if there is none."""
     names = {module.__name__ for _, module in _files.values()} | {*origins.values()}
     places = [
         f"{Path(frame.f_code.co_filename).name}, line {line}, in {frame.f_code.co_name}"
@@ -201,7 +201,7 @@ def _place_in_plugin(error: BaseException) -> str:
 
 
 def _from_file(code: Code) -> ModuleType:
-    """Import a file, and import it again if its content has changed since."""
+    """Import a file, again if its content has changed."""
     path = Path(code.target)
     if not path.is_absolute():
         raise ConfigError(code.key, code.target, "an absolute path, or a module")
@@ -232,13 +232,13 @@ def _register_function(code: Code) -> None:
     is_other = functions.get(name) not in (None, function)
     functions[name], summaries[name] = function, f"{code.function} of {code.target}"
     if is_other:
-        forget()
+        clear_caches()
 
 
 def function(key: str, name: str) -> Callable[..., Any]:
     """Return the function that ``file.py:function`` or ``module:function`` names; ``key`` is for errors.
 
-    Raises :class:`ConfigError` where there is none.
+    Raises :class:`ConfigError` if there is none.
     """
     target, _, attribute = name.rpartition(":")
     return _function_in(Code(key, target, attribute))
@@ -251,7 +251,7 @@ def _function_in(code: Code) -> Callable[..., Any]:
     return function
 
 
-@lru_cache(maxsize=64)  # a search reads files of all installed packages, and every message to a client asks
+@lru_cache(maxsize=64)  # reads files of all installed packages, and runs with every message to a client
 def _declaring_modules(group: str, name: str) -> tuple[str, ...]:
     return tuple(entry.module for entry in importlib.metadata.entry_points(group=group, name=name))
 

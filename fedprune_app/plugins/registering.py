@@ -1,4 +1,4 @@
-"""A plug-in registers a system, a model, a dataset or a partition under a name of its own."""
+"""Registration of a plug-in's systems, models, datasets and partitions under names of their own."""
 
 import re
 import sys
@@ -10,8 +10,8 @@ from fedprune_app.core.named import ImageShape
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
-from fedprune_app.results import own_measures
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results import system_metrics
+from fedprune_app.results.system_metrics import SystemMetric
 
 NAMES: Mapping[str, Mapping[str, object]] = {
     "system": SYSTEMS,
@@ -31,17 +31,17 @@ def register_system(
     summary: str,
     options: type[Table] | None = None,
     uses: Collection[str] = (),
-    measures: Iterable[OwnMeasure] = (),
+    metrics: Iterable[SystemMetric] = (),
 ) -> None:
     """Add a system: its server half ``strategy`` and its client half ``client``.
 
-    * ``summary`` is one line for ``fedprune list``.
-    * ``options`` is a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
+    * ``summary``: one line for ``fedprune list``.
+    * ``options``: a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
       ``name.mu``; the halves read it as ``self.config.table(Options).mu``.
-    * ``uses`` are keys and tables of other systems that this one reads as well: ``("density", "dispfl")``.
-    * ``measures`` are numbers that the system reports beside fedprune's own.
+    * ``uses``: keys and tables of other systems that this one also reads: ``("density", "dispfl")``.
+    * ``metrics``: metrics that the system reports besides fedprune's own.
 
-    Raises :class:`ConfigError` for a name that is taken.
+    Raises :class:`ConfigError` for a name in use.
     """
     from clients.node import Node, declared
     from strategies.base import FederatedStrategy
@@ -49,13 +49,13 @@ def register_system(
     for role, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
             raise ConfigError(role, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
-    checked_measures = own_measures.checked(name, measures)
+    checked_measures = system_metrics.checked(name, metrics)
     declared_fields = declared(client)
-    for measure in checked_measures:
-        if measure.name in declared_fields.introduction | declared_fields.training | declared_fields.evaluation:
+    for metric in checked_measures:
+        if metric.name in declared_fields.registration | declared_fields.training | declared_fields.evaluation:
             raise ConfigError(
                 "measure",
-                measure.name,
+                metric.name,
                 "another name, or the measure alone",
                 which=f"is a field that {client.__name__} declares",
                 where=f"system {name!r}",
@@ -64,39 +64,39 @@ def register_system(
     if options is not None:
         register_table(name, options)
     checked_uses, table = check_uses(name, uses), options or Table
-    SYSTEMS[name] = System(strategy, client, summary, options=table, uses=checked_uses, measures=checked_measures)
+    SYSTEMS[name] = System(strategy, client, summary, options=table, uses=checked_uses, metrics=checked_measures)
 
 
 def register_model(name: str, build: Callable[[ImageShape, int], Any], summary: str) -> None:
     """Add a network: ``build(image_shape, num_classes)`` returns a ``torch.nn.Module`` that maps images to logits.
 
-    ``image_shape`` is (channels, height, width). The weights of its convolutions and linear layers can be pruned. The
-    function draws initial weights from PyTorch's global generator, which is seeded by the run.
+    ``image_shape`` is (channels, height, width). Weights of convolutions and linear layers can be pruned. The function
+    draws initial weights from PyTorch's global generator, which the run seeds.
     """
     _claim("model", name)
     BUILDERS[name], MODELS[name] = build, summary
 
 
 def register_dataset(name: str, load: Callable[[str], Any], summary: str, *, model: str = "lenet5") -> None:
-    """Add a dataset: ``load(data_dir)`` returns its training and test part, see :mod:`fedprune_app.data.brought`.
+    """Add a dataset: ``load(data_dir)`` returns its training and test part (:mod:`fedprune_app.data.plugin_datasets`).
 
-    ``model`` is the network that ``model=auto`` means with it.
+    ``model`` is its network for ``model=auto``.
     """
     _claim("dataset", name)
     LOADERS[name], DATASETS[name], AUTO[name] = load, summary, model
 
 
 def register_partition(name: str, deal: Callable[..., Any], summary: str) -> None:
-    """Add a partition: ``deal(labels, num_clients, rng)`` returns each client's indices of its examples.
+    """Add a partition: ``deal(labels, num_clients, rng)`` returns by client the indices of its examples.
 
-    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends on the run's seed alone.
+    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends only on the run's seed.
     """
     _claim("partition", name)
     DEALERS[name], PARTITIONS[name] = deal, summary
 
 
 def _claim(key: str, name: str) -> None:
-    """Let the module that calls register a name, anew if it registered the name before."""
+    """Reserve a name for the calling module; it may register the same name again."""
     origin = sys._getframe(2).f_globals["__name__"]
     where = f"plug-in {origin}"
     earlier_origin = origins.get((key, name))
@@ -107,12 +107,12 @@ def _claim(key: str, name: str) -> None:
         raise ConfigError(key, name, "a name of letters, digits, '-', '_' and '.'", where=where)
     origins[key, name] = origin
     if earlier_origin is not None:
-        forget()
+        clear_caches()
 
 
-def forget() -> None:
+def clear_caches() -> None:
     from fedprune_app.data import splits
     from fedprune_app.models import initial
 
-    splits.forget()
-    initial.forget()
+    splits.clear_cache()
+    initial.clear_cache()

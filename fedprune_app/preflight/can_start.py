@@ -1,7 +1,7 @@
-"""A run is checked before Flower starts: whatever its server or its first client would refuse is refused here.
+"""Checks before Flower starts, so that errors of a run's server or first client show at once.
 
-Both are made as the run makes them, in a temporary folder. Where code of a user is in the run, or privacy, they go
-through a round of two clients with a few examples. The language models that runs need are brought here first.
+Both are made as in the run, in a temporary folder. With code of a user or with privacy they run a round of two clients
+with a few examples. The language models that runs need are made or downloaded first.
 """
 
 import copy
@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from clients.base import ImageClient
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
-from fedprune_app.core.bounds import least_said
+from fedprune_app.core.bounds import rounded_down_text
 from fedprune_app.data.splits import ClientData, check_repeatable, part_sizes, unread
 from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.engine.simulated_grid import InProcessGrid, quiet
@@ -38,7 +38,7 @@ from fedprune_app.models.layer_pruning import check_layers, same_inputs
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
@@ -47,12 +47,12 @@ from strategies.fedspallm import check_pattern
 
 
 def prepare_models(configs: Iterable[Config], console: Console) -> None:
-    """Train or fetch the language models that runs on this machine need.
+    """Train or download the language models that runs on this machine need.
 
-    This happens before Flower starts, since the clients have only startup-seconds to introduce themselves. Raises
-    ``ValueError`` for a model that cannot be had.
+    This precedes the start of Flower, since clients have only startup-seconds to register. Raises ``ValueError`` for a
+    model that is not available.
     """
-    # each of them once, in the order of the runs
+    # each once, in the order of the runs
     for model, download in dict.fromkeys(
         (run.model, run.download) for run in configs if SYSTEMS[run.system].reads_text
     ):
@@ -64,7 +64,7 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
 
 
 def embedded_model(console: Console) -> Path:
-    """Return the folder of the embedded language model, which is trained now unless that was done before."""
+    """Return the folder of the embedded language model; train it now if it does not exist."""
     texts = [document.text for document in stdlib_training_text()]
     folder = embedded_folder(texts)
     if is_whole(folder):
@@ -81,16 +81,16 @@ def embedded_model(console: Console) -> Path:
 
 
 def check_texts(config: Config, num_clients: int) -> None:
-    """Raise ``ValueError`` if a run of ``num_clients`` would refuse its text or its language model.
+    """Raise ``ValueError`` if a run of ``num_clients`` would fail on its text or its language model.
 
     Every client is made, and reads and cuts its text as in the run. The model is opened, and one decoder layer of each
-    kind computes.
+    kind is computed.
     """
     check_min_replies(config, num_clients, num_clients)
     with scratch_folder() as folder, with_a_model(config) as local_config:
-        client_config = written_below(folder, local_config)  # no client's ledger is touched
+        client_config = written_below(folder, local_config)  # so that no client's ledger changes
         for number in range(num_clients):
-            client = FedSpaLLMClient(client_config, Place(number, num_clients, folder / "clients"))
+            client = FedSpaLLMClient(client_config, NodeContext(number, num_clients, folder / "clients"))
             client.read_text()
         evaluation_windows(local_config, client.model)
         check_layers(client.model)
@@ -101,9 +101,9 @@ def check_texts(config: Config, num_clients: int) -> None:
 
 @contextmanager
 def with_a_model(config: Config) -> Iterator[Config]:
-    """Yield the settings with a model that is on this machine, on the CPU.
+    """Yield the settings with a model on this machine, on the CPU.
 
-    A random one stands for the embedded model where that is not trained yet. It has the same shapes and tokenizer.
+    A random model of the same shapes and tokenizer replaces the embedded one if that is not trained yet.
     """
     local_config = replace(config, device="cpu")
     if config.model != "auto" or embedded_folder([document.text for document in stdlib_training_text()]).is_dir():
@@ -117,12 +117,11 @@ def with_a_model(config: Config) -> Iterator[Config]:
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
-def doubts(config: Config, placement: Placement) -> list[str]:
-    """Return what makes a run at this place less than its settings seem to say.
+def warnings(config: Config, placement: Placement) -> list[str]:
+    """Return the warnings about unused data and those of the strategy.
 
-    This is what of the data is not read, and what the strategy doubts. Raises :class:`ConfigError` for a run that could
-    not start, as far as this machine can tell. A language model may be large, so its server is not made: its text is
-    read, and its folder is opened.
+    Raises :class:`ConfigError` for a run that could not start, as far as this machine can check. A language model may
+    be large, so no server is made for it: its text is read, and its folder is opened.
     """
     if placement.engine != "inprocess" or not placement.is_simulation:
         plugins.check_reachable(config.to_dict())
@@ -141,7 +140,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
             check_texts(config, num_clients)
             return []
         with scratch_folder() as folder:
-            return _make_halves(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
+            return _make_halves(written_below(folder, config), num_clients, folder)  # changes no client's ledger
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:
@@ -149,27 +148,27 @@ def doubts(config: Config, placement: Placement) -> list[str]:
     except Exception as error:
         if not plugins.described(config.to_dict()):
             raise
-        raise ConfigError(plugins.told(error)) from error
+        raise ConfigError(plugins.error_line(error)) from error
     finally:
-        if placement.engine != "inprocess":  # other processes do the work, and need the memory
-            text_cache.forget_documents()
+        if placement.engine != "inprocess":  # other processes need the memory
+            text_cache.clear_cache()
             open_model.cache_clear()
 
 
 def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
-    """Raise :class:`ConfigError` where no client's privacy budget bears the training of a round.
+    """Raise :class:`ConfigError` if no client's privacy budget can pay for the training of a round.
 
-    ``sizes`` has each client's number of training examples. The one with the most spends the least.
+    ``sizes`` has each client's number of training examples. The client with the most is charged least.
     """
     k = sizes.index(max(sizes))
-    client = SYSTEMS[config.system].client(config, Place(k, len(sizes), folder / "clients"))
+    client = SYSTEMS[config.system].client(config, NodeContext(k, len(sizes), folder / "clients"))
     assert isinstance(client, ImageClient)
     assert client.privacy is not None
     if client.privacy.affords_a_round:
         return
     key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
     limit = config.dp.epsilon_budget or config.dp.target_epsilon
-    allowed = f"at least {least_said(client.privacy.round_epsilon())}, which one round of client {k} spends"
+    allowed = f"at least {rounded_down_text(client.privacy.round_epsilon())}, which one round of client {k} spends"
     raise ConfigError(key, limit, allowed, condition="with these settings")
 
 
@@ -177,7 +176,7 @@ _FEW = 4  # examples of a client
 
 
 def _of_one_round(config: Config, num_clients: int) -> Config:
-    """Return the settings of one round with few examples, at a pace at which they make no network diverge."""
+    """Return the settings of one round with few examples, at a learning rate at which no network diverges."""
     return replace(
         config,
         num_server_rounds=1,
@@ -189,16 +188,16 @@ def _of_one_round(config: Config, num_clients: int) -> Config:
         steps_per_epoch=2,
         batch_size=_FEW,
         learning_rate=1e-3,
-        validation_fraction=0.5,  # as many to decide by as to train on
+        validation_fraction=0.5,  # as many validation as training examples
         dp=replace(config.dp, noise_multiplier=1.0, target_epsilon=0.0, epsilon_budget=0.0),
         fedltp=replace(config.fedltp, tickets=min(config.fedltp.tickets, 1), ticket_iterations=1, public_samples=9),
     )
 
 
 def _try_round(client: ImageClient, context: RunContext) -> None:
-    """Let two clients like ``client`` go through a round with a few of its examples, by the system's own code.
+    """Run a round of two clients like ``client`` with a few of its examples, by the system's own code.
 
-    Raises :class:`ConfigError` where the network, or a plug-in's system, fails.
+    Raises :class:`ConfigError` if the network or a plug-in's system fails.
     """
     num_clients = min(len(context.clients), 2)
     config = _of_one_round(client.config, num_clients)
@@ -213,12 +212,12 @@ def _try_round(client: ImageClient, context: RunContext) -> None:
     failures: list[str] = []
 
     def answer(message: Message, node: Context) -> Message:
-        place = replace(client.place, client_id=int(node.node_config["partition-id"]), run_key=context.run_key)
+        place = replace(client.context, client_id=int(node.node_config["partition-id"]), run_key=context.run_key)
         try:
             return tried_kind(config, place).reply_to(message)
         except Exception as error:
             step = message.metadata.message_type
-            failures.append(f"fails when a client of {config.system} is asked to {step}: {plugins.told(error)}")
+            failures.append(f"fails when a client of {config.system} is asked to {step}: {plugins.error_line(error)}")
             raise
 
     grid = InProcessGrid(answer, num_clients, config.to_dict())
@@ -235,13 +234,13 @@ def _try_round(client: ImageClient, context: RunContext) -> None:
 
 
 def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
-    """Make client 0, and a server that takes all others to be like this client; return what the server doubts."""
+    """Make client 0, and a server with copies of it as clients; return the server's warnings."""
     system = SYSTEMS[config.system]
-    client = system.client(config, Place(0, num_clients, folder / "clients"))
+    client = system.client(config, NodeContext(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
     check_repeatable(client.images.data_config, num_clients)
     sizes = [client.num_examples] * num_clients
-    if config.dp.enabled:  # the promise depends on how many examples each client has
+    if config.dp.enabled:  # privacy depends on each client's number of examples
         sizes = [part_sizes(client.images.data_config, k, num_clients)["train"] for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
@@ -254,8 +253,8 @@ def _make_halves(config: Config, num_clients: int, folder: Path) -> list[str]:
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     context = RunContext(config, roster, recorder, checkpoints, key)
-    doubts = image_strategy(context).doubts()
+    warnings = image_strategy(context).warnings()
     if config.dp.enabled or plugins.described(config.to_dict()):
         _try_round(client, context)
     recorder.finish("interrupted")
-    return [*unread(client.images.data_config), *doubts]
+    return [*unread(client.images.data_config), *warnings]

@@ -1,4 +1,4 @@
-"""Combinations of settings: all names are registered, and the system can run so, whatever the machine."""
+"""Checks of combinations of settings that do not depend on the machine: registered names, and the system's limits."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -11,9 +11,9 @@ from fedprune_app.registry import SYSTEMS
 
 
 def check_names(config: Config) -> None:
-    """Raise :class:`ConfigError` unless all that ``config`` names is registered; nothing is imported.
+    """Raise :class:`ConfigError` unless all names in ``config`` are registered; nothing is imported.
 
-    The model and the partition of a run with texts are looked up when they are opened.
+    The model and the partition of a run with texts are checked when they are opened.
     """
     allowed: dict[str, Mapping[str, object]] = {
         "system": SYSTEMS,
@@ -38,7 +38,7 @@ def check_names(config: Config) -> None:
 
 @lru_cache(maxsize=16)  # a client checks its run's configuration with every message
 def check_system(config: Config) -> Config:
-    """Return ``config`` if its names are registered and its system can run so, else raise :class:`ConfigError`."""
+    """Return ``config`` if its names are registered and its system supports it, else raise :class:`ConfigError`."""
     check_names(config)
     system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
@@ -53,10 +53,10 @@ def check_system(config: Config) -> Config:
 
 
 def why_not_private(config: Config) -> str:
-    """Return why the system of ``config`` cannot be private, or an empty text if it can.
+    """Return why the system of ``config`` cannot be private; empty if it can.
 
-    A plug-in's class of clients that changes what its base class does has to say so itself, since what the base class
-    says is of the base class alone.
+    A plug-in's client class that overrides methods must declare its own privacy: the base class's declaration does not
+    cover it.
     """
     kind = SYSTEMS[config.system].client
     for cls in kind.__mro__:
@@ -98,9 +98,9 @@ def _check_private(config: Config) -> None:
     from fedprune_app.models.vision import architecture
 
     name = chosen_name(config.model, config.dataset)
-    if name in BUILDERS:  # the network may take images of one shape alone: each client checks it
+    if name in BUILDERS:  # the network may need one shape of images: each client checks it
         return
-    layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
+    layers = architecture(name, (3, 64, 64), 2).modules()  # any size of images has the same layers
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
         raise ConfigError(
             "model", name, "one without BatchNorm, which mixes the examples of a batch", condition="with dp.enabled"

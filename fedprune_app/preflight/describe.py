@@ -1,4 +1,4 @@
-"""What a run would work with is described before the run starts: data, clients, network, machine."""
+"""Descriptions of a run before it starts: data, clients, network, machine."""
 
 import statistics
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from fedprune_app.registry import SYSTEMS
 
 
 def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
-    """Yield subject and words on what a run on this machine would work with; its data are read."""
+    """Yield (subject, text) on the system, data, model, device and rounds of a run; its data are read."""
     config, system, num_clients = prepared.config, prepared.system, prepared.placement.clients
     yield "system", f"{config.system}: {system.summary}"
     if not system.reads_text:
@@ -38,9 +38,9 @@ def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
 
 
 def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return subject and words on a run's data, and what may be wrong with them. Nothing is dealt to clients.
+    """Return (subject, text) rows on a run's data, and warnings about them. Nothing is dealt to clients.
 
-    Raises ``ValueError`` where the data cannot be read.
+    Raises ``ValueError`` if the data cannot be read.
     """
     if SYSTEMS[config.system].reads_text:
         return _text_data(config)
@@ -49,29 +49,29 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     rows = [_dataset_row(config, dataset), ("classes", shortened(dataset.classes))]
     if dataset.features:
         rows.append(("features", shortened(dataset.features)))
-    doubts = unread(data)
+    warnings = unread(data)
     if dataset.num_classes < 2:
-        doubts.append("there is one class, and a run needs at least two")
+        warnings.append("there is one class, and a run needs at least two")
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
         counts = np.bincount(labels, minlength=dataset.num_classes)
         rows.append((f"{part} examples of a class", _spread(counts.tolist())))
         if absent := [name for name, count in zip(dataset.classes, counts, strict=True) if not count and len(labels)]:
-            doubts.append(f"no {part} example has the class {shortened(tuple(absent))}")
+            warnings.append(f"no {part} example has the class {shortened(tuple(absent))}")
     if dataset.owners is not None:
         rows.append(("owners", f"{dataset.owners.max() + 1:,}"))
     train, test = digests(data)
     known = set(train)
     if num_shared := len([digest for digest in test if digest in known]):
-        doubts.append(f"{num_shared:,} test examples are training examples too")
+        warnings.append(f"{num_shared:,} test examples are training examples too")
     if num_duplicates := len(train) - len(known):
-        doubts.append(f"{num_duplicates:,} training examples are there more than once")
-    return rows, doubts
+        warnings.append(f"{num_duplicates:,} training examples are there more than once")
+    return rows, warnings
 
 
 def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return subject and words on a run's text, and what may be wrong with it. Nothing is dealt to clients.
+    """Return (subject, text) rows on a run's text, and warnings about it. Nothing is dealt to clients.
 
-    The text is cut by the run's model. Raises ``ValueError`` where the text or the model cannot be read.
+    The run's model tokenizes the text. Raises ``ValueError`` if the text or the model cannot be read.
     """
     options = config.fedspallm
     if options.deal == "own" and config.dataset == "text":

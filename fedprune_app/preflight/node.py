@@ -1,4 +1,4 @@
-"""What a node's operator says: where its data, state and ledger are, and which runs it takes part in."""
+"""A node's settings: its operator's folders for data, state and ledger, and its policy."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,14 +6,23 @@ from functools import partial
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_FILE, POLICY_KEYS, Config, ConfigError, Policy, declined, read_toml, told_of
+from fedprune_app.config import (
+    POLICY_FILE,
+    POLICY_KEYS,
+    Config,
+    ConfigError,
+    Policy,
+    declined,
+    naming_source,
+    read_toml,
+)
 from fedprune_app.config.options import listed
 from fedprune_app.core.named import Values
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated_grid import is_simulated
 from fedprune_app.plugins import Code
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 
@@ -21,9 +30,9 @@ from fedprune_app.registry import SYSTEMS
 def read_policy(node_config: Mapping[str, object]) -> Policy:
     """Return the policy of the node that was started with ``node_config``.
 
-    The file is read for every message, so that a change holds at once. Raises :class:`ConfigError` for a file that is
-    missing or damaged, an unknown key, a value that cannot be, and a key that stands in both places. A node without a
-    readable policy thus answers no message.
+    The file is read for every message, so that a change applies at once. Raises :class:`ConfigError` for a missing or
+    damaged file, an unknown key, an invalid value, and a key in both places: without a readable policy a node replies
+    to no message.
     """
     node_values = {key: value for key, value in node_config.items() if key in POLICY_KEYS}
     policy = Policy.parse(node_values, "node-config")
@@ -36,7 +45,7 @@ def read_policy(node_config: Mapping[str, object]) -> Policy:
 
 
 def check_allowed(policy: Policy, code: Code) -> None:
-    """Raise :class:`~fedprune_app.config.PolicyError` for code of a run that the node's operator has not allowed."""
+    """Raise :class:`~fedprune_app.config.PolicyError` for code of a run that the node's policy does not allow."""
     if code.target not in listed(policy.allowed_plugins):
         allowed = policy.allowed_plugins or "no code"
         raise declined(code.key, code.target, "allowed-plugins", allowed)
@@ -45,7 +54,7 @@ def check_allowed(policy: Policy, code: Code) -> None:
 def _policy_in_file(name: object, node_values: Mapping[str, object]) -> Policy:
     if not (isinstance(name, str) and Path(name).is_absolute()):
         raise ConfigError(POLICY_FILE, name, "an absolute path", where="node-config")
-    with told_of(POLICY_FILE):
+    with naming_source(POLICY_FILE):
         file_values = read_toml(Path(name))
     for key in node_values:
         if key in file_values:
@@ -56,11 +65,11 @@ def _policy_in_file(name: object, node_values: Mapping[str, object]) -> Policy:
 
 
 def ledger_folder(policy: Policy, node_config: Mapping[str, object]) -> str:
-    """Return the folder of the node's ledger; empty where the run says which it is.
+    """Return the folder of the node's ledger; empty if the run chooses it.
 
-    The folder is ``ledger-dir`` of the policy. Without that key it is ``ledgers`` in the node's ``state-dir``, for all
-    runs, where the node has data of its own or a budget. Raises :class:`ConfigError` for a budget without a place of
-    the node's own for its ledger: every run could begin a fresh one.
+    It is the policy's ``ledger-dir``, or else ``ledgers`` in the node's ``state-dir``, for all runs, if the node has
+    data of its own or a budget. Raises :class:`ConfigError` for a budget without such a folder, since every run could
+    begin a new ledger.
     """
     if policy.ledger_dir:
         return policy.ledger_dir
@@ -75,16 +84,16 @@ def ledger_folder(policy: Policy, node_config: Mapping[str, object]) -> str:
 
 
 NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", POLICY_FILE, *POLICY_KEYS)
-OWN = ("image-folder", "table", "text")  # datasets that a client may have to itself, beside those of plug-ins
+OWN = ("image-folder", "table", "text")  # datasets that a client may have of its own, besides those of plug-ins
 
 
 def node_settings(run_config: Values, node_config: Values) -> tuple[Config, Policy]:
-    """Return the run's configuration as this node has it, and the node's policy.
+    """Return the run's configuration on this node, and the node's policy.
 
-    The operator of a node says where its data, state and ledger are and where its noise comes from; the run does not.
+    The node's operator, not the run, sets the folders of its data, state and ledger and the source of its noise.
     Without ``state-dir`` the state is below the home folder of the node's user. Raises :class:`ConfigError` for an
-    unknown key of the node-config, for a path that is not absolute, and for a ``data-dir`` that only the run names.
-    Raises :class:`PolicyError` where the policy declines the run. No data is read here.
+    unknown key of the node-config, for a path that is not absolute, and for a ``data-dir`` that only the run sets.
+    Raises :class:`PolicyError` if the run breaks the policy. No data is read here.
     """
     for key in node_config:
         if key not in NODE_KEYS:
@@ -103,11 +112,11 @@ def node_settings(run_config: Values, node_config: Values) -> tuple[Config, Poli
         policy = replace(policy, ledger_dir=folder)
     if not policy.secure_rng:
         own_settings["dp.secure-rng"] = False
-    elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
+    elif not (is_simulated() and "partition-id" in node_config):  # only in a simulation may the run choose
         own_settings["dp.secure-rng"] = True
     if not is_simulated():
         plugins.load(run_config, allows=partial(check_allowed, policy))
-    config = policy.over(prepare(Given({**run_config, **own_settings})).config)
+    config = policy.over(prepare(RunInputs({**run_config, **own_settings})).config)
     policy.check(config)
     if "partition-id" not in node_config:
         policy.check_own_labels(config)
@@ -115,10 +124,10 @@ def node_settings(run_config: Values, node_config: Values) -> tuple[Config, Poli
 
 
 def number_of(node_config: Values, fields: wire.Fields, dataset: str) -> tuple[int, int]:
-    """Return a client's number, and how many clients share the data, as its operator says.
+    """Return a client's number, and the number of clients that share the data, from its operator.
 
-    Where the operator gives no number the client has data of its own, which 0 clients share. The server then gives the
-    client its number with each message. Raises :class:`ConfigError` for numbers that cannot be.
+    Without them the client has data of its own, the second number is 0, and each message has the client's number.
+    Raises :class:`ConfigError` for invalid numbers.
     """
     client_id, num_clients = (node_config.get(key) for key in ("partition-id", "num-partitions"))
     if "partition-id" not in node_config and "num-partitions" not in node_config:
@@ -144,9 +153,9 @@ def number_of(node_config: Values, fields: wire.Fields, dataset: str) -> tuple[i
 
 
 def check_capacity(value: object) -> float | None:
-    """Return the density that a node can bear, which is ``capacity`` in its node-config, or None.
+    """Return ``capacity`` of a node-config, the density that the node can train, or None.
 
-    Raises :class:`ConfigError` for anything else.
+    Raises :class:`ConfigError` for an invalid value.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""The one way from what is given to a run: settings are parsed, and all is checked that can be before it starts."""
+"""Preparation of a run: its inputs are parsed, and all that can be checked before its start is checked."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,27 +9,26 @@ from fedprune_app.config import (
     OPTIONS,
     Config,
     ConfigError,
-    Kind,
+    PathKind,
     check_effects,
     check_resumable,
     has_effect,
+    naming_source,
     parse_config,
     paths_from_here,
-    told_of,
 )
 from fedprune_app.core.named import Values
 from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
-from fedprune_app.preflight.given import Given, Placement, made_by
+from fedprune_app.preflight.inputs import Placement, RunInputs, origin_of
 from fedprune_app.registry import SYSTEMS, System
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run is prepared when it may start, with these settings and at this place.
+    """A run that passed all checks, with its settings and its placement.
 
-    ``notes`` say in what the run is less than it seems. ``is_complete`` says that the folder holds the run with all of
-    its rounds.
+    ``notes`` are warnings for the user. With ``is_complete`` the folder has the run with all its rounds already.
     """
 
     config: Config
@@ -43,52 +42,52 @@ class Prepared:
         return Path(self.config.out_dir)
 
 
-def prepare(given: Given, placement: Placement | None = None) -> Prepared:
-    """Return the run that is given, or raise :class:`ConfigError` where it could not start at ``placement``.
+def prepare(inputs: RunInputs, placement: Placement | None = None) -> Prepared:
+    """Return the prepared run, or raise :class:`ConfigError` if it could not start at ``placement``.
 
-    Without a ``placement`` nothing is to start: the settings alone are checked, as in a process of the run itself.
+    Without a ``placement`` only the settings are checked, as in a process of the run itself.
     """
-    return prepare_all([given], placement)[0]
+    return prepare_all([inputs], placement)[0]
 
 
-def prepare_all(givens: Sequence[Given], placement: Placement | None = None) -> list[Prepared]:
-    """Return the runs that are given together: a setting needs to have an effect in one of the runs that have it."""
+def prepare_all(all_inputs: Sequence[RunInputs], placement: Placement | None = None) -> list[Prepared]:
+    """Prepare several runs together: a setting must have an effect in at least one of the runs that have it."""
     runs = []
-    for given in givens:
-        with told_of(given.where):
-            runs.append(_prepared_run(given, placement))
-    idle_keys = _idle_keys(givens, [run.config for run in runs])
+    for inputs in all_inputs:
+        with naming_source(inputs.where):
+            runs.append(_prepared_run(inputs, placement))
+    idle_keys = _idle_keys(all_inputs, [run.config for run in runs])
     prepared = []
-    for given, run in zip(givens, runs, strict=True):
-        notes = [*_notes(given, run.config, idle_keys)]
+    for inputs, run in zip(all_inputs, runs, strict=True):
+        notes = [*_notes(inputs, run.config, idle_keys)]
         if placement is not None and not run.is_complete:
-            from fedprune_app.preflight.can_start import doubts  # the module imports torch
+            from fedprune_app.preflight.can_start import warnings  # the module imports torch
 
-            with told_of(given.where):
-                notes += doubts(run.config, run.placement)
+            with naming_source(inputs.where):
+                notes += warnings(run.config, run.placement)
         prepared.append(replace(run, notes=tuple(notes)))
     return prepared
 
 
-def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
-    info = _recorded_info(given, placement) if given.resume else {}
-    if placement is not None and given.out is not None:
-        _check_folder(given, placement)
-    values = {**given.base, **given.chosen}
-    if given.out is not None:
-        values["out-dir"] = str(given.folder)
-    if given.resume:
-        if not given.is_whole:
-            plugins.check_named(info.get("config", {}), given.chosen)
+def _prepared_run(inputs: RunInputs, placement: Placement | None) -> Prepared:
+    info = _recorded_info(inputs, placement) if inputs.resume else {}
+    if placement is not None and inputs.out is not None:
+        _check_folder(inputs, placement)
+    values = {**inputs.base, **inputs.chosen}
+    if inputs.out is not None:
+        values["out-dir"] = str(inputs.folder)
+    if inputs.resume:
+        if not inputs.is_whole:
+            plugins.check_named(info.get("config", {}), inputs.chosen)
             values = {**info.get("config", {}), **values}
-        values["resume-from"] = str(given.folder)
-    if given.accept_loss:
+        values["resume-from"] = str(inputs.folder)
+    if inputs.accept_loss:
         values["accept-loss"] = True
     plugins.load(values)
     for key in set(info.get("config", {})) - set(OPTIONS):
-        raise ConfigError("setting", key, which="is unknown", where=made_by(info))
-    for key, value in given.chosen.items():
-        if key in OPTIONS and OPTIONS[key].kind is Kind.RUN_FOLDER and value:
+        raise ConfigError("setting", key, which="is unknown", where=origin_of(info))
+    for key, value in inputs.chosen.items():
+        if key in OPTIONS and OPTIONS[key].kind is PathKind.RUN_FOLDER and value:
             raise ConfigError(key, value, which="the command decides", hint="out and resume say it")
     config = check_system(parse_config(values))
     if info:
@@ -98,31 +97,31 @@ def _prepared_run(given: Given, placement: Placement | None) -> Prepared:
     return Prepared(config, place, SYSTEMS[config.system], (), is_complete)
 
 
-def _recorded_info(given: Given, placement: Placement | None) -> Values:
-    """Return the run.json of the run that is to continue.
+def _recorded_info(inputs: RunInputs, placement: Placement | None) -> Values:
+    """Return the run.json of the run to resume.
 
-    It is empty if run.json is on the server alone. Its ServerApp then compares the settings.
+    It is empty if run.json is only on the server, whose ServerApp then compares the settings.
     """
     from fedprune_app.results.reader import read_info
 
-    if (given.folder / "run.json").exists():
-        return read_info(given.folder)
+    if (inputs.folder / "run.json").exists():
+        return read_info(inputs.folder)
     if placement is not None and placement.superlink:
         return {}
-    raise ConfigError("--out", given.folder, which="holds no run to resume")
+    raise ConfigError("--out", inputs.folder, which="holds no run to resume")
 
 
-def _check_folder(given: Given, placement: Placement) -> None:
+def _check_folder(inputs: RunInputs, placement: Placement) -> None:
     from fedprune_app.results.ownership import check_free
     from fedprune_app.results.recorder import holds_run
 
-    if given.resume:
+    if inputs.resume:
         return
     if not placement.superlink:
-        check_out(given.folder)
-        check_free(given.folder)
-    if holds_run(given.folder):
-        raise ConfigError("--out", given.out, "a new folder", which="already holds a run", hint="resume continues it")
+        check_out(inputs.folder)
+        check_free(inputs.folder)
+    if holds_run(inputs.folder):
+        raise ConfigError("--out", inputs.out, "a new folder", which="already holds a run", hint="resume continues it")
 
 
 def check_out(folder: Path) -> None:
@@ -134,32 +133,31 @@ def check_out(folder: Path) -> None:
         raise ConfigError("--out", folder, "a new folder", which="is in use by another process")
 
 
-def _idle_keys(givens: Sequence[Given], configs: Sequence[Config]) -> set[str]:
-    """Return the keys that have an effect in none of the runs to which they are given, but with their file alone.
+def _idle_keys(all_inputs: Sequence[RunInputs], configs: Sequence[Config]) -> set[str]:
+    """Return the keys without effect in all runs that have them, but with effect in their own file's settings.
 
-    A file may be meant for another system than the command line asks for. Raises :class:`ConfigError` for a key without
-    any effect.
+    A file may be for another system than the command line's. Raises :class:`ConfigError` for a key without any effect.
     """
     idle_keys = set()
-    for key in dict.fromkeys(key for given in givens for key in given.chosen):
-        pairs = [(given, config) for given, config in zip(givens, configs, strict=True) if key in given.chosen]
+    for key in dict.fromkeys(key for inputs in all_inputs for key in inputs.chosen):
+        pairs = [(inputs, config) for inputs, config in zip(all_inputs, configs, strict=True) if key in inputs.chosen]
         if not any(has_effect(key, config) for _, config in pairs):
             idle_keys.add(key)
-            given, config = pairs[0]
-            if key in given.on_command_line:
+            inputs, config = pairs[0]
+            if key in inputs.on_command_line:
                 check_effects([key], config)
-            for file in given.files:
+            for file in inputs.files:
                 if key in file:
                     file_settings = paths_from_here(file)
                     plugins.load(file_settings)
-                    with told_of(given.where):
+                    with naming_source(inputs.where):
                         check_effects([key], parse_config(file_settings))
     return idle_keys
 
 
-def _notes(given: Given, config: Config, idle: Collection[str]) -> Iterator[str]:
-    """Yield in what a run is less than its system's name says, and which of the given settings change nothing."""
+def _notes(inputs: RunInputs, config: Config, idle: Collection[str]) -> Iterator[str]:
+    """Yield warnings about a private system without privacy, and about settings without effect."""
     if SYSTEMS[config.system].is_private and not config.dp.enabled:
         yield f"dp.enabled is false, so this run of system {config.system!r} protects nobody"
-    if keys := [key for key in given.chosen if key in idle]:
+    if keys := [key for key in inputs.chosen if key in idle]:
         yield f"without effect with system {config.system!r}: {', '.join(keys)}"

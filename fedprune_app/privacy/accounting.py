@@ -1,7 +1,7 @@
-"""Accounting turns releases into an ε: dp-accounting events, their composition, and the noise that a target needs.
+"""Accounting: the ε of releases, by dp-accounting events and their composition, and the noise for a target ε.
 
-One example of a data set is a blank in its neighbour. A release is one of two kinds: steps of DP-SGD on Poisson
-samples, or a number with Laplace noise.
+Neighbouring data sets differ in one example, which is blank in one of them. A release is one of two kinds: steps of
+DP-SGD on Poisson samples, or a number with Laplace noise.
 """
 
 import logging
@@ -18,16 +18,16 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
 
 ACCOUNTANTS = ("pld", "rdp")
-# The more Rényi orders there are, the tighter ε is. Orders above 64 serve small ε.
+# More Rényi orders give a tighter ε. Orders above 64 are for small ε.
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(11, 64)] + [80, 96, 128, 256, 512, 1024])
 
 
 @dataclass(frozen=True, order=True)
 class Steps:
-    """A step of DP-SGD adds Gaussian noise to the sum of clipped gradients of a Poisson sample.
+    """Steps of DP-SGD: the sum of clipped gradients of a Poisson sample, with Gaussian noise.
 
-    * Each example takes part with probability ``sample_rate``.
-    * The noise has ``noise_multiplier`` times the clipping norm as its standard deviation.
+    * Each example is sampled with probability ``sample_rate``.
+    * The standard deviation of the noise is ``noise_multiplier`` times the clipping norm.
 
     Raises ``ValueError`` for a number out of range.
     """
@@ -53,7 +53,7 @@ class Steps:
 
 @dataclass(frozen=True, order=True)
 class Laplace:
-    """A Laplace release is a number that one example changes by at most ``sensitivity``, plus noise of ``scale``.
+    """A number that one example changes by at most ``sensitivity``, with Laplace noise of ``scale``.
 
     ``scale`` and ``sensitivity`` are in the number's units. The release costs the pure ε = sensitivity / scale. Raises
     ``ValueError`` for a number out of range.
@@ -76,19 +76,19 @@ class Laplace:
 
 
 Release = Steps | Laplace
-_LONGEST = 1000.0  # above this ε, which protects nothing, privacy loss distributions are too long to be worth it
+_LONGEST = 1000.0  # above this ε, which protects nothing, privacy loss distributions take too long
 _COARSEST = 2.0**-7
 _PER_DEVIATION = 0.1
-# A count says how often each release was made. Order does not matter, so n releases at once are n times one.
+# The number of times that each release was made. Order does not matter, so n releases at once are n times one.
 Spent = Mapping[Release, int]
 
 
 def epsilon(spent: Spent, delta: float, accountant: str = "pld") -> float:
-    """Return the ε for which everything in ``spent`` together is (ε, ``delta``)-DP: 0 for nothing, inf without noise.
+    """Return the ε for which all releases ``spent`` together are (ε, ``delta``)-DP: 0 for none, inf without noise.
 
-    * ``pld`` composes privacy loss distributions. The figure is never above that of ``rdp``, which holds as well.
+    * ``pld`` composes privacy loss distributions. Its ε is never above that of ``rdp``, which is valid as well.
     * ``rdp`` composes Rényi divergences and converts once (Balle et al. 2020), by the exact divergence of each kind.
-      This takes no time, but says more than is lost: by a tenth to a third in usual trainings.
+      This takes no time, but overestimates ε by a tenth to a third in usual trainings.
 
     Raises ``ValueError`` for ``delta`` outside (0, 1).
 
@@ -110,14 +110,14 @@ def epsilon(spent: Spent, delta: float, accountant: str = "pld") -> float:
 
 
 def affords(spent: Spent, delta: float, limit: float, accountant: str = "pld") -> bool:
-    """Return whether :func:`epsilon` is at most ``limit``: mostly by Rényi divergences, which are never below it."""
+    """Return whether :func:`epsilon` is at most ``limit``: first by Rényi divergences, fast and never below it."""
     return epsilon(spent, delta, "rdp") <= limit or epsilon(spent, delta, accountant) <= limit
 
 
 Counts = tuple[tuple[Release, int], ...]
 
 
-@lru_cache(maxsize=512)  # clients of equal volume spend the same
+@lru_cache(maxsize=512)  # clients of equal volume have equal charges
 def _by_divergences(counts: Counts, delta: float) -> float:
     rho = sum((count * divergence(release) for release, count in counts), np.zeros(len(ORDERS)))
     if not np.isfinite(rho).any():
@@ -141,9 +141,9 @@ def _losses(counts: Counts) -> PrivacyLossDistribution:
     return losses
 
 
-@lru_cache(maxsize=64)  # a client's are the same in every round
+@lru_cache(maxsize=64)  # a client's releases are the same in every round
 def _release_losses(release: Release, grid: float) -> PrivacyLossDistribution:
-    """Return the distribution of one release's privacy loss, which is finite, on a grid of this width."""
+    """Return the distribution of one release's privacy loss, if finite, on a grid of this width."""
     if isinstance(release, Laplace):
         return privacy_loss_distribution.from_laplace_mechanism(
             release.scale / release.sensitivity, value_discretization_interval=grid
@@ -154,11 +154,11 @@ def _release_losses(release: Release, grid: float) -> PrivacyLossDistribution:
 
 
 def _interval(counts: Counts) -> float:
-    """Return the width of the grid on which privacy losses are counted, a power of 2: they are rounded up.
+    """Return the width of the grid to which privacy losses are rounded up, a power of 2.
 
     A step's loss has the variance 2 D, with its divergence D of order 1. A grid of a tenth of the releases' mean
     deviation makes ε too large by a few hundredths of a percent, at most by two tenths. The library's fixed 1e-4 takes
-    ten times as long where losses are large, and is too wide where they are small.
+    ten times as long if losses are large, and is too wide if they are small.
     """
     variance = sum(count * 2 * _per_order(divergence(release)) for release, count in counts)
     deviation = math.sqrt(variance / sum(count for _, count in counts))
@@ -166,14 +166,14 @@ def _interval(counts: Counts) -> float:
 
 
 def _per_order(divergences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """Return ``D_α / α`` for the lowest order that was found: the divergence of order 1, or a little more."""
+    """Return ``D_α / α`` for the lowest order with a result: the divergence of order 1, or slightly more."""
     lowest = int(np.isfinite(divergences).argmax())
     return float(divergences[lowest]) / ORDERS[lowest]
 
 
 @lru_cache(maxsize=128)
 def divergence(release: Release) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Return the Rényi divergence at each of :data:`ORDERS`; an order at which it is not found counts as infinite."""
+    """Return the Rényi divergence at each of :data:`ORDERS`, infinite where the library finds none."""
     accountant = RdpAccountant(ORDERS)
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of orders near 1 that do not converge
     accountant.compose(release.event)
@@ -189,12 +189,12 @@ def noise_for(
     accountant: str = "pld",
     extra_releases: tuple[tuple[Release, int], ...] = (),
 ) -> float:
-    """Return the least noise multiplier, of three decimals, for which ``steps`` steps are (target_epsilon, delta)-DP.
+    """Return the smallest noise multiplier, to three decimals, with which ``steps`` are (target_epsilon, delta)-DP.
 
-    ``extra_releases`` are further ones, and how often each is made. Raises ``ValueError`` when not even a multiplier of
-    1000 is enough.
+    ``extra_releases`` are further ones, with the number of each. Raises ``ValueError`` if not even a multiplier of 1000
+    is enough.
     """
-    high, low = 1000, 0  # whole thousandths, so every machine finds the same
+    high, low = 1000, 0  # whole thousandths, so that the result is the same on every machine
 
     def is_enough(thousandths: int) -> bool:
         spent = {Steps(thousandths / 1000, sample_rate): steps, **dict(extra_releases)}
@@ -225,9 +225,9 @@ def total(*parts: Spent) -> Counter[Release]:
 def paper_epsilon(
     rounds: int, noise_multiplier: float, sample_rate: float, delta: float, validation_scale: float = 0.0
 ) -> float:
-    """Return equation 20 after ``rounds`` rounds (t + 1 there), least over the orders; inf without noise.
+    """Return equation 20 after ``rounds`` rounds (t + 1 there), minimised over the orders; inf without noise.
 
-    ``validation_scale`` is λ_val, of a score noised in every round; 0 for no such score. Raises ``ValueError`` for
+    ``validation_scale`` is λ_val, for a score noised in every round; 0 for no such score. Raises ``ValueError`` for
     negative ``rounds``, and for ``delta`` outside (0, 1).
     """
     if rounds < 0 or not 0 < delta < 1:

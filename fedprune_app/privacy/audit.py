@@ -1,8 +1,8 @@
-"""An audit finds a lower bound on ε from one run, by an attack that guesses which canaries were in a client's data.
+"""Auditing: a lower bound on ε from one run, by guessing which canaries were in a client's data.
 
 Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023 (arXiv 2305.08846). Each of m
-canaries is in or out by a coin of its own. The attacker sees the releases alone and guesses some of the coins. (ε,
-δ)-DP limits how many guesses can be right, for every attack. A weak attack gives a small bound, never a wrong one.
+canaries is in or out by its own coin. The attacker sees the releases alone and guesses some of the coins. (ε, δ)-DP
+limits how many guesses can be right, for every attack. A weak attack gives a small bound, never a wrong one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GRID = 10.0 ** np.arange(-3, 8.01, 0.25)  # of λ, in units of the mean squared 
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability that (ε, δ)-DP leaves for so many correct guesses, or more.
+    """Return the largest probability under (ε, δ)-DP of so many correct guesses, or more.
 
-    Theorem 3.1 of the paper, for r ``guesses`` of m ``canaries``, a number that was fixed before, and v ``correct``:
-    ``f(v) + 2 m δ max_{1 <= i <= m} (f(v - i) - f(v)) / i`` with ``f(v) = P[Binomial(r, e^ε / (1 + e^ε)) >= v]``.
+    Theorem 3.1 of the paper, for r ``guesses`` of m ``canaries``, a number fixed in advance, and v ``correct``: ``f(v)
+    + 2 m δ max_{1 <= i <= m} (f(v - i) - f(v)) / i`` with ``f(v) = P[Binomial(r, e^ε / (1 + e^ε)) >= v]``.
 
     >>> round(p_value(canaries=100, guesses=10, correct=9, epsilon=0.0, delta=0.0), 4)  # (1 + 10) / 2^10
     0.0107
@@ -42,10 +42,10 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 
 def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """Return the largest ε that so many correct guesses rule out.
+    """Return the largest ε that ``correct`` guesses rule out.
 
-    With this ``confidence`` the true ε is not below the bound.
-    The bound is 0 where nothing is ruled out, and never inf. ``confidence`` is above 0 and below 1.
+    With ``confidence``, above 0 and below 1, the true ε is at least the bound. The bound is 0 if nothing is ruled out,
+    and never inf.
     """
 
     def is_refuted(epsilon: float) -> bool:
@@ -65,7 +65,7 @@ def lower_bound(canaries: int, guesses: int, correct: int, delta: float, confide
 def guesses_of(scores: Tensor, number: int) -> Tensor:
     """Return the guesses (m,): +1 (in) for large scores, -1 (out) for small ones, 0 for no guess.
 
-    Half of ``number`` guesses, which is even, go to the largest ``scores`` (m,) and half to the smallest.
+    Half of the ``number`` guesses, which is even, are for the largest ``scores`` (m,) and half for the smallest.
 
     >>> guesses_of(torch.tensor([0.4, 0.9, 0.1, 0.2]), number=2).tolist()
     [0, 1, -1, 0]
@@ -79,7 +79,7 @@ def guesses_of(scores: Tensor, number: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding is an audit's result: the ledger's ``claim`` at ``delta``, and how many guesses of coins were right."""
+    """The result of an audit: the ledger's ``claim`` of ε at ``delta``, and the number of correct guesses."""
 
     canaries: int
     guesses: int
@@ -90,12 +90,12 @@ class Finding:
 
     @cached_property
     def bound(self) -> float:
-        """Return the lower bound on ε that holds with ``confidence``."""
+        """Return the lower bound on ε at ``confidence``."""
         return lower_bound(self.canaries, self.guesses, self.correct, self.delta, self.confidence)
 
     @property
     def holds(self) -> bool:
-        """Return whether the claim survived: no observation contradicts it."""
+        """Return whether no observation contradicts the claim."""
         return self.bound <= self.claim
 
     @property
@@ -109,7 +109,7 @@ class Finding:
         )
 
     def to_dict(self) -> dict[str, float | int | bool | None]:
-        """Return the finding for JSON, which has no infinite number: a claim that is infinite is None."""
+        """Return the finding for JSON, which has no infinity: an infinite claim is None."""
         claim = self.claim if math.isfinite(self.claim) else None
         return {**asdict(self), "claim": claim, "bound": self.bound, "holds": self.holds}
 
@@ -128,20 +128,20 @@ JSON_KEYS = frozenset({*(each.name for each in fields(Finding)), "bound", "holds
 
 
 class Evidence:
-    """Evidence says how far several releases together point to each of ``rows`` examples.
+    """Scores for which of ``rows`` examples were in the data, summed over several releases.
 
-    A release is taken to be ``u = a (g_0 + Σ_i x_i g_i) + n``:
+    The model of a release is ``u = a (g_0 + Σ_i x_i g_i) + n``:
 
     * ``u`` is an update of the weights;
     * ``g_i`` is the direction in which example i pulls;
-    * ``x_i``, of unit variance, says how much more or less than the mean example i pulls (a canary by its coin, others
-      by how often they were sampled);
+    * ``x_i``, of unit variance, is how much more or less than the mean example i pulls (a canary by its coin, others by
+      how often they were sampled);
     * ``g_0`` is common to all examples;
     * ``a`` is an unknown scale;
     * ``n`` is noise that is equal in all directions.
 
-    Then the best guess of x is a ridge regression. Its strength λ (noise over signal) is the one that makes the
-    release most likely. So neither the noise nor the learning rate need be known.
+    Then the best guess of x is a ridge regression. Its strength λ (noise over signal) maximises the likelihood of the
+    release. So neither the noise nor the learning rate need be known.
     """
 
     def __init__(self, rows: int) -> None:
@@ -152,8 +152,8 @@ class Evidence:
     def add(self, update: Tensor, directions: Tensor, other_directions: Sequence[Tensor] = ()) -> None:
         """Add the evidence of one release: ``update`` u (d,) and the examples' ``directions`` (rows, d).
 
-        Parts along ``other_directions`` (d,) and along the mean direction say nothing of single coins and are taken
-        out. A release without any signal adds nothing.
+        Components along ``other_directions`` (d,) and along the mean direction carry no information on single coins and
+        are removed. A release without any signal adds nothing.
         """
         basis = _orthonormal([directions.mean(0), *other_directions])
         u, g = _orthogonal_part(update, basis), _orthogonal_part(directions, basis)
@@ -162,7 +162,7 @@ class Evidence:
         if not unit > 0 or not float(u.norm()) > 0:
             return
         noise, scale = _fit_noise(gram / unit, projections / math.sqrt(unit), float(u.double().square().sum()), len(u))
-        # Each release is solved by itself: where the model is wrong and noise is small, errors differ between releases.
+        # Each release is solved separately: if the model is wrong and noise is small, errors differ between releases.
         system = gram / unit + noise * torch.eye(self.rows, dtype=torch.float64)
         self.scores += torch.linalg.solve(system, projections / math.sqrt(unit)) / scale
 

@@ -1,4 +1,4 @@
-"""Sums of clipped gradients per example, in one backward pass or by Opacus' hooks, and the layers' rules for them."""
+"""Sums of clipped per-example gradients, in one backward pass or by Opacus' hooks, and the rules per layer."""
 
 import math
 import warnings
@@ -19,10 +19,10 @@ Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], 
 
 
 def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
-    """Return Opacus' per-example gradients of a convolution, but right for channels last in memory too.
+    """Return Opacus' per-example gradients of a convolution, but correct for channels last in memory too.
 
-    Opacus 1.6 takes windows of its input by strides that only contiguous tensors have. So it reads wrong numbers from
-    other tensors, silently. Without groups this rule is also faster.
+    Opacus 1.6 assumes the strides of contiguous tensors for the windows of its input, and silently reads wrong numbers
+    from other tensors. Without groups this rule is also faster.
     """
     assert isinstance(layer, nn.Conv2d)
     inputs, backprops = activations[0].contiguous(), backprops.contiguous()
@@ -31,7 +31,7 @@ def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor)
     gradients: dict[Tensor, Tensor] = {}
     outputs = backprops.flatten(2)  # (n, o, q), q positions
     if layer.weight.requires_grad:
-        shape = outputs.shape[1], inputs.shape[1], *layer.kernel_size  # the weight's, in a smaller network too
+        shape = outputs.shape[1], inputs.shape[1], *layer.kernel_size  # of the weight, in a smaller network too
         gradients[layer.weight] = (outputs @ windows(layer, inputs).mT).view(-1, *shape)
     if layer.bias is not None and layer.bias.requires_grad:
         gradients[layer.bias] = outputs.sum(2)
@@ -39,7 +39,7 @@ def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor)
 
 
 def windows(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
-    """Return what ``F.unfold`` returns, (n, p, q): the inputs that a convolution multiplies at each position.
+    """Return the result of ``F.unfold``, (n, p, q): the inputs that a convolution multiplies at each position.
 
     A strided copy takes a third to nine tenths of the time of ``F.unfold`` on a CPU.
     """
@@ -56,7 +56,7 @@ def windows(layer: nn.Conv2d, inputs: Tensor) -> Tensor:
 
 
 def _layer_norm(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
-    """Return Opacus' per-example gradients of a layer norm. Opacus 1.6 itself fails for one without a bias."""
+    """Return Opacus' per-example gradients of a layer norm; Opacus 1.6 fails for one without a bias."""
     assert isinstance(layer, nn.LayerNorm)
     normalised = F.layer_norm(activations[0], layer.normalized_shape, eps=layer.eps)
     gradients = {layer.weight: normalised * backprops, layer.bias: backprops}
@@ -68,14 +68,14 @@ def _layer_norm(layer: nn.Module, activations: list[Tensor], backprops: Tensor) 
     }
 
 
-# A rule gives the gradients per example of a layer's parameters, from its inputs and the gradients of its outputs.
+# A rule computes per-example gradients of a layer's parameters from its inputs and the gradients of its outputs.
 RULES: Samplers = {
     kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.RMSNorm, nn.Embedding)
 } | {nn.Conv2d: _convolution, nn.LayerNorm: _layer_norm}
 
 
 def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
-    """Return ``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not a number or not finite.
+    """Return ``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not finite.
 
     >>> clip_factors(torch.tensor([0.25, 16.0]), clip_norm=1.0).round(decimals=3).tolist()
     [1.0, 0.25]
@@ -84,13 +84,13 @@ def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
     return torch.where(norms.isfinite(), (clip_norm / (norms + 1e-6)).clamp(max=1), torch.nan)
 
 
-# A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name. ``one-pass``
-# also takes a network (images -> logits) in place of the model, and masks.
+# Maps a batch (images, labels) to the sum of its masked and clipped gradients, by name. ``one-pass`` also accepts a
+# network (images -> logits) instead of the model, and masks.
 ClippedSum = Callable[..., TensorDict]
 
 
 class _Watch:
-    """Layers are watched by hooks, which keep each layer's input and output of a forward pass."""
+    """Record each layer's input and output of a forward pass, by hooks."""
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         parameters = set(trained.values())
@@ -103,7 +103,7 @@ class _Watch:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Watch a forward pass, and forget it afterwards. A layer that is used twice is refused."""
+        """Record a forward pass until the context ends. ``ValueError`` for a layer that is used twice."""
 
         def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             if layer in self.activations:
@@ -123,9 +123,9 @@ class _Watch:
 
 
 def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> TensorDict | None:
-    """Return the sum anew without the examples whose norm is not finite: they have no bounded part in the sum.
+    """Return the sum recomputed without the examples whose norm is not finite: their part in the sum is unbounded.
 
-    The result is None where all norms are finite.
+    None if all norms are finite.
     """
     is_finite = factors.isfinite()
     if bool(is_finite.all()):
@@ -145,8 +145,8 @@ def _linear_squared_norms(inputs: Tensor, backprops: Tensor, mask: Tensor | None
     """Return ``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), without a tensor (n, o, j).
 
     The result is NaN where ``‖a‖`` or ``‖b‖`` is above 10⁸, which no honest network reaches. Below it an entry whose
-    square underflows adds less than 10⁻¹¹ to a gradient, however large the other factor is. Above it such an entry
-    could pass the clipping unseen.
+    square underflows adds less than 10⁻¹¹ to a gradient, whatever the other factor. Above it such an entry could evade
+    the clipping.
     """
     a, b = inputs.square(), backprops.square()
     of_inputs, of_backprops = a.sum(1), b.sum(1)
@@ -161,7 +161,7 @@ def _materialised(
     masks: Tensors,
     clip_norm: float,
 ) -> Iterator[ClippedSum]:
-    """Give a clipped sum for which Opacus keeps every example's gradient in ``grad_sample``."""
+    """Yield a clipped sum for which Opacus stores every example's gradient in ``grad_sample``."""
 
     class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
         GRAD_SAMPLERS: ClassVar = dict(RULES)
@@ -190,7 +190,7 @@ def _materialised(
 def _one_pass(
     model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Tensors, clip_norm: float
 ) -> Iterator[ClippedSum]:
-    """Give a clipped sum that keeps inputs and outputs of every layer and stops the backward pass at the outputs."""
+    """Yield a clipped sum that stores every layer's inputs and outputs and stops the backward pass at the outputs."""
     name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     watch = _Watch(model, trained)
 
@@ -202,7 +202,7 @@ def _one_pass(
     ) -> TensorDict:
         with watch.forward():
             loss = F.cross_entropy(network(images), labels, reduction="sum")
-            layers = [layer for layer in watch.layers if layer in watch.activations]  # one without use has no gradient
+            layers = [layer for layer in watch.layers if layer in watch.activations]  # unused layers have no gradient
             inputs = [watch.activations[layer][0].detach() for layer in layers]
             outputs = [watch.activations[layer][1] for layer in layers]
             backprops = torch.autograd.grad(loss, outputs, materialize_grads=True)
@@ -220,9 +220,9 @@ def _one_pass(
 
 
 def _rule_of(layer: nn.Module) -> Any:
-    """Return the rule of a layer's type, or of the type that it is made from; None where there is none.
+    """Return the rule of a layer's type, or of a base class; None if there is none.
 
-    :func:`check_gradients` refuses a network in which a layer without a rule has gradients.
+    :func:`check_gradients` raises for a network in which a layer without a rule has gradients.
     """
     return next((RULES[kind] for kind in type(layer).__mro__ if kind in RULES), None)
 
@@ -235,7 +235,7 @@ def _layer_terms(
 ) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
     """Yield each trained parameter of a layer, its squared norms (n,) and its clipped sum.
 
-    ``a`` are the layer's inputs and ``b`` the gradients of its outputs, both by example.
+    ``a`` are the layer's inputs and ``b`` the gradients of its outputs, both per example.
     """
     if isinstance(layer, nn.Linear) and a.dim() == 2:
         gradients: dict[Tensor, Tensor] = {} if layer.bias is None else {layer.bias: b}
@@ -271,7 +271,7 @@ def over_tensors(squared: Any) -> Tensor:
 
 @contextmanager
 def _wrapped_model(model: nn.Module, module: Any) -> Iterator[Any]:
-    """Give the Opacus ``module`` around the model, and leave the model as it was before."""
+    """Yield the Opacus ``module`` around the model, and restore the model afterwards."""
     try:
         yield module
     finally:
@@ -291,7 +291,7 @@ def _wrapped_model(model: nn.Module, module: Any) -> Iterator[Any]:
 
 @contextmanager
 def out_of_place(model: nn.Module) -> Iterator[None]:
-    """Let modules with ``inplace=True`` give new tensors meanwhile: gradients per example need what layers gave."""
+    """Disable ``inplace=True`` of modules within the context: per-example gradients need layers' outputs."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False) is True]
     for module in modules:
         module.inplace = False
@@ -306,12 +306,12 @@ def out_of_place(model: nn.Module) -> Iterator[None]:
 def attached(
     model: nn.Module, names: Sequence[str], masks: Tensors, clip_norm: float, grad_sample: str
 ) -> Iterator[ClippedSum]:
-    """Give the clipped sum of a method over the parameters of these names."""
+    """Yield the clipped sum of a method over the parameters of these names."""
     parameters = dict(model.named_parameters())
     method = METHODS["one-pass" if grad_sample == "auto" else grad_sample]
     trained = {name: parameters[name] for name in names}
     with warnings.catch_warnings(), out_of_place(model), method(model, trained, masks, clip_norm) as clipped_sum:
-        # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone. No more is needed.
+        # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone, which is enough.
         warnings.filterwarnings("ignore", message="Full backward hook is firing")
         warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
         yield clipped_sum

@@ -1,14 +1,15 @@
-"""DP-SGD on masked models takes per-example gradients, masks and clips each, sums them, and adds noise under the mask.
+"""DP-SGD on masked models: per-example gradients are masked, clipped and summed, and noise is added under the mask.
 
-Abadi et al. 2016. Noise is added where the mask is True. Batches are Poisson samples, so they differ in size and can
-be empty. The sum is divided by the expected size, which is public. ``grad_sample`` says how the per-example gradients
-come about; this choice changes speed alone:
+Abadi et al. 2016. Noise is added where the mask is True. Batches are Poisson samples, so they differ in size and can be
+empty. The sum is divided by the expected size, which is public. ``grad_sample`` is the method for per-example
+gradients; it changes speed alone:
 
 * ``hooks``: Opacus' GradSampleModule materialises them.
-* ``one-pass``: one backward pass to the layers' outputs gives both (Bu et al. 2023, "book-keeping"), with Opacus'
-  rules per layer; linear layers never materialise anything. ``auto`` is this one, by benchmarks/dp_step.py.
+* ``one-pass``: one backward pass to the layers' outputs yields norms and clipped sums (Bu et al. 2023, "book-keeping"),
+  with Opacus' rules per layer; linear layers never materialise anything. ``auto`` is this one, by
+  benchmarks/dp_step.py.
 
-Both follow rules by layer, so a network is compared with autograd's own gradients before it is trained privately.
+Both use rules by layer, so a network is compared with autograd's own gradients before it is trained privately.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _checked_keys: set[Hashable] = set()  # networks that passed
 def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
     """Raise ``ValueError``, one line, for a network whose parameters ``names`` cannot be trained privately.
 
-    The network is tried once, see :func:`check_model`, :func:`check_independence` and :func:`check_gradients`. It has
-    to be in the mode of training.
+    Each network is checked once, by :func:`check_model`, :func:`check_independence` and :func:`check_gradients`. It
+    must be in training mode.
     """
     computation = computation_key(model)
     key = computation, tuple(example_shape), tuple(names), grad_sample
@@ -58,24 +59,23 @@ def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequenc
         return
     check_model(model)
     try:
-        with warnings.catch_warnings(action="ignore"):  # of tensors that need a gradient here alone
+        with warnings.catch_warnings(action="ignore"):  # about tensors that need a gradient only here
             check_independence(model, example_shape)
             check_gradients(model, example_shape, names, grad_sample)
     except ValueError:
         raise
-    except Exception as error:  # a user's network raises what it likes
+    except Exception as error:  # a user's network may raise anything
         error_text = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"the network cannot be trained privately: {error_text}") from None
     _checked_keys.add(key)
 
 
 def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
-    """Raise ``ValueError``, one line, where a method sums other clipped gradients than autograd's own, by example.
+    """Raise ``ValueError``, one line, if a method's clipped sum differs from that of autograd's per-example gradients.
 
-    A rule for a layer sees neither what the network does with the layer's parameters elsewhere nor which example a row
-    belongs to. An example's own gradient is that of a batch of one; where the network draws, that of its loss in the
-    batch, as draws depend on places. One example is there twice, with two labels. A sum without clipping shows whose
-    gradient is wrong.
+    A layer's rule knows neither the other uses of the layer's parameters nor to which example a row belongs. An
+    example's own gradient is that of a batch of one; if the network draws, that of its loss in the batch, because draws
+    depend on places. One example occurs twice, with two labels. A sum without clipping shows whose gradient is wrong.
     """
     draw = torch.Generator().manual_seed(0)
     model = generic_copy(model, draw)
@@ -93,7 +93,7 @@ def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Seque
             yield from losses_of_part
 
     def wrong_tensor(clip_norm: float) -> str | None:
-        """Return the name of the first tensor whose sum differs; a norm of 0 is half of the first example's."""
+        """Return the name of the first tensor with a wrong sum; a norm of 0 stands for half of the first example's."""
         expected = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
         for loss in losses():
             own = torch.autograd.grad(loss, [*trained.values()], retain_graph=is_drawing, materialize_grads=True)
@@ -119,7 +119,7 @@ def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Seque
 
 
 def _first_difference(sums: Tensors, expected: Tensors) -> str | None:
-    """Return the name of the first tensor that differs by more than float32 rounds, also what would be 0."""
+    """Return the name of the first tensor that differs by more than float32 rounding, also where 0 is expected."""
     largest = max(float(gradient.abs().sum()) for gradient in expected.values())
     for name, gradient in expected.items():
         error = float((sums.get(name, gradient * 0) - gradient).norm())
@@ -129,7 +129,7 @@ def _first_difference(sums: Tensors, expected: Tensors) -> str | None:
 
 
 def _noise(model: nn.Module, example_shape: Sequence[int], most: int, draw: torch.Generator) -> Tensor:
-    """Return ``most`` examples of noise on several scales, or fewer, but 6, for a large network."""
+    """Return ``most`` examples of noise on several scales, or fewer, but at least 6, for a large network."""
     cost = sum(parameter.numel() for parameter in model.parameters()) + 64 * math.prod(example_shape)
     shape = max(6, min(most, 2**24 // cost)), *example_shape
     scales = torch.rand(shape[0], generator=draw).add(0.2).view(-1, *[1] * len(example_shape))
@@ -139,12 +139,12 @@ def _noise(model: nn.Module, example_shape: Sequence[int], most: int, draw: torc
 @torch.no_grad()
 def _outputs(model: nn.Module, images: Tensor) -> Tensor:
     with global_draws_of(0):
-        outputs: Tensor = model(images * 1)  # a network may overwrite what it takes
+        outputs: Tensor = model(images * 1)  # a copy, since a network may overwrite its input
     return outputs
 
 
 def _is_drawing(model: nn.Module, images: Tensor) -> bool:
-    """Say whether a network moves a global generator. Two outputs may be equal though it draws."""
+    """Return whether a network uses a global generator; equal outputs would not show that."""
     with global_draws_of(0):
         model(images[:1] * 1)
         later = _draws(images.device)
@@ -157,12 +157,12 @@ def _draws(device: torch.device) -> tuple[float, ...]:
 
 
 def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
-    """Raise ``ValueError``, one line, for a network that passes something of an example on to another one.
+    """Raise ``ValueError``, one line, for a network in which examples of a batch influence each other.
 
-    Clipping then bounds nobody's part. A copy computes on noise. An example's output has to be the same in batches of
-    other sizes, orders and repetitions; where the network draws, it is the same where others take the places of some
-    others. A buffer or parameter that the network changes in its forward pass is refused: it would
-    leave the client without noise. The model and the global generators stay as they are.
+    Clipping then bounds no example's part. A copy computes on noise. An example's output must be the same in batches of
+    other sizes, orders and repetitions; if the network draws, it must be the same when other examples are replaced.
+    Also raises for a buffer or parameter that the forward pass changes: it would leave the client without noise. The
+    model and the global generators are not changed.
     """
     draw = torch.Generator().manual_seed(0)
     model = generic_copy(model, draw)
@@ -200,15 +200,15 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class DPSGD:
-    """DP-SGD settings say how the gradients of a private training are made.
+    """How private gradients are made: noise, clipping, Poisson sampling and groups.
 
-    At most ``physical_batch`` examples are in work at a time. This number changes memory and not the result (but for
-    the order of float sums). The options declare the ranges. ``num_units`` count as known, with blanks for what lacks;
-    by default they are those that there are.
+    At most ``physical_batch`` examples are processed at a time, which changes memory and not the result (except the
+    order of float sums). The options declare the ranges. ``num_units`` count as known, with blanks for missing ones; by
+    default it is the actual number.
 
-    What is protected as one is an example, or with ``groups`` (N,) all examples of a group: they say by a number from 0
-    on to which group each example belongs. A group in a step has at most ``group_limit`` examples there, drawn anew for
-    each step, and adds the clipped mean of their gradients to the sum.
+    The protected unit is an example, or with ``groups`` (N,), which numbers each example's group from 0 on, all
+    examples of a group. A group in a step has at most ``group_limit`` examples there, redrawn for each step, and adds
+    the clipped mean of their gradients to the sum.
     """
 
     noise_multiplier: float
@@ -229,14 +229,14 @@ class DPSGD:
     def batches(self, num_examples: int) -> Iterator[Tensor]:
         """Draw the positions of each step's examples in one epoch.
 
-        Each example or group is in with ``sample_rate``, by itself.
+        Each example or group is sampled independently with ``sample_rate``.
         """
         for _ in range(self.steps_per_epoch):
             drawn = self.noise.uniform(self.count(num_examples)) < self.sample_rate
             yield drawn.nonzero().squeeze(1) if self.groups is None else self._examples_of(drawn, self.groups)
 
     def _examples_of(self, drawn: Tensor, groups: Tensor) -> Tensor:
-        """Return the positions of the drawn groups' examples, of each group at most ``group_limit``."""
+        """Return the positions of the drawn groups' examples, at most ``group_limit`` per group."""
         positions = drawn[groups].nonzero().squeeze(1)
         counts = groups[positions].bincount()
         if not bool((counts > self.group_limit).any()):
@@ -247,7 +247,7 @@ class DPSGD:
         return by_group[ranks < self.group_limit].sort().values
 
     def parted(self, batch: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the positions of a batch without others of their group in it, and those of each other group."""
+        """Return the positions of a batch's examples that are alone of their group, and those of each other group."""
         if self.groups is None:
             return batch, ()
         groups = self.groups[batch]
@@ -260,7 +260,7 @@ class DPSGD:
     def add_noise(self, gradients: Tensors, kept: Tensors, expected_batch: float) -> None:
         """Add noise to a batch's sums ``gradients``, where ``kept`` is 1, and divide them by ``expected_batch``.
 
-        The noised sum is rounded to the gradient's own type once. Whatever follows is post-processing.
+        The noised sum is rounded to the gradient's dtype once. All that follows is post-processing.
         """
         std = self.noise_multiplier * self.clip_norm
         size, device = sum(gradient.numel() for gradient in gradients.values()), next(iter(gradients.values())).device
@@ -279,11 +279,11 @@ class DPSGD:
         kept: Tensors,
         example_shape: Sequence[int] | None = None,
     ) -> Iterator[_Step]:
-        """Give an object that puts private gradients into ``gradients``, for the time of a training.
+        """Yield an object that writes private gradients into ``gradients`` during a training.
 
         The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
-        With the shape of an example the network is tried, and ``ValueError`` is raised for one that cannot be trained
-        privately, see :func:`check_private`.
+        With ``example_shape`` the network is checked by :func:`check_private`, which raises ``ValueError`` for one that
+        cannot be trained privately.
         """
         if example_shape is not None:
             check_private(model, example_shape, list(gradients), self.grad_sample)
@@ -300,7 +300,7 @@ class _Step:
     kept: Tensors
 
     def of_part(self, network: Callable[[Tensor], Tensor], gradients: Tensors, kept: Tensors) -> _Step:
-        """Return the same for a part of the model, of the same layers.
+        """Return the same step for a part of the model, with the same layers.
 
         ``gradients`` and ``kept`` have the part's shapes.
         """
@@ -313,7 +313,7 @@ class _Step:
                 self.gradients[name].add_(total)
 
     def add_group(self, chunks: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Add the clipped mean of the gradients of one group's examples, of which a chunk at a time is in work.
+        """Add the clipped mean of the gradients of one group's examples, processed chunk by chunk.
 
         ``gradients`` are the tensors to which autograd adds. A group whose gradient is not finite adds nothing.
         """

@@ -1,9 +1,9 @@
-"""A ledger keeps a client's releases of its data, on the client's own disk: written before they leave, never forgotten.
+"""The ledger of a client's releases, on the client's own disk: written before they leave, never deleted.
 
-The file's first line says whose releases these are: it has the identity of the client's data. One line per release
-follows. A line is ``<check> {json}``. The check covers the line before it too, so a line that goes
-missing from the middle is noticed. A line without its end was being written when the power went. Its release never
-left, and the line is dropped. Any other damage is an error, for then nobody knows what was spent.
+The file's first line identifies the client's data. One line per release follows. A line is ``<check> {json}``. The
+check covers the line before it too, so a line missing from the middle is detected. A line without its end was being
+written at a power cut. Its release never left, and the line is dropped. Any other damage is an error, because the
+charges are then unknown.
 """
 
 import base64
@@ -24,7 +24,7 @@ from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, affo
 
 
 class Overspent(ValueError):
-    """A release would pass the budget.
+    """Raised for a release that would exceed the budget.
 
     Nothing was written, and the release must not leave. The text is one line for the user.
     """
@@ -32,7 +32,7 @@ class Overspent(ValueError):
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget allows at most ``epsilon`` at ``delta``."""
+    """The largest ``epsilon`` of all releases together, at ``delta``."""
 
     epsilon: float
     delta: float
@@ -40,17 +40,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Data:
-    """Data are known by their records, wherever these are and whatever they are called.
+    """The identity of a client's data: its records, independent of their names and places.
 
     * ``identity``: a digest of all records' digests.
-    * ``size``: how many records there are.
-    * ``unit``: what is protected as one, an example or a group. A ledger has releases of one unit.
+    * ``size``: the number of records.
+    * ``unit``: the protected unit, an example or a group. A ledger has releases of one unit.
     * ``about``: a few words for readers of the file.
-    * ``records``: short digests of the records, where the data may change with time. Other data that share a record
-      with these go on with the same ledger, because the shared record pays for the releases of both. Without them,
-      other data are refused.
-    * ``joins``: these data go on with whatever ledger there is, and are noted in it. The ledger keeps no digests of
-      their records then.
+    * ``records``: short digests of the records, if the data may change with time. Other data that share a record with
+      these continue the same ledger, because the shared record pays for the releases of both. Without them, other data
+      raise an error.
+    * ``joins``: these data continue whatever ledger exists, and are noted in it. The ledger then keeps no digests of
+      their records.
     """
 
     identity: str
@@ -70,23 +70,23 @@ class Data:
         joins: bool = False,
         unit: str = "example",
     ) -> Self:
-        """Return the data that consist of the records with these digests, in whatever order."""
+        """Return the data that consist of the records with these digests, in any order."""
         sorted_digests = sorted(digests)
         records = frozenset(digest[:_SHORT] for digest in sorted_digests) if may_change else frozenset()
         identity = hashlib.sha256(b"".join(sorted_digests)).hexdigest()
         return cls(identity, len(sorted_digests), about, records, joins, unit)
 
 
-_SHORT = 8  # bytes of a record's digest in a file: of 10^5 records two share them by chance once in 10^9 ledgers
+_SHORT = 8  # bytes of a record's digest in a file: two of 10^5 records share them by chance in one of 10^9 ledgers
 
 
 class Ledger:
-    """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
+    """The releases of one client's data and their charges, in the file ``path``, or in memory if ``path`` is None.
 
-    Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
-    charges. ``accountant`` is ``pld`` or ``rdp``. No charge passes any of the ``budgets``. ``data`` says whose ledger
-    this has to be; None reads a ledger of any data. Raises ``ValueError`` for a damaged file, and for a ledger of other
-    data.
+    Several processes may use the same file: each charge is made under a lock, after reading the other processes'
+    charges. ``accountant`` is ``pld`` or ``rdp``. No charge exceeds any of the ``budgets``. ``data`` are those that the
+    ledger must have; None reads a ledger of any data. Raises ``ValueError`` for a damaged file, and for a ledger of
+    other data.
 
     >>> ledger = Ledger(budgets=[Budget(epsilon=2.0, delta=1e-5)])
     >>> ledger.charge_laplace(scale=1.0, sensitivity=1.0)
@@ -109,7 +109,7 @@ class Ledger:
         self.budgets = tuple(budgets)
         self._spent: Counter[Release] = Counter()
         self._charges = 0
-        self._data: list[Data] = []  # the data whose releases these are: first and, where that may change, later
+        self._data: list[Data] = []  # the data of these releases: the first and, if they may change, later ones
         self._lines = 0
         self._check = ""  # the check of the last line
         self._offset = 0  # where the next line begins
@@ -133,8 +133,8 @@ class Ledger:
     def charge_steps(self, noise_multiplier: float, sample_rate: float, steps: int, note: str = "") -> None:
         """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``note`` is for readers of the file.
 
-        The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing where the charge
-        would pass a budget. Raises ``ValueError`` for numbers out of range.
+        The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing if the charge would
+        exceed a budget. Raises ``ValueError`` for numbers out of range.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}, allowed: at least 0")
@@ -145,7 +145,7 @@ class Ledger:
         self._charge(Laplace(scale, sensitivity), 1, note)
 
     def epsilon(self, delta: float, accountant: str = "") -> float:
-        """Return the ε at ``delta`` of all charges so far together, by the ledger's accountant or another one."""
+        """Return the ε at ``delta`` of all charges so far, by the ledger's accountant or another one."""
         return accounting.epsilon(self._spent, delta, accountant or self.accountant)
 
     def affords(self, releases: Spent) -> bool:
@@ -161,7 +161,7 @@ class Ledger:
             )
 
     def __copy__(self) -> Self:
-        """Return a ledger in memory that begins with this one's charges, to try out the cost of further releases."""
+        """Return a ledger in memory with this one's charges, to compute the cost of further releases."""
         duplicate = type(self)(accountant=self.accountant, budgets=self.budgets)
         duplicate._spent, duplicate._charges = Counter(self._spent), self._charges
         return duplicate
@@ -190,7 +190,7 @@ class Ledger:
         self._read_line(line)
 
     def _require_data(self, data: Data, file: BinaryIO) -> None:
-        """Make a new ledger that of ``data``, and raise ``ValueError`` for an old one of other data or another unit."""
+        """Bind a new ledger to ``data``; raise ``ValueError`` for an old one of other data or another unit."""
         if self._data and self._data[0].unit != data.unit:
             raise ValueError(
                 f"ledger '{self.path}' protects each {self._data[0].unit}, allowed: the same dp.unit and group-column, "
@@ -216,7 +216,7 @@ class Ledger:
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
-        """Give the locked file, after reading the lines that other processes have written."""
+        """Yield the locked file, after reading the lines of other processes."""
         assert self.path is not None
         try:
             with self.path.open("r+b") as file:
@@ -254,12 +254,11 @@ class Ledger:
 
 
 def ledger_of(data: Data, folder: Path) -> Path:
-    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else a new one of theirs.
+    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else a new one for them.
 
-    Data that join go on with the one ledger of the folder, whatever records it has: a run decides how files become
-    records, so a run could else begin a fresh ledger. Raises ``ValueError`` where it is not clear which ledger that is,
-    because each record's releases have to be in one. Of several that ask at once, one looks and begins a ledger while
-    the others wait.
+    Data that join continue the folder's only ledger, whatever its records: a run decides how files become records, so
+    it could otherwise start a fresh ledger. Raises ``ValueError`` if the ledger is ambiguous, because each record's
+    releases must be in one. Concurrent calls run one after the other.
     """
     make_private_folder(folder)
     with locked(folder / ".ledgers.lock", "looks for the ledger of its data"):
@@ -288,7 +287,7 @@ def _data(entry: Mapping[str, str]) -> Data:
     if len(records) % _SHORT:
         raise ValueError("a digest is cut")
     digests = frozenset(records[i : i + _SHORT] for i in range(0, len(records), _SHORT))
-    unit = str(entry.get("unit", "example"))  # earlier versions protected nothing else
+    unit = str(entry.get("unit", "example"))  # earlier versions had no other unit
     return Data(str(entry["identity"]), int(entry["size"]), str(entry["about"]), digests, unit=unit)
 
 
@@ -308,7 +307,7 @@ def _check(previous: str, text: str) -> str:
 
 
 def _make_durable(path: Path) -> None:
-    """Make an empty file where there is none, and its folders, so that a power cut does not take their names away."""
+    """Create a missing file and its folders, so that their names survive a power cut."""
     if path.exists():
         return
     make_private_folder(path.parent)
@@ -316,7 +315,7 @@ def _make_durable(path: Path) -> None:
     for folder in path.parents:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except PermissionError:  # a folder above the user's own ones, which was there before
+        except PermissionError:  # a folder above the user's own, which existed before
             break
         try:
             os.fsync(descriptor)

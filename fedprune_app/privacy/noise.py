@@ -1,10 +1,10 @@
-"""The randomness that protects is a stream cipher's, under a key from the operating system or from the run's seed.
+"""Randomness for privacy: a stream cipher, with a key from the operating system or from the run's seed.
 
-A seeded run simulates the mechanism: those who know the seed can subtract the noise. A key from the operating system is
-nobody else's, and results that it made are not reproducible. docs/privacy.md says who decides.
+A seeded run only simulates the mechanism: whoever knows the seed can subtract the noise. A key from the operating
+system is known to no one else, and its results are not reproducible. docs/privacy.md explains who decides.
 
-Noise is added in float64 (:func:`noised`), because float32 sums tell what was added. The noise that float32 can hold is
-full of gaps, and a result that only one of two sums can reach answers the question which of them it was (Mironov,
+Noise is added in float64 (:func:`noised`), because float32 sums reveal the summands. Noise in float32
+is full of gaps, and a result that only one of two sums can reach shows which of them it was (Mironov,
 *On Significance of the Least Significant Bits for Differential Privacy*, 2012).
 """
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from fedprune_app.core.named import Tensors
 
 _GRID_BITS = 20  # a released sum is a multiple of about 2^-20 of the noise's standard deviation
-_CHUNK = 1 << 15  # words of 64 bits that are in work at a time: they fit into a core's cache
+_CHUNK = 1 << 15  # words of 64 bits processed at a time: they fit into a core's cache
 _ZEROS = bytes(8 * _CHUNK)
 
 
 class Noise(Protocol):
-    """A noise source is a stream of independent draws, which are the caller's to overwrite."""
+    """A stream of independent draws, which the caller may overwrite."""
 
     def uniform(self, size: int) -> Tensor:
         """Draw float64 in [0, 1), with 53 bits."""
@@ -40,13 +40,13 @@ class Noise(Protocol):
         """Draw one number from the Laplace distribution of this scale."""
 
     def seed(self) -> int:
-        """Return the seed of what a network draws, such as dropout; it is the same each time."""
+        """Return the seed of a network's own draws, such as dropout; it is the same each time."""
 
 
 class KeyedNoise(Noise):
-    """Keyed noise is the key stream of ChaCha20 under a ``key`` of 32 bytes; the same key gives the same draws.
+    """The key stream of ChaCha20 under a ``key`` of 32 bytes; the same key gives the same draws.
 
-    Each draw has a nonce of its own, so that no part of the stream is used twice.
+    Each draw has its own nonce, so that no part of the stream is used twice.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -63,10 +63,10 @@ class KeyedNoise(Noise):
     def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         """Draw standard normal float64 by the method of Box and Muller.
 
-        A device gets the key, and makes the same words itself, all at once. Its logarithms and angles may differ from
-        a CPU's in the last bit.
+        A device gets the key, and computes the same words itself, all at once. Its logarithms and angles may differ
+        from a CPU's in the last bit.
 
-        Radius and angle have 64 bits each, small ones with all the digits of float64. So neighbouring results are far
+        Radius and angle have 64 bits each, small ones with all digits of float64. So neighbouring results are far
         closer together than the steps to which :func:`noised` rounds. A sum of several Gaussians, which hides the gaps
         between single ones (Holohan and Braghin 2021), would add nothing after that rounding. No result is larger than
         9.5; one of 10^20 would be.
@@ -103,9 +103,9 @@ class KeyedNoise(Noise):
 
 
 class _KeyStream:
-    """The key stream of one draw gives random words of 64 bits."""
+    """Random words of 64 bits from the key stream of one draw, on the CPU."""
 
-    chunks = 1  # so many chunks at a time
+    chunks = 1  # chunks computed at a time
 
     def __init__(self, key: bytes, draw: int) -> None:
         nonce = bytes(8) + draw.to_bytes(8, "little")  # the first half counts the blocks of the stream
@@ -121,7 +121,7 @@ class _KeyStream:
 
 
 class _DeviceKeyStream:
-    """The same key stream is made on a device, many blocks at a time."""
+    """The same key stream computed on a device, many blocks at a time."""
 
     chunks = 512
 
@@ -131,7 +131,7 @@ class _DeviceKeyStream:
         self._blocks_done = 0
 
     def words(self, count: int) -> Tensor:
-        """Return ``count`` uniform int64. All calls but the last one ask for whole blocks, of 8 words."""
+        """Return ``count`` uniform int64. All calls except the last must request whole blocks of 8 words."""
         blocks = -(-count // 8)
         stream = _blocks(self._start, self._blocks_done, blocks)
         self._blocks_done += blocks
@@ -140,20 +140,20 @@ class _DeviceKeyStream:
 
 @cache
 def _check_device(device: torch.device) -> None:
-    """Raise ``RuntimeError`` where a device makes another stream: noise that hides nothing shows in no result."""
+    """Raise ``RuntimeError`` if a device computes another stream: results do not show noise that hides nothing."""
     key = bytes(range(32))
     if not torch.equal(_blocks(_start(key, 1, device), 0, 2).cpu(), _KeyStream(key, 1).words(16)):
         raise RuntimeError(f"ChaCha20 on {device} gives other words than on the CPU, allowed: the same")
 
 
 def _start(key: bytes, draw: int, device: torch.device) -> Tensor:
-    """Return the first state (4, 4, 1) of a key stream. Source of this and what follows: RFC 8439, section 2.3."""
+    """Return the first state (4, 4, 1) of a key stream. Source, also of the functions below: RFC 8439, section 2.3."""
     content = b"expand 32-byte k" + key + bytes(8) + draw.to_bytes(8, "little")
     return torch.frombuffer(bytearray(content), dtype=torch.int32).view(4, 4, 1).to(device)
 
 
 def _blocks(state: Tensor, first: int, count: int) -> Tensor:
-    """Return the words, int64, of so many blocks of 8 words."""
+    """Return the words, int64, of ``count`` blocks of 8 words."""
     start = state.repeat(1, 1, count)
     start[3, 0] = torch.arange(first, first + count, device=start.device)
     a, b, c, d = start.clone()  # the rows of the states, (4, count) each
@@ -184,10 +184,10 @@ def noise_source(
 ) -> Noise:
     """Return the randomness for one release.
 
-    If ``secure``, the key is the operating system's. Else the draws depend on the seed and on everything that goes into
-    the release but the data: on ``inputs`` (the tensors from which the release starts) and ``settings``. A round
-    repeated after a resume then gives the same result, to the bit. A round repeated from *another* model gets other
-    noise: two results under one noise would give their difference away.
+    If ``secure``, the key is the operating system's. Otherwise the draws depend on the seed and on all inputs of the
+    release except the data: on ``inputs`` (the tensors from which the release starts) and ``settings``. A round
+    repeated after resuming then has the same result, to the bit. A round repeated from *another* model has other noise:
+    two results with the same noise would reveal their difference.
     """
     if secure:
         return KeyedNoise(os.urandom(32))
@@ -203,15 +203,14 @@ def noised(total: Tensor, draws: Tensor, std: float) -> Tensor:
     """Return ``total`` plus ``std`` times the standard normal ``draws``, rounded to a grid that depends on std alone.
 
     Everything is computed in float64. The result overwrites ``draws`` (float64, of the same shape), and is a whole
-    multiple of a power of two between 2^-21 and 2^-20 of ``std``. What is done with it afterwards, such as rounding it
-    to float32, is post-processing.
+    multiple of a power of two between 2^-21 and 2^-20 of ``std``. Later steps, such as rounding it to float32, are
+    post-processing.
 
-    Rounding to float32 alone would not do. Results near 0 have so fine a spacing in float32 that the float64 noise
-    shows its own gaps there. On the grid each result stands for an interval, in which lie more than 2^28 values of the
-    noise, whatever the total is. So the probability of a result is that of exact arithmetic but for a factor of
-    1 ± 2^-27, in which no printed digit of ε changes. (Beyond 8 standard deviations, where noise is with a probability
-    of 10^-15, the factor may be larger.) The rounding of the float64 sum tells nothing: it acts on the exact sum,
-    whatever was added.
+    Rounding to float32 alone would not be enough. Results near 0 have so fine a spacing in float32 that the gaps of the
+    float64 noise are visible there. On the grid each result stands for an interval with more than 2^28 values of the
+    noise, for any total. So the probability of a result is that of exact arithmetic up to a factor of 1 ± 2^-27, which
+    changes no printed digit of ε. (Beyond 8 standard deviations, which have a probability of 10^-15, the factor may be
+    larger.) The rounding of the float64 sum reveals nothing: it acts on the exact sum, independent of its summands.
 
     >>> noised(torch.tensor([1.0]), torch.tensor([0.1], dtype=torch.float64), std=4.0)
     tensor([1.4000], dtype=torch.float64)
@@ -225,7 +224,7 @@ def noised(total: Tensor, draws: Tensor, std: float) -> Tensor:
 def noisy_count(count: float, scale: float, noise: Noise) -> int:
     """Return a count of examples, or a sum of shares of groups, plus Laplace noise, as a whole number.
 
-    The result can be below 0, or above every possible count.
-    Rounding costs no privacy, and the low bits of a floating-point sum stay here (Mironov 2012).
+    The result can be below 0, or above every possible count. Rounding costs no privacy, and hides the low bits of a
+    floating-point sum (Mironov 2012).
     """
     return round(count + noise.laplace(scale))

@@ -1,4 +1,4 @@
-"""The columns of the final table, each with the number of a run that it shows."""
+"""The columns of the final table, and the numbers of a run that they show."""
 
 import itertools
 import statistics
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from fedprune_app.results import measures
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results import metrics
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.groups import Groups
-from fedprune_app.results.measures import MEGABYTE
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Row, Run
+from fedprune_app.results.system_metrics import SystemMetric
 
 _place = attrgetter("place")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the final table says which value of a run it shows and how a number is written.
+    """Shows one value of a run in the final table.
 
-    ``place`` orders the columns. Those that are declared have theirs in ``results/declarations.py``. The ``remark`` on
-    the number of one run, or on the mean of several, stands behind the number where people read it.
+    ``place`` orders the columns; declared ones have theirs in ``results/declarations.py``. The ``footnote`` on the
+    number of one run, or on the mean of several, follows the number in tables for people.
     """
 
     key: str
@@ -31,17 +31,14 @@ class Column:
     scale: float = 1.0
     decimals: int = 1
     place: int = 0
-    remark: Callable[[Sequence[Run]], str] = lambda runs: ""
-    of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
+    footnote: Callable[[Sequence[Run]], str] = lambda runs: ""
+    of_headline: bool = False  # it shows each system's headline, which differs between systems
 
 
 def outcome(groups: Groups) -> tuple[Column, ...]:
-    """Return the columns of the table of final numbers: those that are declared, and those made of several numbers.
-
-    The systems of the ``groups`` may have declared numbers of their own.
-    """
+    """Return the columns of final numbers: declared ones, those of the groups' systems, and compound ones."""
     compound_columns = (
-        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_footnote, of_headline=True),
         Column(
             "best_accuracy",
             "Accuracy, best on validation (%)",
@@ -49,7 +46,7 @@ def outcome(groups: Groups) -> tuple[Column, ...]:
             100,
             2,
             20,
-            _best_remark,
+            _best_footnote,
             of_headline=True,
         ),
     )
@@ -61,8 +58,8 @@ def cost() -> tuple[Column, ...]:
     compound_columns = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
-        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
-        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
+        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, metrics.LAST),
+        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, metrics.LAST),
     )
     return tuple(sorted((*_declared_columns(is_cost=True), *compound_columns), key=_place))
 
@@ -72,39 +69,41 @@ def columns(groups: Groups) -> tuple[Column, ...]:
 
 
 def _declared_columns(is_cost: bool) -> Iterator[Column]:
-    for name, column in MEASURES.columns.items():
+    for name, column in DECLARATIONS.columns.items():
         if (in_table := column.table) and in_table.is_cost == is_cost:
             value = partial(_OF_ROUNDS[in_table.of_rounds], field=name)
-            remark = partial(_last_remark, name=name)
-            yield Column(in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, remark)
+            footnote = partial(_last_footnote, name=name)
+            yield Column(
+                in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, footnote
+            )
 
 
-def own_measures_of(groups: Groups) -> dict[str, OwnMeasure]:
-    """Return the numbers that the systems of these groups declared, each under a key of its own.
+def system_metrics_of(groups: Groups) -> dict[str, SystemMetric]:
+    """Return the metrics that the systems of these groups declared, each under a unique key.
 
-    Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
+    If systems declared different metrics of one name, the keys of the later ones end in ``_2`` and so on.
     """
-    own_measures = dict.fromkeys(measure for group in groups for run in group.runs for measure in run.own_measures)
-    keys: dict[str, OwnMeasure] = {}
-    for measure in own_measures:
-        numbered_names = (f"{measure.name}_{number}" for number in itertools.count(2))
-        keys[next(key for key in itertools.chain([measure.name], numbered_names) if key not in keys)] = measure
+    system_metrics = dict.fromkeys(metric for group in groups for run in group.runs for metric in run.system_metrics)
+    keys: dict[str, SystemMetric] = {}
+    for metric in system_metrics:
+        numbered_names = (f"{metric.name}_{number}" for number in itertools.count(2))
+        keys[next(key for key in itertools.chain([metric.name], numbered_names) if key not in keys)] = metric
     return keys
 
 
 def _own_columns(groups: Groups) -> Iterator[Column]:
-    for key, measure in own_measures_of(groups).items():
-        if in_table := measure.shown.table:
-            value = partial(_own_value, measure=measure)
+    for key, metric in system_metrics_of(groups).items():
+        if in_table := metric.shown.table:
+            value = partial(_own_value, metric=metric)
             yield Column(key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place)
 
 
-def _own_value(run: Run, measure: OwnMeasure) -> float | None:
-    return _OF_ROUNDS[measure.over_rounds](run, measure.column) if measure in run.own_measures else None
+def _own_value(run: Run, metric: SystemMetric) -> float | None:
+    return _OF_ROUNDS[metric.over_rounds](run, metric.column) if metric in run.system_metrics else None
 
 
-def _last_remark(runs: Sequence[Run], name: str) -> str:
-    column = MEASURES.columns.get(name)
+def _last_footnote(runs: Sequence[Run], name: str) -> str:
+    column = DECLARATIONS.columns.get(name)
     last_rows = []
     for run in runs:
         unit = run.info.get("protected_unit", "example")
@@ -112,13 +111,13 @@ def _last_remark(runs: Sequence[Run], name: str) -> str:
     return column.remarked(*last_rows) if column else ""
 
 
-def _headline_remark(runs: Sequence[Run]) -> str:
-    return _last_remark(runs, runs[0].headline)
+def _headline_footnote(runs: Sequence[Run]) -> str:
+    return _last_footnote(runs, runs[0].headline)
 
 
-def epsilon_remark(groups: Groups) -> str:
-    """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    return _last_remark([run for group in groups for run in group.runs], "epsilon_max")
+def epsilon_footnote(groups: Groups) -> str:
+    """Return the footnote on the epsilons of all these runs, for a title; possibly empty."""
+    return _last_footnote([run for group in groups for run in group.runs], "epsilon_max")
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
@@ -129,11 +128,10 @@ def accuracy(run: Run) -> float | None:
 
 
 def best_on_validation(run: Run) -> float | None:
-    """Return the headline (test) accuracy of the round that has the best validation accuracy.
+    """Return the headline (test) accuracy of the round with the best validation accuracy; None without validation.
 
-    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Of all evaluations only
-    those are compared in which most clients told both accuracies, since of fewer clients the luckiest would win. The
-    result is None if validation was not measured.
+    The round is chosen without test accuracy; of equal rounds it is the earliest. Only the evaluations with the most
+    clients that reported both accuracies are compared, since with fewer clients chance would decide.
     """
     best = _best_round(run)
     return None if best is None else float(best[run.headline])
@@ -144,7 +142,7 @@ def _best_round(run: Run) -> Row | None:
     evaluations = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
     largest_counts = max((_client_counts(row, names) for row in evaluations), default=(0, 0))
     if run.config.get("evaluate-clients") and largest_counts[0] < len(run.info.get("partition") or ()):
-        return None  # each evaluation asked clients of its own
+        return None  # each evaluation drew other clients
     rows = [row for row in evaluations if _client_counts(row, names) == largest_counts]
     return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None)
 
@@ -155,15 +153,15 @@ def _client_counts(row: Row, names: Sequence[str]) -> tuple[int, int]:
     return evaluated, min(int(clients_by_column.get(name, evaluated)) for name in names)
 
 
-def _best_remark(runs: Sequence[Run]) -> str:
-    column = MEASURES.columns.get(runs[0].headline)
+def _best_footnote(runs: Sequence[Run]) -> str:
+    column = DECLARATIONS.columns.get(runs[0].headline)
     return column.remarked(*filter(None, map(_best_round, runs))) if column else ""
 
 
 def paper_bytes(run: Run) -> float | None:
-    """Return the bytes that the paper's own formula charges for the whole run, in the directions that it counts.
+    """Return the bytes of the whole run by the paper's own formula, in the directions that it counts.
 
-    Between peers a link counts once: what one of them sends is what the other one receives.
+    Between peers a link counts once: one sends the bytes that the other receives.
     """
     is_star = run.total("peer_bytes") is None
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down") if is_star else None]
@@ -172,7 +170,7 @@ def paper_bytes(run: Run) -> float | None:
 
 
 def traffic_of(run: Run) -> float | None:
-    """Return the bytes of training, to and from the server, or over all links where models go from peer to peer."""
+    """Return the bytes of training, to and from the server, or over all links between peers."""
     peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
     if peers is not None:  # up and down together would count relayed bytes twice
         return peers
@@ -180,10 +178,9 @@ def traffic_of(run: Run) -> float | None:
 
 
 def flops_per_client(run: Run) -> float | None:
-    """Return the FLOPs of a client that trains in a round, as a mean over the rounds in which any client trained.
+    """Return the FLOPs of a client in a round: the mean over its clients, averaged over the rounds with training.
 
-    Each of these rounds counts with the mean over its clients. The result is None if a round's FLOPs or the number of
-    its clients were not measured.
+    The result is None if a round's FLOPs or the number of its clients were not measured.
     """
     flops_and_replies = [(row.get("flops"), row.get("replies")) for row in run.rounds]
     if any(flops is None or replies is None for flops, replies in flops_and_replies):

@@ -1,33 +1,37 @@
-"""All numbers of a run are declared here, in the order in which they are recorded: :data:`MEASURES`."""
+"""The declarations of all metrics of a run, in the order in which they are recorded: :data:`DECLARATIONS`."""
 
 from functools import partial
 from typing import Literal
 
-from fedprune_app.results.measures import (
+from fedprune_app.results.footnotes import accuracy_footnote, both, fewer_footnote, noise_footnote, noised_footnote
+from fedprune_app.results.metrics import (
     MEGABYTE,
+    ClientMetric,
     Column,
     Curve,
+    Declarations,
+    FieldKind,
     InLine,
     InTable,
-    Kind,
-    Measure,
-    Measures,
     Recorded,
-    Reply,
+    ReplyKind,
     Title,
 )
-from fedprune_app.results.remarks import accuracy_remark, both, fewer_remark, noise_remark, noised_remark
 from fedprune_app.results.statistics import largest, mean, noise_of_mean, number, running_mean, spread, worst_decile
 
-_TRAINING, _EVALUATION = frozenset({Reply.TRAINING}), frozenset({Reply.EVALUATION})
+_TRAINING, _EVALUATION = frozenset({ReplyKind.TRAINING}), frozenset({ReplyKind.EVALUATION})
 
 
-_LAYER, _PERPLEXITY, _PRIVACY = frozenset({Reply.LAYER}), frozenset({Reply.PERPLEXITY}), frozenset({Reply.PRIVACY})
+_LAYER, _PERPLEXITY, _PRIVACY = (
+    frozenset({ReplyKind.LAYER}),
+    frozenset({ReplyKind.PERPLEXITY}),
+    frozenset({ReplyKind.PRIVACY}),
+)
 
 
 _sometimes = partial(Column, recorded=Recorded.WHERE_MEASURED)
-_told_sometimes = partial(Measure, recorded=Recorded.WHERE_MEASURED)
-_accuracy = partial(Measure, least=0, most=1, may_be_noised=True)
+_told_sometimes = partial(ClientMetric, recorded=Recorded.WHERE_MEASURED)
+_accuracy = partial(ClientMetric, least=0, most=1, may_be_noised=True)
 
 
 def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place: int) -> InTable:
@@ -35,17 +39,17 @@ def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place:
     return InTable(key, title, decimals, 1 / MEGABYTE, of_rounds, is_cost=True, place=place)
 
 
-def _epsilon(name: str, table: InTable, line: InLine | None = None) -> Measure:
-    """Declare an ε: the round has the largest of all clients, with a remark where noise derives from the seed."""
-    column = Column(f"{name}_max", largest, table=table, line=line, remark=noise_remark)
-    return Measure(name, optional=_PRIVACY, least=0, columns=(column,))
+def _epsilon(name: str, table: InTable, line: InLine | None = None) -> ClientMetric:
+    """Declare an ε: the round has the largest of all clients, with a footnote if noise derives from the seed."""
+    column = Column(f"{name}_max", largest, table=table, line=line, footnote=noise_footnote)
+    return ClientMetric(name, optional=_PRIVACY, least=0, columns=(column,))
 
 
-MEASURES = Measures(
+DECLARATIONS = Declarations(
     (
         Column("round"),
         Column("seconds"),
-        # clients that trained and whose reply was used
+        # accepted replies of clients that trained
         Column("replies"),
         Column("failures", lost=Title("Failures", 10)),
         Column("stragglers", lost=Title("Stragglers", 20)),
@@ -56,20 +60,20 @@ MEASURES = Measures(
         Column("bytes_down", table=_megabytes("megabytes_down", "MB down", "total", 20)),
         Column("evaluation_bytes_up"),
         Column("evaluation_bytes_down"),
-        # bytes that all clients sent one another; null in a star
+        # bytes between peers; null in a star
         Column("peer_bytes", table=_megabytes("peer_megabytes", "MB, peer to peer", "total", 40)),
         # heavier direction of the busiest node: a star's server, else a client
         Column("busiest_node_bytes", table=_megabytes("busiest_megabytes", "Busiest node, MB/round", "mean", 50)),
-        # heavier direction of a client, mean over those that took part
+        # heavier direction of a client, mean over the participants
         Column("node_bytes_mean", table=_megabytes("node_megabytes", "Per node, MB/round", "mean", 70)),
-        # bytes that the paper's own formula charges for the round, and for its busiest node in one direction
+        # bytes by the paper's own formula for the round, and for its busiest node in one direction
         Column("paper_bytes_up"),
         Column("paper_bytes_down"),
         Column(
             "paper_busiest_bytes",
             table=_megabytes("paper_busiest_megabytes", "Busiest node, MB/round, paper's formula", "mean", 60),
         ),
-        Measure("num_examples", least=1, is_count=True),
+        ClientMetric("num_examples", least=1, is_count=True),
         _accuracy(
             "accuracy_personal",
             optional=_EVALUATION,
@@ -82,7 +86,7 @@ MEASURES = Measures(
                     table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=5),
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
-                    remark=both(accuracy_remark, fewer_remark),
+                    footnote=both(accuracy_footnote, fewer_footnote),
                     is_noised_mean=True,
                 ),
                 Column("accuracy_personal_std", spread, needs_open=True),
@@ -91,12 +95,12 @@ MEASURES = Measures(
                     worst_decile,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
-                    remark=fewer_remark,
+                    footnote=fewer_footnote,
                     needs_open=True,
                 ),
             ),
         ),
-        # accuracy of clients that were held out, after they joined
+        # accuracy of held-out clients, after they joined
         _told_sometimes(
             "accuracy_newcomer",
             least=0,
@@ -106,11 +110,11 @@ MEASURES = Measures(
                 _sometimes(
                     "accuracy_newcomer_mean",
                     table=InTable("newcomer_accuracy", "New clients (%)", 2, 100, place=29),
-                    remark=noised_remark,
+                    footnote=noised_footnote,
                 ),
             ),
         ),
-        # accuracy after one more local phase of all clients, and what that cost
+        # accuracy after one more local phase of all clients, and the phase's costs
         _told_sometimes(
             "accuracy_last_phase",
             least=0,
@@ -119,7 +123,7 @@ MEASURES = Measures(
                 _sometimes(
                     "accuracy_last_phase_mean",
                     table=InTable("last_phase_accuracy", "After a last phase (%)", 2, 100, place=28),
-                    remark=accuracy_remark,
+                    footnote=accuracy_footnote,
                 ),
                 *(_sometimes(f"last_phase_{cost}") for cost in ("bytes_up", "bytes_down", "flops")),
             ),
@@ -135,10 +139,10 @@ MEASURES = Measures(
                     mean,
                     table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
                     view=Title("Received", 30),
-                    remark=both(accuracy_remark, partial(fewer_remark, count_column="accuracy_received_clients")),
+                    footnote=both(accuracy_footnote, partial(fewer_footnote, count_column="accuracy_received_clients")),
                     is_noised_mean=True,
                 ),
-                # where models go from peer to peer, clients receive one in the rounds alone in which they train
+                # in decentralised systems clients receive a model only in rounds in which they train
                 _sometimes("accuracy_received_clients", number),
             ),
         ),
@@ -150,7 +154,7 @@ MEASURES = Measures(
                     "accuracy_validation_mean",
                     mean,
                     view=Title("Validation", 50),
-                    remark=fewer_remark,
+                    footnote=fewer_footnote,
                 ),
             ),
         ),
@@ -169,7 +173,7 @@ MEASURES = Measures(
                     table=InTable("global_accuracy", "Global model (%)", 2, 100, place=40),
                     view=Title("Global model", 20),
                     line=InLine("global accuracy", "global", ".1f", 100, " %"),
-                    remark=both(accuracy_remark, fewer_remark),
+                    footnote=both(accuracy_footnote, fewer_footnote),
                     is_noised_mean=True,
                 ),
             ),
@@ -181,9 +185,9 @@ MEASURES = Measures(
             least=0,
             columns=(_sometimes("accuracy_noise", noise_of_mean),),
         ),
-        # by column, where a number is of fewer clients than were evaluated: their count, and the noise in their mean
-        _sometimes("clients_by_column", kind=Kind.BY_NAME),
-        _sometimes("noise_by_column", kind=Kind.BY_NAME),
+        # by column over fewer clients than were evaluated: their number, and the noise in their mean
+        _sometimes("clients_by_column", kind=FieldKind.BY_NAME),
+        _sometimes("noise_by_column", kind=FieldKind.BY_NAME),
         # accuracy of the personal model on the client's test examples of each class, by the class's number
         _told_sometimes(
             "accuracy_by_class",
@@ -193,23 +197,23 @@ MEASURES = Measures(
             most=1,
             withheld=True,
             by="class",
-            kind=Kind.BY_NAME,
-            columns=(_sometimes("accuracy_by_class", running_mean, kind=Kind.BY_NAME),),
+            kind=FieldKind.BY_NAME,
+            columns=(_sometimes("accuracy_by_class", running_mean, kind=FieldKind.BY_NAME),),
         ),
         # language models: on the run's first test text, others are in perplexity_by_text
-        Measure(
+        ClientMetric(
             "perplexity_personal",
             columns=(
                 Column(
                     "perplexity_personal_mean",
                     table=InTable("own_perplexity", "Perplexity, clients' own models", place=60),
                     line=InLine("personal perplexity", "clients' own", on_a_text=True),
-                    remark=partial(fewer_remark, count_column="personal_models"),
+                    footnote=partial(fewer_footnote, count_column="personal_models"),
                 ),
                 Column("perplexity_personal_std"),
             ),
         ),
-        # number of clients in these means: those whose own model has every layer pruned
+        # number of clients in these means: those with all layers of their own model pruned
         Column("personal_models"),
         Column(
             "perplexity_global",
@@ -218,7 +222,7 @@ MEASURES = Measures(
             line=InLine("global perplexity", "global", on_a_text=True),
         ),
         # layers of the client's own language model that it has pruned
-        Measure("pruned_layers", least=0, is_count=True),
+        ClientMetric("pruned_layers", least=0, is_count=True),
         # FedSpaLLM's loss is the mean relative error of the layers that were pruned
         _told_sometimes(
             "loss",
@@ -235,7 +239,7 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        Measure(
+        ClientMetric(
             "density",
             required=_TRAINING | _EVALUATION | _LAYER | _PERPLEXITY,
             least=0,
@@ -257,8 +261,8 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        # share of convolution channels left; null where none are removed
-        Measure(
+        # kept share of convolution channels; null if none are removed
+        ClientMetric(
             "channel_density",
             optional=_EVALUATION,
             least=0,
@@ -268,7 +272,7 @@ MEASURES = Measures(
             ),
         ),
         # one example's forward pass through the personal model, each layer times its density
-        Measure(
+        ClientMetric(
             "inference_flops",
             required=_EVALUATION,
             least=0,
@@ -280,7 +284,7 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        # density of the global model's prunable weights, where it is pruned, and before the server expanded its masks
+        # density of a pruned global model's prunable weights, and before the server expanded its masks
         Column("density_global", table=InTable("global_density", "Density, pruned matrices", 3, place=100)),
         Column(
             "density_before_expansion",
@@ -293,13 +297,13 @@ MEASURES = Measures(
             least=0,
             most=1,
             by="layer",
-            kind=Kind.BY_NAME,
-            columns=(Column("density_by_layer", running_mean, kind=Kind.BY_NAME),),
+            kind=FieldKind.BY_NAME,
+            columns=(Column("density_by_layer", running_mean, kind=FieldKind.BY_NAME),),
         ),
         _told_sometimes("flops", required=_TRAINING, least=0, columns=(Column("flops", sum),)),
-        Measure("bytes_up"),
-        Measure("bytes_down"),
-        # ε that each client has spent so far; null without dp.enabled
+        ClientMetric("bytes_up"),
+        ClientMetric("bytes_down"),
+        # each client's ε so far; null without dp.enabled
         _epsilon("epsilon", InTable("epsilon", "ε", place=120), InLine("epsilon", "ε", format=".3g")),
         # the same by each accountant: privacy loss distributions and Rényi divergences
         _epsilon("epsilon_pld", InTable("pld_epsilon", "ε by PLD", place=122)),
@@ -308,7 +312,7 @@ MEASURES = Measures(
         _epsilon("epsilon_second", InTable("second_epsilon", "ε at the second δ", place=130)),
         # Fed-LTP's printed formula, which is no guarantee
         _epsilon("epsilon_paper", InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)),
-        # 1 where the client's noise derives from the run's seed, 0 where it comes from the operating system
+        # 1 if the client's noise derives from the run's seed, 0 if it comes from the operating system
         _told_sometimes(
             "epsilon_simulated",
             optional=_PRIVACY,
@@ -317,29 +321,29 @@ MEASURES = Measures(
             is_count=True,
             columns=(_sometimes("epsilon_simulated", mean),),
         ),
-        # seconds of a client's work; how long the work takes may depend on the data
-        Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
-        # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
+        # seconds of a client's work, which may depend on the data
+        ClientMetric("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
+        # Fed-LTP: the round's score, a (noised) share of correct predictions, and the number of scores
         Column("validation_score"),
         Column("validations"),
         # within bytes_up and bytes_down
         Column("validation_bytes_up"),
         Column("validation_bytes_down"),
-        # the best round so far by validation_score: its model is evaluated, and is the final one
+        # the best round so far by validation_score, whose model is evaluated and is the final one
         Column("best_round"),
-        # clients that take part no more, because their privacy budget would not bear it
+        # number of clients whose privacy budget cannot pay for another round
         Column("budgets_spent"),
-        _sometimes("failure_reasons", kind=Kind.TEXTS),
-        # FedSpaLLM: what was measured of each decoder layer, by its number
-        _sometimes("layers", kind=Kind.TABLE),
+        _sometimes("failure_reasons", kind=FieldKind.TEXTS),
+        # FedSpaLLM: metrics of each decoder layer, by its number
+        _sometimes("layers", kind=FieldKind.TABLE),
         _sometimes("evaluated"),  # clients, see evaluate-clients
         _sometimes("clients"),  # of the run
         _sometimes("evaluation_failures", lost=Title("Evaluation failures", 30)),
-        _sometimes("perplexity_by_text", kind=Kind.TABLE),
+        _sometimes("perplexity_by_text", kind=FieldKind.TABLE),
         _sometimes("evaluation_seconds"),
-        _sometimes("notes", kind=Kind.TEXTS),
-        # how far a layer's output is from the dense layer's; told by those that prune it
-        Measure("relative_error", least=0, recorded=Recorded.NEVER),
+        _sometimes("notes", kind=FieldKind.TEXTS),
+        # relative error of a layer's output against the dense layer's; reported by those that prune it
+        ClientMetric("relative_error", least=0, recorded=Recorded.NEVER),
         _told_sometimes("layers_pruned"),
         # mean cross entropy of the next token, in nats, over the steps of a round of recovery
         _told_sometimes(
@@ -347,7 +351,7 @@ MEASURES = Measures(
             least=0,
             columns=(_sometimes("recovery_loss", mean),),
         ),
-        _told_sometimes("perplexity", least=0, kind=Kind.BY_NAME),
+        _told_sometimes("perplexity", least=0, kind=FieldKind.BY_NAME),
         # windows of a client's own text
         _told_sometimes("windows", least=1, most=2**31, is_count=True),
         _told_sometimes("windows_in_text", least=1, most=2**31, is_count=True),

@@ -1,4 +1,4 @@
-"""How far systems are apart, client by client: intervals over the clients and the seeds that two systems share."""
+"""Differences between systems: intervals over the clients and seeds that two systems share."""
 
 import json
 import math
@@ -13,14 +13,14 @@ from scipy.special import stdtrit
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
 from fedprune_app.config.fedltp import public_share
+from fedprune_app.results.footnotes import noise_in
 from fedprune_app.results.groups import Group, Groups, place_of_data
 from fedprune_app.results.reader import Run, last_of_clients
-from fedprune_app.results.remarks import noise_in
 
 OWN = "accuracy_personal_mean"
 DRAWS = 10_000
 _DRAWN_AT_ONCE = 2**15  # pairs, so that memory does not grow with them
-FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
+FEWEST = 10  # pairs: with fewer the percentiles cover the truth far less often than 95 %
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
 # By seed and client: the accuracy of the client's own model in the last evaluated round.
@@ -29,12 +29,11 @@ Paired = dict[tuple[int, int], float]
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference is the mean of one group's personal accuracies less another's, over the clients of both.
+    """Mean of one group's personal accuracies minus another's, over the clients of both, with its uncertainty.
 
-    ``low`` and ``high`` are a 95 % interval of the mean, see :func:`difference`. With several seeds a
-    client of each seed is a pair of its own. ``ahead`` is the share of the pairs in which the first group's client is
-    better, and ``by_seed`` has the mean of each seed. ``noise`` is the standard deviation of what clients added to
-    their accuracies, in ``mean``.
+    ``low`` and ``high`` are a 95 % interval of the mean, see :func:`difference`. A pair is a client of one seed.
+    ``ahead`` is the share of the pairs in which the first group's client is better, and ``by_seed`` has the mean of
+    each seed. ``noise`` is the standard deviation of privacy noise in ``mean``.
     """
 
     mean: float
@@ -62,7 +61,7 @@ def half_interval(std: float, count: int) -> float:
 
 
 def is_noise(difference: float, noise: float) -> bool:
-    """Whether a difference is within twice the standard deviation of its noise, so that it says nothing."""
+    """Return whether a difference is within twice the standard deviation of its noise."""
     return abs(difference) < 2 * noise
 
 
@@ -76,11 +75,10 @@ def noise_between(first: Group, second: Group) -> float:
 
 
 def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -> Difference | None:
-    """Return how far the first is ahead of the second, over the pairs of both; None for fewer than two pairs.
+    """Return the difference of the first from the second, over the pairs of both; None for fewer than two pairs.
 
-    The interval has the percentiles of the mean over resampled pairs, and speaks of these seeds. With
-    ``of_other_seeds``, and two seeds or more, it is Student's t interval of the seeds' means, which tells what other
-    seeds would show. Two or three seeds tell little of that, so the interval is wide.
+    The interval is a bootstrap over pairs, valid for these seeds. With ``of_other_seeds``, and two seeds or more, it is
+    Student's t interval of the seeds' means, valid for other seeds; it is wide for two or three seeds.
     """
     keys = sorted(first.keys() & second.keys())
     if len(keys) < 2:
@@ -91,7 +89,7 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
     ahead, pairs = float((differences > 0).mean()), len(differences)
     if of_other_seeds and len(by_seed) > 1:
         mean = float(np.mean(by_seed))
-        # a bootstrap over two or three seeds holds the truth far less often than it says
+        # a bootstrap over two or three seeds covers the truth far less often than 95 %
         half = half_interval(float(np.std(by_seed, ddof=1)), len(by_seed))
         return Difference(mean, mean - half, mean + half, ahead, pairs, by_seed)
     low, high = np.quantile(_resampled_means(differences), [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
@@ -105,15 +103,15 @@ def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def personal_accuracies(group: Group) -> Paired:
-    """Return the personal accuracies of a group's clients after the last round in which all were evaluated."""
+    """Return the personal accuracies of a group's clients in each run's last evaluation."""
     rows = [(run.seed, row) for run in group.runs for row in last_of_clients(run, "accuracy_personal")]
     return {(seed, int(row["partition"])): float(row["accuracy_personal"]) for seed, row in rows}
 
 
 def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
-    """Return the label of the group with the best personal accuracy, and how far each other group is behind.
+    """Return the label of the group with the best personal accuracy, and its difference from each other group.
 
-    The groups have the same data. The best one is that over the clients which all of them evaluated.
+    The groups must have the same data. The best one is chosen over the clients that all groups evaluated.
     """
     accuracies = {group.label: personal_accuracies(group) for group in groups}
     candidates = [group for group in groups if len(accuracies[group.label]) > 1]
@@ -136,7 +134,7 @@ def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
 
 
 def of_the_same_data(groups: Groups) -> list[list[Group]]:
-    """Return the groups together whose clients have the same data in the seeds that they share."""
+    """Return families of groups whose clients have the same data in the seeds that they share."""
     families: list[list[Group]] = []
     for group in groups:
         family = next((family for family in families if _have_the_same_data(group, family[0])), None)
@@ -154,10 +152,9 @@ def _have_the_same_data(first: Group, second: Group) -> bool:
 
 
 def _data(group: Group) -> Mapping[int, str]:
-    """Return by seed what the clients of a group have, as text.
+    """Return by seed a text that identifies the data of a group's clients.
 
-    That is how many examples of each label they have. Where a private run withholds these counts, all settings that
-    decide who has which data take the place of the counts.
+    It has their label counts. If a private run withholds these, it has all settings that determine each client's data.
     """
     return {run.seed: json.dumps([place_of_data(run), _partition_of(run)]) for run in group.runs}
 
@@ -173,10 +170,10 @@ def _partition_of(run: Run) -> list[Any]:
 
 
 def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
-    """Return for each data the best group's label, and for each other group a row.
+    """Return for each family of equal data the best group's label, and a row for each other group.
 
-    A row has the group's label, distance, interval, pairs and a verdict. Runs that did not complete, or went on without
-    lost states, are left out.
+    A row has the group's label, difference, interval, pairs and a verdict. Runs that did not complete, or that
+    continued after they lost states, are left out.
     """
     tables = []
     for family in of_the_same_data([group for group in groups if not group.first.flaw]):

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone are one group, with a label that tells it from others."""
+"""Groups of runs that differ only in their seed, each with a unique label."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ NOT_MEASURED = "–"
 _DATA = ("dataset", "data-dir", "data", "partition", "clients", "model")
 
 
-# Where a run lives and how it was executed; none of it changes what was computed.
+# Keys for a run's folders and execution, which do not change its results.
 _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A statistic is the mean and sample standard deviation (``ddof = 1``) of seeds; one alone has no deviation."""
+    """Mean and sample standard deviation (``ddof = 1``) over seeds; None for the deviation of a single seed."""
 
     mean: float
     std: float | None
@@ -45,7 +45,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Group:
-    """A group has runs that differ in their seed only; ``settings`` tell it from other groups of the same system."""
+    """Runs that differ only in their seed; ``settings`` distinguish them from other groups of the same system."""
 
     label: str
     system: str
@@ -67,12 +67,11 @@ Groups = Sequence[Group]
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ in the seed only, in the order of their first run.
+    """Group runs that differ only in the seed, in the order of their first run.
 
-    A run that did not complete, or that went on without lost states, is never averaged with others, nor are two runs of
-    the same seed: each stands alone. Labels are unique. A label has the system and the settings in which groups of that
-    system differ (``target-rate 0.3``). It also has the run's flaw, if there is one, and, where nothing else tells two
-    groups apart, the seed or the folder.
+    A run that did not complete, that continued after it lost states, or that has the seed of another run is a group of
+    its own. Labels are unique: the system, the settings in which groups of that system differ (``target-rate 0.3``),
+    the run's flaw, if it has one, and the seed or the folder if two groups still have the same label.
     """
     seeds = Counter((_identity(run), run.seed) for run in runs)
     members: dict[object, list[Run]] = defaultdict(list)
@@ -96,14 +95,13 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def compared_settings(run: Run) -> ValueDict:
-    """Return the number of clients, and the configuration without the seed and what does not change the result.
+    """Return the number of clients, and the configuration without the seed and keys that do not change results.
 
-    Runs of a plug-in whose code has changed are runs of two systems. What tells a dataset that is no published one from
-    another is not left out.
+    The versions of a plug-in's code are included, and for private datasets the keys that identify the data.
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
-    codes = [run.info.get("plugins") or {}, *(run.info.get("plugins_since") or ())]  # a run may go on with other code
+    codes = [run.info.get("plugins") or {}, *(run.info.get("plugins_since") or ())]  # code may change on resume
     versions = [str(version) for code in codes for name, version in code.items() if name != "round"]
     code = ", ".join(sorted(text[:15] if text.startswith("sha256 ") else text for text in versions))
     clients = len(run.info.get("partition") or ()) or None
@@ -111,10 +109,10 @@ def compared_settings(run: Run) -> ValueDict:
 
 
 def place_of_data(run: Run) -> ValueDict:
-    """Return what tells the data of the clients from other data of the same dataset's name, by key.
+    """Return, by key, the identity of data that have the same dataset's name.
 
-    That is a digest of the data, or their folder where no digest was told. Nothing is returned for a published dataset,
-    which is the same in every folder.
+    It is a digest of the data, or their folder if no digest was reported; empty for a published dataset, which is the
+    same in every folder.
     """
     place, digest = _place(run, "dataset", "data-dir"), run.info.get("data_sha256")
     return {"data": str(digest)[:12]} if place and digest else place
@@ -130,10 +128,9 @@ def _identity(run: Run) -> str:
 
 
 def _settings(run: Run, runs: Sequence[Run]) -> ValueDict:
-    """Return this run's values of the few keys that are needed to tell runs of the same system apart.
+    """Return this run's values of the fewest keys that distinguish runs of the same system.
 
-    A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
-    own keys.
+    A key that only varies together with earlier ones is left out. Keys of the data come first, then the system's own.
     """
     peers = [compared_settings(peer) for peer in runs if peer.system == run.system]
     keys = {key for peer in peers for key in peer}
@@ -160,6 +157,6 @@ def value_text(value: Any) -> str:
 
 
 def short_name(text: str) -> str:
-    """Return ``file.py:function`` without the folders of the file; another text stays as it is."""
+    """Return ``file.py:function`` without the folders of the file; another text unchanged."""
     file, colon, function = text.rpartition(":")
     return f"{Path(file).name}:{function}" if file.endswith(".py") and colon and function.isidentifier() else text

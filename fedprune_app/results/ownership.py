@@ -1,10 +1,10 @@
-"""fedprune tells what it wrote from what is a user's own, and removes nothing of a user's.
+"""Checks of which files fedprune wrote, so that it never removes or replaces a user's own.
 
-* A folder is taken by a command when nothing is in it, or when it bears a mark of fedprune's: a run.json that can be
-  read, or the file :data:`MARK`, which names the command that fills the folder.
+* A command uses a folder if it is empty or has a mark of fedprune: a readable run.json, or the file :data:`MARK`, which
+  names the command that fills the folder.
 * A report names fedprune as its generator.
 
-Errors here are ``ValueError`` of one line that names what is in the way.
+Errors here are ``ValueError`` of one line that names the file in the way.
 """
 
 import json
@@ -18,9 +18,9 @@ from fedprune_app.config import ConfigError
 from fedprune_app.files import may_write, replace_file
 from fedprune_app.results.reader import read_info
 
-# The file of a folder in which fedprune replaces what it wrote before; its text is the command.
+# The file that marks a folder in which fedprune may replace its own files; its text is the command.
 MARK = ".fedprune"
-# The line of a report's head that says who wrote it.
+# The line of a report's head that marks it as fedprune's.
 GENERATOR = '<meta name="generator" content="fedprune">'
 _OF_A_RUN = (
     "run.json", "rounds.jsonl", "clients.jsonl", "masks.json", "progress.json", "models", "checkpoints", "clients",
@@ -33,10 +33,7 @@ _HEAD_BYTES = 4096
 
 
 def check_free(folder: Path) -> None:
-    """Raise ``ValueError`` unless nothing is in ``folder``, or the folder bears a mark of fedprune's.
-
-    Names that begin with a dot do not count.
-    """
+    """Raise ``ValueError`` unless ``folder`` is empty, apart from names with a dot first, or marked as fedprune's."""
     names = sorted(path.name for path in folder.glob("[!.]*"))
     if not names or any(is_marked(folder, command) for command in ("run", "sweep", "demo")):
         return
@@ -48,7 +45,7 @@ def check_free(folder: Path) -> None:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove everything in ``folder`` that has the name of something that a run writes; other files stay."""
+    """Remove all files and folders in ``folder`` with names that a run writes; others stay."""
     for name in _OF_A_RUN:
         remove(folder / name)
 
@@ -66,7 +63,7 @@ def is_marked(folder: Path, command: str) -> bool:
 
 
 def mark(folder: Path, command: str) -> None:
-    """Mark the folder as one that this command of fedprune's fills, and make the folder if it is missing."""
+    """Mark the folder as filled by this command of fedprune; create it if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / MARK, f"{command}\n".encode())
 
@@ -75,20 +72,20 @@ def mark(folder: Path, command: str) -> None:
 
 
 def check_new_file(output: Path, force: bool) -> None:
-    """Raise :class:`ConfigError` for a file that exists, unless ``force`` says to replace it, and for a folder."""
+    """Raise :class:`ConfigError` for a folder, and for an existing file unless ``force`` is true."""
     if output.is_dir() or (output.exists() and not force):
         raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces a file")
 
 
 def check_report_file(path: Path) -> None:
-    """Raise ``ValueError`` unless ``path`` is free, or a report that fedprune wrote."""
+    """Raise ``ValueError`` unless ``path`` does not exist or is a report of fedprune."""
     _check_file(path)
     if os.path.lexists(path) and GENERATOR.encode() not in path.read_bytes()[:_HEAD_BYTES]:
         raise _exists_error(path)
 
 
 def check_json_file(path: Path, keys: Collection[str]) -> None:
-    """Raise ``ValueError`` unless ``path`` is free, or a JSON object of exactly these keys."""
+    """Raise ``ValueError`` unless ``path`` does not exist or is a JSON object with exactly these keys."""
     _check_file(path)
     if os.path.lexists(path):
         try:

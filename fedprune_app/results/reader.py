@@ -1,8 +1,8 @@
-"""Run folders are read back as they were written: digests show damage, and a line cut short by a crash is left out.
+"""Reading of run folders: digests show damage, and a line cut short by a crash is left out.
 
-run.json has a digest of its own. Its ``records`` say how many rows and bytes of each other file it vouches for, and
-have their digest. So a row that is missing is noticed. Rows that a killed run wrote after its last run.json are left
-out. What a digest vouches for is not checked a second time.
+run.json has a digest of itself. Its ``records`` have the number of rows, the bytes and the digest of each other file,
+so a missing row is detected. Rows that a killed run wrote after its last run.json are left out. Content with a valid
+digest is not checked further.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.core import seals
+from fedprune_app.core import digests
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.files import as_path, sha256_of
-from fedprune_app.results import own_measures
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results import system_metrics
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import FieldKind
+from fedprune_app.results.system_metrics import SystemMetric
 
 Row = Values
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -35,16 +35,16 @@ Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
 Links = Mapping[int, Sequence[int]]
 
 MAX_MASKS = 1000  # clients: their distances take about 9 MB of masks.json
-LOCK = ".lock"  # the file of a run folder that the process at work holds (engine.store.exclusive)
+LOCK = ".lock"  # the file of a run folder that its process locks (engine.store.exclusive)
 
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """The distances say how far the clients' masks are apart after ``round``.
+    """Distances between the clients' masks after ``round``.
 
     ``distance[i, j]`` is between ``clients[i]`` and ``clients[j]``: the share of coordinates in which the two masks
-    differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal. ``links`` says
-    from whom each client received in that round, where clients exchange models with neighbours; else it is empty.
+    differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal. ``links`` has, by
+    client, the senders of that round in decentralised systems; else it is empty.
     """
 
     round: int
@@ -54,11 +54,11 @@ class Masks:
 
     @classmethod
     def of(cls, round: int, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> Masks:
-        """Return checked distances. Raises a one-line ``ValueError`` for what is no distance between these clients."""
+        """Return checked distances. Raises a one-line ``ValueError`` for an invalid matrix."""
         matrix = np.asarray(distance, dtype=np.float64)
         count = len(set(clients))
         is_square = 1 <= count <= MAX_MASKS and count == len(clients) and matrix.shape == (count, count)
-        is_bounded = bool(((matrix >= 0) & (matrix <= 1)).all())  # NaN is not
+        is_bounded = bool(((matrix >= 0) & (matrix <= 1)).all())  # also excludes NaN
         if not (is_square and is_bounded and np.allclose(matrix, matrix.T, rtol=0, atol=1e-6) and not np.trace(matrix)):
             allowed = f"numbers in [0, 1], symmetric with a zero diagonal, a row for each of 1 to {MAX_MASKS} clients"
             raise ValueError(f"'distance' has shape {matrix.shape} for {count} different clients, allowed: {allowed}")
@@ -67,7 +67,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Mark:
-    """A mark vouches for a part of a record: its first ``rows`` lines, of ``size`` bytes, and their SHA-256."""
+    """Identifies the valid part of a record: its first ``rows`` lines, of ``size`` bytes, and their SHA-256."""
 
     rows: int
     size: int
@@ -76,7 +76,7 @@ class Mark:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run:
-    """A run is the content of one run folder.
+    """The content of one run folder.
 
     ``info`` is run.json. ``rounds`` and ``clients`` are the rows of the two jsonl files. ``masks`` is masks.json, or
     None for a system that does not compare its clients' masks.
@@ -102,7 +102,7 @@ class Run:
 
     @property
     def flaw(self) -> str:
-        """The flaw says why the run is not a whole one: its status, or that states were lost; else it is empty."""
+        """Why the run is incomplete: its status, or lost states; else empty."""
         if self.status != "completed":
             return self.status
         return "states lost" if self.info.get("losses") else ""
@@ -117,52 +117,54 @@ class Run:
         return config
 
     @cached_property
-    def own_measures(self) -> tuple[OwnMeasure, ...]:
-        """The numbers of its own that the system declared, where the system is a plug-in's."""
-        return own_measures.from_info(self.info, str(self.folder / "run.json"))
+    def system_metrics(self) -> tuple[SystemMetric, ...]:
+        """The metrics that a plug-in's system declared."""
+        return system_metrics.from_info(self.info, str(self.folder / "run.json"))
 
     def frame(self, which: str = "rounds") -> Any:
-        """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN where a number does not apply.
+        """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN for numbers not measured.
 
         A run without rows has the columns that every run has. Raises ``ValueError`` for another name, and
-        ``ImportError`` where pandas is not installed.
+        ``ImportError`` if pandas is not installed.
         """
         tables = {"rounds": self.rounds, "clients": self.clients}
         if not isinstance(which, str) or which not in tables:
             raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
         import pandas
 
-        empty = {"rounds": MEASURES.round_fields, "clients": MEASURES.client_fields}[which]
+        empty = {"rounds": DECLARATIONS.round_fields, "clients": DECLARATIONS.client_fields}[which]
         rows = [dict(row) for row in tables[which]]
         frame = pandas.DataFrame.from_records(rows, columns=None if rows else list(empty))
-        own_names = {name for measure in self.own_measures for name in (measure.name, measure.column)}
+        own_names = {name for metric in self.system_metrics for name in (metric.name, metric.column)}
         numbers = [
-            name for name in frame if name in MEASURES.kinds[Kind.NUMBER] | own_names and frame[name].dtype == object
+            name
+            for name in frame
+            if name in DECLARATIONS.kinds[FieldKind.NUMBER] | own_names and frame[name].dtype == object
         ]
-        return frame.astype(dict.fromkeys(numbers, "float64"))  # else what no row measured would be None
+        return frame.astype(dict.fromkeys(numbers, "float64"))  # else a column that no row has would be None
 
     @property
     def headline(self) -> str:
-        """The headline is the field of rounds.jsonl that is the system's main number."""
-        return str(self.info.get("headline") or MEASURES.headlines[0])
+        """The field of rounds.jsonl by which the system is judged."""
+        return str(self.info.get("headline") or DECLARATIONS.headlines[0])
 
     def series(self, field: str) -> list[tuple[int, float]]:
         """Return (round, value) of every round in which ``field`` was measured."""
         return [(row["round"], row[field]) for row in self.rounds if row.get(field) is not None]
 
     def last(self, field: str) -> float | None:
-        """Return the value of the last round in which ``field`` was measured, or None if it never was."""
+        """Return the last measured value of ``field``, or None if there is none."""
         series = self.series(field)
         return series[-1][1] if series else None
 
     def last_table(self, field: str) -> Values:
-        """Return the last object that rounds.jsonl has in ``field``, or an empty one if none was recorded."""
+        """Return the last recorded object of ``field`` in rounds.jsonl, or an empty one."""
         return next((row[field] for row in reversed(self.rounds) if row.get(field)), {})
 
     def total(self, field: str) -> float | None:
         """Return the sum over all rounds, or None unless every round has the number: a partial sum would mislead.
 
-        A run that went on without lost records has no rows of some rounds.
+        A run that continued after it lost records lacks the rows of some rounds.
         """
         values = [row.get(field) for row in self.rounds]
         if self.rounds and len(values) < self.rounds[-1]["round"]:
@@ -179,8 +181,8 @@ class Run:
 def load_run(folder: str | PathLike[str]) -> Run:
     """Read the run recorded in ``folder``; a last jsonl line that a crash cut short is left out.
 
-    Raises a one-line ``ValueError`` for a folder without run.json, and for a file that is malformed or not what was
-    written. The error names the file (and line).
+    Raises a one-line ``ValueError`` for a folder without run.json, and for a malformed or changed file, which it names
+    (with the line).
     """
     folder = as_path("folder", folder)
     info = read_info(folder)
@@ -202,22 +204,19 @@ RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
 def marks_of(records: Values | None) -> dict[str, Mark]:
-    """Return the mark of each record, as run.json and checkpoints have them; nothing where there are no marks."""
+    """Return the mark of each record from run.json or a checkpoint; empty if it has none."""
     return {name: Mark(**records[name]) for name in RECORDS} if records else {}
 
 
 def check_records(folder: Path, marks: Mapping[str, Mark], *, whole: bool = False) -> list[str]:
-    """Return one line for each file of which the part that its mark vouches for is damaged.
-
-    With ``whole`` nothing may follow that part.
-    """
+    """Return one line for each file whose marked part is damaged. With ``whole`` nothing may follow that part."""
     parts = {name: _part(folder / name, None if whole else mark) for name, mark in marks.items()}
     digests = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
     return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if digests[name] != mark.sha256]
 
 
 def check_models(folder: Path, info: Values) -> list[str]:
-    """Return one line for each file below ``models`` that is damaged or missing, as run.json tells their digests."""
+    """Return one line for each file below ``models`` that is missing or differs from its digest in run.json."""
     digests = {folder / "models" / name: digest for name, digest in info.get("model_files", {}).items()}
     is_whole = {path: path.is_file() and sha256_of(path) == digest for path, digest in digests.items()}
     return [f"{path} is missing or damaged" for path in digests if not is_whole[path]]
@@ -226,14 +225,14 @@ def check_models(folder: Path, info: Values) -> list[str]:
 def read_info(folder: Path) -> ValueDict:
     """Read the run.json of a run folder.
 
-    A run that is recorded as running, and that no process works on any more, is "interrupted": its process was killed.
+    The status "running" becomes "interrupted" if no process holds the folder: the run's process was killed.
     """
     path = folder / "run.json"
     if not path.is_file():
         raise ValueError(f"'{folder}' is not a run folder: it has no run.json")
     info = _parse(path.read_bytes(), str(path))
     try:
-        seals.check_json(info)
+        digests.check_json(info)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if info["status"] == "running" and not is_held(folder):
@@ -242,9 +241,9 @@ def read_info(folder: Path) -> ValueDict:
 
 
 def read_masks(folder: Path, info: Values | None = None) -> Masks | None:
-    """Read and check the masks.json of a run folder; the result is None where there is none.
+    """Read and check the masks.json of a run folder; None if there is none.
 
-    For a completed run, whose run.json is ``info``, the file must be the one that the run wrote.
+    For a completed run, whose run.json is ``info``, the file must match its digest.
     """
     path = folder / "masks.json"
     digest = info["records"]["masks.json"] if info and info["status"] == "completed" and "records" in info else None
@@ -261,17 +260,17 @@ def read_masks(folder: Path, info: Values | None = None) -> Masks | None:
 
 
 def read_rows(path: Path, mark: Mark | None = None) -> Iterator[ValueDict]:
-    """Yield the rows of a jsonl file, or of the part that its ``mark`` vouches for; a file that is missing has none.
+    """Yield the rows of a jsonl file, or of its marked part; none for a missing file.
 
-    A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. Raises
-    ``ValueError`` naming the file and the line for what is no row.
+    Text after the last newline was cut short by a crash and is skipped. Raises ``ValueError`` that names the file and
+    line of an invalid row.
     """
     for number, line in enumerate(_part(path, mark).split(b"\n")[:-1], start=1):
         yield _row(line, f"{path} line {number}")
 
 
 def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Iterator[bytes]:
-    """Yield the readable lines of rounds up to ``last_round``; with a ``mark``, those of its part of the file."""
+    """Yield the readable lines of rounds up to ``last_round``, of the file or of its marked part."""
     for line in _part(path, mark).splitlines(keepends=True):
         with suppress(ValueError):
             if line.endswith(b"\n") and _row(line, str(path))["round"] <= last_round:
@@ -279,7 +278,7 @@ def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Ite
 
 
 def _part(path: Path, mark: Mark | None) -> bytes:
-    """Return what a file holds, or its part that the mark vouches for; a file that is missing holds nothing."""
+    """Return the content of a file, or its marked part; empty for a missing file."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: mark.size] if mark else content
 
@@ -289,7 +288,7 @@ def _row(line: bytes, where: str) -> ValueDict:
     round = row.get("round")
     if type(round) is not int or not 0 <= round < 1 << 53:
         raise ValueError(f"{where}: 'round' is {round!r:.60}, allowed: an integer")
-    for name in MEASURES.kinds[Kind.NUMBER] & row.keys():
+    for name in DECLARATIONS.kinds[FieldKind.NUMBER] & row.keys():
         if not isinstance(row[name], int | float | None):
             raise ValueError(f"{where}: {name!r} is {row[name]!r:.60}, allowed: a number")
     return row
@@ -306,14 +305,14 @@ def _parse(text: bytes, where: str) -> ValueDict:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a process has the folder's lock; a folder of which that cannot be found out counts as held.
+    """Return whether a process holds the folder's lock.
 
-    Nothing is made or written, so a folder that may only be read will do. A copy of a folder is held by nobody. On a
-    file system without locks, or where the lock may not be opened, nobody can tell: the run then counts as held.
+    Nothing is written, so a read-only folder will do. A copy of a folder is not held. On a file system without locks,
+    or if the lock may not be opened, the run counts as held.
     """
     try:
         with (folder / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment; `exclusive` waits so long
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment, which `exclusive` waits out
     except FileNotFoundError:
         return False
     except OSError:

@@ -1,10 +1,9 @@
-"""The run folder tells what ran (run.json), and what each round (rounds.jsonl) and each client (clients.jsonl) did.
+"""Checks and summaries of clients' metrics, and the recorder of a run folder.
 
-A system that compares its clients' masks adds masks.json.
-
-Whatever happens to the process, the folder stays readable: run.json is replaced in one step, jsonl rows are on disk
-before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short. run.json has digests of itself
-and of the rows so far.
+The folder has run.json, rounds.jsonl, clients.jsonl and, for a system that compares its clients' masks, masks.json. It
+stays readable if the process dies: run.json is replaced in one step, jsonl rows are on disk before the next round
+begins, and :meth:`Recorder.resume` removes rows that a crash cut short. run.json has digests of itself and of the rows
+so far.
 """
 
 import hashlib
@@ -23,113 +22,110 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from fedprune_app.core import seals
+from fedprune_app.core import digests
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.texts import error_text
 from fedprune_app.files import append_lines, replace_file, sha256_of
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind, Measure, Measures, Recorded, Reply, Row, Take
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import ClientMetric, Declarations, FieldKind, Recorded, ReplyKind, Row, Take
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 from fedprune_app.results.statistics import noise_of_mean
 from fedprune_app.results.tracking import TRACKERS, Tracker, check_tracker, scalars
 
-# Accuracies by class are recorded of so many classes at most.
+# Accuracies by class are recorded for at most so many classes.
 MOST_CLASSES = 1000
 
 
 def number_in(name: str, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
-    """Return the number ``name`` from the fields of a reply, checked as :meth:`Measure.of` says."""
-    return MEASURES.of_clients[name].of(fields, about=about, most=most)
+    """Return the metric ``name`` from the fields of a reply, checked by :meth:`ClientMetric.of`."""
+    return DECLARATIONS.of_clients[name].of(fields, about=about, most=most)
 
 
 def row_of(
-    reply: Reply,
+    reply: ReplyKind,
     fields: Row,
     *,
     private: bool = False,
     layers: Iterable[str] = (),
     num_classes: int = 0,
-    declared: Measures | None = None,
+    declared: Declarations | None = None,
 ) -> ValueDict:
-    """Return the numbers of this kind of reply by name, each checked.
+    """Return the metrics of this kind of reply by name, each checked.
 
-    An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
-    Numbers by layer are asked of ``layers`` alone, and numbers by class of so many classes. ``declared`` are all
-    numbers that there are, by default fedprune's own. ``ValueError`` names the first field that is missing or out of
-    bounds.
+    A missing optional metric is None, and so is a withheld one in a ``private`` run. Metrics by layer are read for
+    ``layers``, those by class for ``num_classes``. ``declared`` are all declarations, by default fedprune's own. Raises
+    ``ValueError`` that names the first field that is missing or out of bounds.
     """
     names = {"layer": sorted(layers), "class": [str(number) for number in range(min(num_classes, MOST_CLASSES))]}
     return {
-        measure.name: None if private and measure.withheld else measure.value_in(fields, reply, names, private)
-        for measure in (declared or MEASURES).told_in(reply)
+        metric.name: None if private and metric.withheld else metric.value_in(fields, reply, names, private)
+        for metric in (declared or DECLARATIONS).in_reply(reply)
     }
 
 
 def from_training(row: Row, trained: Row) -> ValueDict:
-    """Return the numbers that the ``row`` of an evaluation lacks and the training of the round told."""
-    names = (name for name, measure in MEASURES.of_clients.items() if _is_of_either(measure))
+    """Return the metrics that an evaluation's ``row`` lacks, from the training of the round."""
+    names = (name for name, metric in DECLARATIONS.of_clients.items() if _is_of_either(metric))
     return {name: trained.get(name) for name in names if row[name] is None}
 
 
-def _is_of_either(measure: Measure) -> bool:
-    return {Reply.TRAINING, Reply.EVALUATION} <= measure.replies
+def _is_of_either(metric: ClientMetric) -> bool:
+    return {ReplyKind.TRAINING, ReplyKind.EVALUATION} <= metric.replies
 
 
 def recorded_of_client(row: Row) -> ValueDict:
-    """Clients.jsonl records these fields of a row: no number of the round alone, and no object that was not told."""
-    left_out = {name for name, measure in MEASURES.of_clients.items() if measure.recorded is Recorded.NEVER}
-    objects = MEASURES.kinds[Kind.BY_NAME]
+    """Return the fields of a row for clients.jsonl: no metrics of the round alone, and no missing objects."""
+    left_out = {name for name, metric in DECLARATIONS.of_clients.items() if metric.recorded is Recorded.NEVER}
+    objects = DECLARATIONS.kinds[FieldKind.BY_NAME]
     return {
         name: value for name, value in row.items() if name not in left_out and not (value is None and name in objects)
     }
 
 
 def round_columns(
-    rows: Iterable[Row], reply: Reply, others: Sequence[Row] = (), declared: Measures | None = None
+    rows: Iterable[Row], reply: ReplyKind, others: Sequence[Row] = (), declared: Declarations | None = None
 ) -> ValueDict:
-    """Return the columns of a round, by name, that the clients' rows of one kind of reply make.
+    """Return the columns of a round, by name, from the clients' rows of one kind of reply.
 
-    A client that lacks a number is left out of its columns. Numbers by layer or class become a column of numbers by
-    name, in the order in which the clients tell of the names. ``others`` are the training rows of clients that were not
-    evaluated in the round: what either reply may tell is taken over them, too. ``declared`` are all numbers that there
-    are, by default fedprune's own.
+    A client without a metric is left out of its columns. Metrics by layer or class become a column of numbers by name,
+    in the order in which clients report the names. ``others`` are the training rows of clients that were not evaluated
+    in the round: a metric that both replies may have is summarised over them, too. ``declared`` are all declarations,
+    by default fedprune's own.
     """
     rows = list(rows)
     columns: ValueDict = {}
-    for measure in (declared or MEASURES).told_in(reply):
-        if measure.is_evaluated and not reply.is_evaluation:
+    for metric in (declared or DECLARATIONS).in_reply(reply):
+        if metric.is_evaluated and not reply.is_evaluation:
             continue
-        telling_rows = _rows_telling(measure, rows, others)
-        values = [row[measure.name] for row in telling_rows]
+        telling_rows = _rows_telling(metric, rows, others)
+        values = [row[metric.name] for row in telling_rows]
         is_open = all(row.get("accuracy_noise") is None for row in telling_rows)
-        for column in measure.columns:
+        for column in metric.columns:
             if column.take is not None and (is_open or not column.needs_open):
-                columns[column.name] = _by_name(values, column.take) if measure.by else column.take(values)
-    return columns | (_columns_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
+                columns[column.name] = _by_name(values, column.take) if metric.by else column.take(values)
+    return columns | (_columns_of_fewer(rows, others) if reply is ReplyKind.EVALUATION else {})
 
 
-def _rows_telling(measure: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
-    candidates = (*rows, *others) if _is_of_either(measure) else rows
-    return [row for row in candidates if row.get(measure.name) is not None]
+def _rows_telling(metric: ClientMetric, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    candidates = (*rows, *others) if _is_of_either(metric) else rows
+    return [row for row in candidates if row.get(metric.name) is not None]
 
 
 def _columns_of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> ValueDict:
-    """Return two columns, with an entry for each column of accuracies that some of the clients did not tell.
+    """Return two columns with an entry for each column of accuracies that some clients did not report.
 
-    One says how many clients told the number. The other has the noise in their mean, where they told how much of it is
-    noise: a client whose privacy budget is spent tells no accuracy, and a client without test images has none.
+    One has the number of clients that did, the other the noise in their mean, if they reported their noise. A client
+    reports no accuracy if its privacy budget is spent, or if it has no test images.
     """
     clients: dict[str, float] = {}
     noises: dict[str, float | None] = {}
-    for measure in (measure for measure in MEASURES.told_in(Reply.EVALUATION) if measure.may_be_noised):
-        telling_rows = _rows_telling(measure, rows, others)
+    for metric in (metric for metric in DECLARATIONS.in_reply(ReplyKind.EVALUATION) if metric.may_be_noised):
+        telling_rows = _rows_telling(metric, rows, others)
         if len(telling_rows) not in (0, len(rows)):
-            clients |= {column.name: len(telling_rows) for column in measure.columns if column.remark}
+            clients |= {column.name: len(telling_rows) for column in metric.columns if column.footnote}
             if deviations := [row["accuracy_noise"] for row in telling_rows if row.get("accuracy_noise") is not None]:
-                noises |= {
-                    column.name: noise_of_mean(deviations) for column in measure.columns if column.is_noised_mean
-                }
+                noises |= {column.name: noise_of_mean(deviations) for column in metric.columns if column.is_noised_mean}
     columns = {"clients_by_column": clients, "noise_by_column": noises}
     return {name: entries for name, entries in columns.items() if entries}
 
@@ -151,7 +147,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 
 class _Tally:
-    """A tally counts what a record has so far, for its :class:`Mark`."""
+    """Counts the rows and bytes of a record so far, and their digest, for its :class:`Mark`."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
@@ -167,12 +163,12 @@ class _Tally:
 
 
 class Recorder:
-    """A recorder writes one run folder: :meth:`start` or :meth:`resume`, then rounds and clients, then :meth:`finish`.
+    """Writes one run folder: :meth:`start` or :meth:`resume`, then rounds and clients, then :meth:`finish`.
 
-    Between :meth:`reopen` and :meth:`resume` it writes nothing: a run that is not resumed in the end stays as it was.
+    Between :meth:`reopen` and :meth:`resume` it writes nothing: a run that is not resumed in the end does not change.
 
-    Accuracies and densities are shares in [0, 1], bytes are bytes, times are seconds. A declared field that a row lacks
-    is written as null, a field that is not declared is kept, and NaN and infinities become null.
+    Accuracies and densities are shares in [0, 1], traffic is in bytes, times are in seconds. A declared field that a
+    row lacks is written as null, an undeclared field is kept, and NaN and infinities become null.
 
     With ``tracking`` the numbers of each round also go to a tracker, see :mod:`fedprune_app.results.tracking`. Raises
     ``ValueError`` at once if the tracker's package is missing.
@@ -187,8 +183,8 @@ class Recorder:
         self._info: ValueDict = {}
         self._tallies = {name: _Tally() for name in RECORDS}
         self._masks_sha256: str | None = None
-        self._writes = False  # False: what is known of the run is kept in memory only
-        # a signal may close the run in one thread while another records; reentrant, for both may be the same thread
+        self._writes = False  # False: changes stay in memory
+        # a signal may close the run while another thread records; reentrant, since both may be the same thread
         self._writing = threading.RLock()
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
@@ -198,9 +194,9 @@ class Recorder:
     def start(self, config: Values, seed: int, extra: Values | None = None) -> None:
         """Begin a new run; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
 
-        ``headline`` names the system's main number. ``partition`` lists per client ``{partition, train, validation,
-        test}`` with counts per class. ``model`` is ``{name, parameters, classes}``. Raises ``ValueError`` if the folder
-        already holds a run, or files that a run would replace and that no run wrote: nothing is ever overwritten.
+        ``headline`` is the metric by which the system is judged. ``partition`` lists per client ``{partition, train,
+        validation, test}`` with counts per class. ``model`` is ``{name, parameters, classes}``. Raises ``ValueError``
+        if the folder already has a run, or files of others that a run would replace: nothing is ever overwritten.
         """
         check_free(self.folder)
         if holds_run(self.folder):
@@ -216,30 +212,29 @@ class Recorder:
             "final_sha256": None,
             "seconds": 0.0,
             "error": None,
-            "headline": MEASURES.headlines[0],
+            "headline": DECLARATIONS.headlines[0],
             "partition": None,
             "model": None,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._begin({**info, **(extra or {})})  # first, so that the folder is known to be a run's
+        self._begin({**info, **(extra or {})})  # first, to mark the folder as a run's
         for name in RECORDS:
             replace_file(self.folder / name, b"")
         self._masks_path.unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Take up the run of this folder, in memory alone until :meth:`resume`.
+        """Read the run of this folder, and keep changes in memory until :meth:`resume`.
 
-        Raises ``ValueError`` if the folder holds no run.
+        Raises ``ValueError`` if the folder has no run.
         """
         self._info = read_info(self.folder)
 
     def resume(self, rounds_completed: int, marks: Mapping[str, Mark] | None = None) -> None:
-        """Go on with this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
+        """Continue this folder's run after ``rounds_completed`` rounds; drop the rows of later rounds.
 
-        ``marks``, by file, say how much of the records the run had written by then. Rows after that are dropped, too,
-        and so are rows that cannot be read. The data of :meth:`start` stays, with what was annotated since
-        :meth:`reopen`. ``seconds`` goes on from what was spent, lost rounds included. Raises ``ValueError`` if the
-        folder holds no run.
+        ``marks``, by file, identify the part of each record that the run had written by then. Later rows are dropped,
+        and so are unreadable rows. The data of :meth:`start` stay, with annotations since :meth:`reopen`. ``seconds``
+        continues from the time so far, including lost rounds. Raises ``ValueError`` if the folder has no run.
         """
         if not self._info:
             self.reopen()
@@ -260,12 +255,12 @@ class Recorder:
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:
-        """Add what is known only once the clients are up, such as ``partition`` and ``model``, to run.json."""
+        """Add values that are known only after registration, such as ``partition`` and ``model``, to run.json."""
         self.info.update(_plain(extra))
         self._write_info()
 
     def note(self, lines: Iterable[str]) -> None:
-        """Add to run.json's ``notes`` the lines that are not there yet, and log them."""
+        """Add new lines to run.json's ``notes``, and log them."""
         earlier_notes = self.info.get("notes", [])
         new_lines = [line for line in lines if line not in earlier_notes]
         for line in new_lines:
@@ -279,13 +274,13 @@ class Recorder:
 
     @property
     def info(self) -> ValueDict:
-        """The info is what run.json holds of the run that is open. Raises ``ValueError`` where none is."""
+        """The run.json of the open run. Raises ``ValueError`` if no run is open."""
         if not self._info:
             raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
         return self._info
 
     def round(self, row: Values) -> None:
-        full_row = _complete(row, MEASURES.round_fields)
+        full_row = _complete(row, DECLARATIONS.round_fields)
         with self._writing:
             info = self.info
             self._append("rounds.jsonl", [full_row])
@@ -295,20 +290,18 @@ class Recorder:
         self._track(lambda tracker: tracker.log(self._last, full_row["round"]))
 
     def clients(self, rows: Iterable[Values]) -> None:
-        fields = MEASURES.client_fields
+        fields = DECLARATIONS.client_fields
         full_rows = [_complete(recorded_of_client(row), fields) for row in rows]
         with self._writing:
-            assert self.info  # of a run that is not open nothing is recorded
+            assert self.info  # raises unless the run is open
             self._append("clients.jsonl", full_rows)
 
     def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
-        """Record how far the clients' masks are apart after the last recorded round.
+        """Record the distances between the clients' masks after the last recorded round; replace those of earlier ones.
 
-        These distances replace those of an earlier round.
-
-        ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``clients``, symmetric with a zero
-        diagonal; it is kept to six decimals. ``links`` say from whom each client received, where clients exchange
-        models with neighbours. Raises ``ValueError`` for anything else.
+        ``distance`` (K, K) has the Hamming distance in [0, 1] of each two of the K ``clients``, symmetric with a zero
+        diagonal; six decimals are kept. ``links`` has, by client, its senders in decentralised systems. Raises
+        ``ValueError`` for an invalid matrix.
         """
         masks = Masks.of(self.info["rounds_completed"], clients, distance, links)
         content = {"round": masks.round, "partitions": masks.clients, "distance": masks.distance.round(6)}
@@ -333,7 +326,7 @@ class Recorder:
             replace_file(self.folder / "progress.json", json.dumps(content).encode(), durable=False)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
-        """Close the run; ``final_sha256`` is over all final models in the order of the clients."""
+        """Close the run; ``final_sha256`` is the digest of all final models in the order of the clients."""
         with self._writing:
             self.info.update(status=status, final_sha256=final_sha256, error=error)
             self._write_info()
@@ -371,7 +364,7 @@ class Recorder:
             self._stop_tracking(error)
 
     def _track(self, call: Callable[[Tracker], None]) -> None:
-        """Tell the tracker. After its first error it is not used again, and the run goes on."""
+        """Call the tracker. After its first error it is not used again, and the run continues."""
         if self._tracker is None:
             return
         try:
@@ -402,14 +395,14 @@ class Recorder:
 
 
 def write_info(folder: Path, info: Values) -> None:
-    replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
+    replace_file(folder / "run.json", _info_text(digests.json_with_digest(info)).encode())
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder holds a run that has something to lose; one that ended before its first round has not.
+    """Return whether a folder has a run with results; one that ended before its first round has none.
 
-    This also holds for a run.json that says "running": the caller has the folder's lock and knows that nobody else
-    works on the run.
+    A run.json with the status "running" counts in the same way: the caller holds the folder's lock, so that no other
+    process works on the run.
     """
     if not (folder / "run.json").exists():
         return False
@@ -428,7 +421,7 @@ def _changed_versions(info: Values) -> dict[str, str | None]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of packages that numbers depend on; a package that runs uninstalled has no version."""
+    """Return the versions of the packages that results depend on; None for a package that is not installed."""
     version_by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
@@ -448,17 +441,17 @@ def versions() -> dict[str, str | None]:
     return version_by_package
 
 
-@cache  # a sweep runs the code that it loaded, whatever is committed meanwhile
+@cache  # a sweep runs the code that it loaded, even after later commits
 def git_hash() -> str | None:
     """Return the commit of the checkout that tracks this file, with ``-dirty`` if it has changes, or None without one.
 
-    A bundle that Flower unpacked is in no checkout: the environment says which commit it came from.
+    A bundle that Flower unpacked is in no checkout: its commit is in the environment.
     """
     if GIT_VARIABLE in os.environ:
         return os.environ[GIT_VARIABLE] or None
     path = Path(__file__)
     try:
-        # An unpacked app or a site-packages folder may lie inside somebody else's checkout.
+        # An unpacked app or a site-packages folder may be inside another project's checkout.
         _git(path.parent, "ls-files", "--error-unmatch", path.name)
         dirty = "-dirty" if _git(path.parent, "status", "--porcelain", "--untracked-files=no") else ""
         return _git(path.parent, "rev-parse", "HEAD") + dirty
@@ -491,7 +484,7 @@ def _plain(value: Any) -> Any:
 
 
 def _info_text(info: Values) -> str:
-    """Return JSON for people too: a line per key of each object, and long lists of counts on one line."""
+    """Return readable JSON: a line per key of each object, and long lists of counts on one line."""
     indents = {key: 2 if isinstance(value, dict) else None for key, value in info.items()}
     texts = {key: json.dumps(value, indent=indents[key], allow_nan=False) for key, value in info.items()}
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"

@@ -18,12 +18,12 @@ from fedprune_app.core.named import ValueDict
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.differences import OWN, difference_tables, is_noise, noise_between, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, short_name
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run, read_info
 from fedprune_app.results.tables import MODELS, compared_by, final_rows, formatted, perplexity_rows, statistics_of
@@ -155,7 +155,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         differences=difference_tables(groups),
         figures=all_figures,
         formulas={run.system: text for run in runs if (text := run.info.get("paper_bytes_formula"))},
-        lost_titles=list(MEASURES.losses.values()),
+        lost_titles=list(DECLARATIONS.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
         data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in all_figures]},
@@ -281,12 +281,12 @@ def _card(group: Group, accuracy: str) -> ValueDict:
     facts |= {"Density": _short(numbers["density"], column["density"]), **_traffic(group)}
     main = f"accuracy, {titles[accuracy].lower()}"
     if numbers[accuracy]:
-        main += column[accuracy].remark(group.runs)
+        main += column[accuracy].footnote(group.runs)
     return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
 
 
 def _losses(runs: Sequence[Run]) -> list[ValueDict]:
-    counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *MEASURES.losses)] for run in runs]
+    counts = [[sum(n for _, n in run.series(name)) for name in ("replies", *DECLARATIONS.losses)] for run in runs]
     run_counts = zip(runs, counts, strict=True)
     return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in run_counts if any(lost)]
 
@@ -337,14 +337,14 @@ def _sentences(groups: Groups) -> Iterator[str]:
     standalone_groups = [group for group in groups if group.system == "standalone"]
     federated_groups = [group for group in groups if group not in standalone_groups]
     for group in standalone_groups:
-        remark = columns_by_key["personal_accuracy"].remark(group.runs)
-        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average{remark}."
+        footnote = columns_by_key["personal_accuracy"].footnote(group.runs)
+        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average{footnote}."
     best = max(federated_groups or standalone_groups, key=lambda group: accuracy[group.label])
     reference = next((group for group in federated_groups if group.system == REFERENCE), best)
     reference_accuracy = accuracy[reference.label]
     if reference in federated_groups:
-        remark = columns_by_key["personal_accuracy"].remark(reference.runs)
-        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %{remark}."
+        footnote = columns_by_key["personal_accuracy"].footnote(reference.runs)
+        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %{footnote}."
     for group in federated_groups:
         if group is not reference:
             points, noise = accuracy[group.label] - reference_accuracy, 100 * noise_between(group, reference)

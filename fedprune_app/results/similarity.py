@@ -1,4 +1,4 @@
-"""How far clients' masks are apart, and whether clients with alike labels have alike masks (Dis-PFL's Figure 5)."""
+"""Distances between clients' masks, and their correlation with the similarity of labels (Dis-PFL's Figure 5)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from fedprune_app.results.reader import Run
 
-if TYPE_CHECKING:  # a report needs no torch
+if TYPE_CHECKING:  # so that a report does not import torch
     from fedprune_app.core.payload import Payload
 
 
 class MaskDistances:
-    """Mask distances hold the clients' masks of the layer in work, and count the entries that differ so far."""
+    """Counts, layer by layer, the entries in which the masks of each two clients differ."""
 
     def __init__(self) -> None:
         self.masks: dict[int, np.ndarray[Any, Any]] = {}
@@ -28,7 +28,7 @@ class MaskDistances:
         self.masks[client] = np.pad(bits, (0, -len(bits) % 8)).view(np.uint64)  # bits are counted 64 at a time
 
     def close_layer(self, num_entries: int) -> float | None:
-        """Return the mean share of a layer's entries that one client keeps and another does not; None of one client."""
+        """Return the share of a layer's entries in which two masks differ, as a mean over pairs; None without pairs."""
         shares = []
         for a, b in itertools.combinations(sorted(self.masks), 2):
             num_differing = int(np.bitwise_count(self.masks[a] ^ self.masks[b]).sum(dtype=np.int64))
@@ -41,7 +41,7 @@ class MaskDistances:
         return sorted({client for pair in self.differing for client in pair})
 
     def matrix(self, num_entries: int) -> np.ndarray[Any, Any]:
-        """Return the distances of all pairs of :meth:`clients`, float64 (clients, clients), over so many entries."""
+        """Return the distances of all pairs of :meth:`clients`, float64 (clients, clients), over ``num_entries``."""
         clients = self.clients()
         distance = np.zeros((len(clients), len(clients)))
         for (i, a), (j, b) in itertools.combinations(enumerate(clients), 2):
@@ -49,7 +49,7 @@ class MaskDistances:
         return distance
 
 
-# --- label similarity beside it ---------------------------------------------------------------------------------------
+# --- similarity of labels ---------------------------------------------------------------------------------------------
 
 
 Array = NDArray[np.float64]
@@ -57,11 +57,11 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """A comparison has the clients' similarities, pair by pair, after ``round``, ordered by their most frequent label.
+    """Label similarity and mask distance of each two clients after ``round``, ordered by their most frequent label.
 
     ``label_cosine`` (K, K) is the cosine of their training label counts. ``mask_distance`` (K, K) is the Hamming
     distance of their masks. Both are in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the K (K - 1) / 2
-    pairs of different clients, and are None where that is undefined.
+    pairs of different clients, and are None if undefined.
     """
 
     round: int
@@ -75,7 +75,7 @@ class Comparison:
 def compare(run: Run) -> Comparison | None:
     """Compare the clients of masks.json that have training examples.
 
-    The result is None where there are no masks, or fewer than two such clients.
+    The result is None without masks, or with fewer than two such clients.
     """
     counts = {row["partition"]: row["train"] for row in run.info.get("partition") or () if any(row.get("train") or ())}
     if run.masks is None:
@@ -100,7 +100,7 @@ def compare(run: Run) -> Comparison | None:
 
 
 def label_cosine(counts: list[list[int]]) -> Array:
-    """Return the cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
+    """Return the cosine similarity (K, K) of K clients' label counts; missing counts at a list's end are 0."""
     matrix = np.array(list(itertools.zip_longest(*counts, fillvalue=0)), dtype=np.float64).T
     unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
     cosine: Array = np.clip(unit @ unit.T, 0, 1)
@@ -108,16 +108,16 @@ def label_cosine(counts: list[list[int]]) -> Array:
 
 
 def correlation(x: Array, y: Array) -> float | None:
-    """Return Pearson's coefficient, or None for fewer than three values and where one of the two never varies."""
+    """Return Pearson's coefficient, or None for fewer than three values or a constant ``x`` or ``y``."""
     if len(x) < 3 or np.ptp(x) < 1e-9 or np.ptp(y) < 1e-9:
         return None
     return float(np.corrcoef(x, y)[0, 1])
 
 
 def ranks(values: Array) -> Array:
-    """Return ranks that count from 1; equal values share the mean of theirs, as Spearman's coefficient wants.
+    """Return ranks from 1; equal values share the mean of their ranks, as in Spearman's coefficient.
 
-    Values are equal where they are the same after rounding to 1e-9: equal cosines may differ in their last bits.
+    Values are rounded to 1e-9 first, since equal cosines may differ in their last bits.
     """
     _, inverse, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
     shared: Array = np.cumsum(counts) - (counts - 1) / 2

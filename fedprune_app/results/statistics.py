@@ -1,4 +1,4 @@
-"""How the numbers of all clients become one."""
+"""Statistics over the numbers of all clients."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Summary(NamedTuple):
-    """A summary holds mean, population standard deviation and worst decile of one number per client."""
+    """Mean, population standard deviation and worst decile of one number per client."""
 
     mean: float
     std: float
@@ -19,8 +19,7 @@ class Summary(NamedTuple):
 def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
     """Return the mean of the lowest ceil(n / 10) of n values; for n <= 10 this is the worst client itself.
 
-    The result is NaN for no values, and where a value is NaN: a value that was not measured is never the best or the
-    worst.
+    The result is NaN for no values, and if any value is NaN, since an unmeasured value is neither best nor worst.
 
     >>> worst_decile([0.9, 0.2, 0.7])
     0.2
@@ -34,8 +33,7 @@ def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
 def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
     """Return mean over clients (each counts once, not per sample), population standard deviation and worst decile.
 
-    The clients are the population, not a sample of one, hence ``ddof = 0``. All three are NaN for no values
-    (a record shows NaN as null).
+    The clients are the whole population, hence ``ddof = 0``. All three are NaN for no values (null in records).
     """
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
@@ -44,7 +42,7 @@ def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
 
 
 def noise_of_mean(deviations: Sequence[float]) -> float | None:
-    """Return the standard deviation of the noise in a mean of numbers with these independent ones; None for none."""
+    """Return the standard deviation of the noise in a mean, from those of its independent parts; None for none."""
     return math.hypot(*deviations) / len(deviations) if deviations else None
 
 
@@ -59,9 +57,9 @@ def spread(values: Sequence[float]) -> float:
 
 
 def running_mean(values: Sequence[float]) -> float | None:
-    """Return the mean by adding the values from the first to the last; None for no values.
+    """Return the mean by adding the values from first to last; None for no values.
 
-    It may differ from :func:`mean` in the last bit, so a column stays with the one that it had first.
+    It may differ from :func:`mean` in the last bit, so no column may switch from one to the other.
     """
     return sum(values) / len(values) if values else None
 

@@ -1,7 +1,4 @@
-"""Tables compare many runs: final numbers and perplexities, one row per system and setting, as means over seeds.
-
-They are written in Markdown, LaTeX and CSV.
-"""
+"""Tables that compare runs in Markdown, LaTeX and CSV: one row per system and setting, with means over seeds."""
 
 import csv
 import io
@@ -13,8 +10,8 @@ from pathlib import Path
 from fedprune_app.config import ConfigError
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
-from fedprune_app.results.columns import Column, columns, epsilon_remark
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.columns import Column, columns, epsilon_footnote
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.differences import OWN, from_best, half_interval, of_the_same_data
 from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
@@ -22,10 +19,7 @@ from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 
 def statistics_of(group: Group, shown_columns: Iterable[Column] = ()) -> dict[str, Statistic | None]:
-    """Return a group's final numbers by the key of a column, of all columns or of the ``shown_columns``.
-
-    A number that a run did not measure is None.
-    """
+    """Return a group's final numbers by key, of all columns or of ``shown_columns``; None for one not measured."""
     return {column.key: group.over(column.value) for column in shown_columns or columns([group])}
 
 
@@ -49,7 +43,7 @@ def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[li
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        return formatted(statistic, column) + (words + column.remark(group.runs) if statistic else "")
+        return formatted(statistic, column) + (words + column.footnote(group.runs) if statistic else "")
 
     rows = [
         [group.label, *data_cells(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured_columns)]
@@ -59,9 +53,9 @@ def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[li
 
 
 def compared_by(groups: Groups) -> dict[str, str]:
-    """Return by label the number that groups are compared by: what each is judged by, if that is the same for all.
+    """Return by label the metric for comparing groups: each one's headline.
 
-    Otherwise it is the accuracy of the clients' own models, if all groups have it.
+    If headlines differ, it is the accuracy of the clients' own models, if all groups have it.
     """
     judged_by = {group.label: group.first.headline for group in groups}
     have_own = all(run.last(OWN) is not None for group in groups for run in group.runs)
@@ -69,8 +63,8 @@ def compared_by(groups: Groups) -> dict[str, str]:
 
 
 def accuracy_words(name: str) -> str:
-    """Return whose accuracy a column of rounds.jsonl has, in words; empty for another column."""
-    column = MEASURES.columns.get(name)
+    """Return the title of a column of accuracies in rounds.jsonl, in lower case; empty for another column."""
+    column = DECLARATIONS.columns.get(name)
     return column.view.text.lower() if column and column.view and name.startswith("accuracy") else ""
 
 
@@ -78,11 +72,11 @@ def data_cells(group: Group) -> tuple[str, str]:
     run = group.first
     text = next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
     dataset = value_text(run.config.get("dataset")) + (f", tested on {text}" if text else "")
-    is_dealt = not run.headline.startswith("perplexity")  # texts have no labels, so no partition by them
+    is_dealt = not run.headline.startswith("perplexity")  # texts have no labels to partition by
     return dataset, value_text(run.config.get("partition")) if is_dealt else NOT_MEASURED
 
 
-# Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global.
+# The models with perplexities in rounds.jsonl: before pruning, mean of the clients' own, global.
 MODELS = ("dense", "personal_mean", "global")
 
 
@@ -94,7 +88,7 @@ def model_name(key: str, group: Group) -> str:
 
 
 def perplexity_tables(groups: Groups) -> dict[str, dict[str, list[Mapping[str, float]]]]:
-    """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
+    """Return the last perplexities of all runs, by text with its windows, then by group label."""
     tables: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
         run_tables = [run.last_table("perplexity_by_text") for run in group.runs]
@@ -114,7 +108,7 @@ def perplexity_rows(groups: Groups) -> tuple[list[str], list[list[str]]]:
             name = model_name(key, groups_by_label[label])
             cell = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
             if key == "personal_mean" and statistic:
-                cell += _fewer_remark(entries)
+                cell += _fewer_footnote(entries)
             by_model.setdefault(name, {})[label] = cell
         for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
@@ -123,7 +117,7 @@ def perplexity_rows(groups: Groups) -> tuple[list[str], list[list[str]]]:
     return ["System", *(title for title, _ in columns)], rows
 
 
-def _fewer_remark(entries: Sequence[Mapping[str, float]]) -> str:
+def _fewer_footnote(entries: Sequence[Mapping[str, float]]) -> str:
     counts = [(int(entry["personal_models"]), int(entry["asked"])) for entry in entries if entry.get("asked")]
     num_models, num_asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
@@ -156,15 +150,15 @@ def _latex(titles: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int)
 
 
 def comma_separated(groups: Groups) -> str:
-    """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured.
+    """Return the final numbers for programs: accuracies as shares, bytes / 1e6, empty if not measured.
 
-    ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
+    ``epsilon_footnote`` has the source of the noise of the row's ε, if it was not the operating system.
     """
     shown_columns = columns(groups)
     keys = [f"{column.key}_{part}" for column in shown_columns for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
+    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_footnote"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *data_cells(group))]
         cells += [group.first.status, len(group.runs)]
@@ -172,7 +166,7 @@ def comma_separated(groups: Groups) -> str:
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]
-        cells.append(epsilon_remark([group]).strip(" ()"))
+        cells.append(epsilon_footnote([group]).strip(" ()"))
         writer.writerow(cells)
     return text.getvalue()
 
@@ -180,7 +174,7 @@ def comma_separated(groups: Groups) -> str:
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     """Write the final numbers to ``table.md``, ``table.csv`` and ``table.tex``, and return the paths of all files.
 
-    Where perplexities were measured, ``perplexity.md`` has those of every text.
+    If perplexities were measured, ``perplexity.md`` has those of every text.
     """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
@@ -201,11 +195,11 @@ PAPER_COLUMNS = ("personal_accuracy", "megabytes_up", "gigaflops", "density")
 def paper_rows(
     groups: Groups, keys: Sequence[str], intervals: bool, best_bold: bool
 ) -> tuple[list[str], list[list[str]], set[str]]:
-    """Return the titles and rows of a table of few columns, and the labels of the rows in bold.
+    """Return the titles and rows of a table of a few columns, and the labels of the rows in bold.
 
-    With ``intervals`` a number of several seeds has half of Student's 95 % interval behind ± in place of the standard
-    deviation. ``best_bold`` marks the most accurate personal models, and all that no clear difference sets apart from
-    them. Raises :class:`ConfigError` for a column that there is not.
+    With ``intervals`` half of Student's 95 % interval over seeds follows ±, in place of the standard deviation.
+    ``best_bold`` marks the most accurate personal models, and all without a clear difference from them. Raises
+    :class:`ConfigError` for an unknown column.
     """
     known_columns = {column.key: column for column in columns(groups)}
     for key in keys:
@@ -218,7 +212,7 @@ def paper_rows(
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
             if intervals and statistic is not None and statistic.std is not None:
                 statistic = replace(statistic, std=half_interval(statistic.std, len(group.runs)))
-            cells.append(formatted(statistic, column) + (column.remark(group.runs) if statistic else ""))
+            cells.append(formatted(statistic, column) + (column.footnote(group.runs) if statistic else ""))
         rows.append([group.label, *cells])
     return ["System", *(column.title for column in shown_columns)], rows, _best_labels(groups) if best_bold else set()
 
@@ -232,7 +226,7 @@ def _best_labels(groups: Groups) -> set[str]:
 
 
 def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]], bold: Collection[str]) -> str:
-    """Return the table as LaTeX, CSV or Markdown, as the suffix of a file says; CSV has no bold."""
+    """Return the table as LaTeX, CSV or Markdown, by the suffix of a file; CSV has no bold."""
     if suffix == ".csv":
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
@@ -262,5 +256,5 @@ def _latex_cell(text: str) -> str:
 
 
 def _csv_text(text: str) -> str:
-    """Put an apostrophe before a text that a spreadsheet would run as a formula."""
+    """Return the text, after an apostrophe if a spreadsheet would run it as a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -1,20 +1,20 @@
-"""Results in words: test texts and models by name, and a round in one line."""
+"""Texts for results: names of test texts and models, and a line about a round."""
 
 import math
 
 from fedprune_app.core.named import Values
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import MEGABYTE, Measures, Row
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import MEGABYTE, Declarations, Row
 
-# In place of a test text's name: every client has measured its own model on its own text.
+# In place of a test text's name: every client's own text, on which its own model is evaluated.
 OWN_TEXT = "own"
 
 
 def windows_of_text(text: str, entry: Values) -> str:
-    """Return the name of a test text with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
+    """Return the name of a test text with its measured windows, such as ``ptb: 64 × 128 tokens``.
 
-    ``entry`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
-    ``ptb: first 64 of 900 × 128 tokens``. The windows of the clients' own texts are those of all clients together.
+    ``entry`` is the text's entry of ``perplexity_by_text``. If only some windows were measured, the result is
+    ``ptb: first 64 of 900 × 128 tokens``. Windows of the clients' own texts are counted over all clients.
     """
     windows, total = entry.get("windows"), entry.get("windows_in_text")
     extent = f"first {windows} of {total}" if windows and total and total > windows else windows
@@ -24,16 +24,15 @@ def windows_of_text(text: str, entry: Values) -> str:
 def own_models(round: int) -> str:
     """Return the name of the clients' own language models after ``round``.
 
-    The papers' standalone baseline knows nothing of other clients. From the second round on a client prunes what the
-    server made of all clients' layers.
+    Only in round 1 are they the papers' standalone baseline: from round 2 on a client prunes the merged layers.
     """
     return "standalone" if round == 1 else "clients' own"
 
 
 def tested_on(row: Values) -> str:
-    """Return the text that a round's ``perplexity_global`` was measured on, with its windows.
+    """Return the text of a round's ``perplexity_global``, with its windows; empty if no perplexity was measured.
 
-    That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.
+    It is the first text of ``row``, a row of rounds.jsonl.
     """
     return next((windows_of_text(text, entry) for text, entry in (row.get("perplexity_by_text") or {}).items()), "")
 
@@ -41,14 +40,14 @@ def tested_on(row: Values) -> str:
 # --- a round in one line ----------------------------------------------------------------------------------------------
 
 
-def summary_line(row: Row, measures: Measures | None = None) -> str:
-    """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
+def summary_line(row: Row, metrics: Declarations | None = None) -> str:
+    """Return the log's line on a round: replies, metrics of training, costs, metrics of the evaluation.
 
-    ``measures`` are all numbers that there are, by default fedprune's own.
+    ``metrics`` are all declarations, by default fedprune's own.
     """
 
     def words(of_training: bool) -> list[str]:
-        lines = (measures or MEASURES).lines
+        lines = (metrics or DECLARATIONS).lines
         of_kind = [(column, line) for column, line, is_trained in lines if is_trained == of_training]
         entries = [(column, line, row.get(column.name)) for column, line in of_kind]
         return [
@@ -63,7 +62,7 @@ def summary_line(row: Row, measures: Measures | None = None) -> str:
 
 
 def progress_line(row: Row) -> str:
-    measured = [(column, line) for column, line, _ in MEASURES.lines if row.get(column.name) is not None]
+    measured = [(column, line) for column, line, _ in DECLARATIONS.lines if row.get(column.name) is not None]
     parts = [
         f"{line.terminal} {line.number(row[column.name])}{column.remarked(row)}  "
         for column, line in measured

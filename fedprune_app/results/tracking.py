@@ -1,9 +1,8 @@
-"""A run's numbers also go where people keep those of their other experiments: TensorBoard or MLflow.
+"""Trackers that also receive a run's metrics: TensorBoard and MLflow.
 
-What is tracked is what rounds.jsonl has: the settings once, the numbers of each round, and the final ones. Tracking
-writes on the server's machine, in the run folder unless the environment names another place. A tracker that fails in
-the middle of a run, or when a run is resumed, is no longer used, and the run goes on. A new run whose tracker cannot be
-opened fails at once.
+They receive the settings once, the numbers of each row of rounds.jsonl, and the final ones. Tracking writes on the
+server's machine, in the run folder unless the environment names another place. A tracker that fails during a run, or on
+resuming, is no longer used, and the run continues. A new run whose tracker cannot be opened fails at once.
 """
 
 import importlib.util
@@ -17,7 +16,7 @@ from urllib.parse import unquote
 
 from fedprune_app.core.named import ValueDict, Values
 
-_AT_ONCE = 100  # so many parameters MLflow takes in one request
+_AT_ONCE = 100  # parameters that MLflow accepts in one request
 
 
 def check_tracker(kind: str) -> None:
@@ -37,7 +36,7 @@ def scalars(row: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 class TensorBoard:
-    """TensorBoard's event files are in ``folder/tensorboard``; a resumed run replaces those of lost rounds."""
+    """Writes event files to ``folder/tensorboard``; a resumed run replaces those of lost rounds."""
 
     def __init__(self, folder: Path, info: Values) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -58,8 +57,8 @@ class TensorBoard:
 
 
 @contextmanager
-def _discreet() -> Iterator[None]:
-    """Raise an error of MLflow's, which quotes MLFLOW_TRACKING_URI, without the user's name, password and query."""
+def _redacted_logs() -> Iterator[None]:
+    """Remove user name, password and query of MLFLOW_TRACKING_URI from MLflow's errors, which quote it."""
     try:
         yield
     except Exception as error:
@@ -74,11 +73,11 @@ def _discreet() -> Iterator[None]:
 
 
 class MLflow:
-    """MLflow's run is in the store that MLFLOW_TRACKING_URI names, or else in ``folder/mlflow/mlflow.db``."""
+    """Logs to the store in MLFLOW_TRACKING_URI, or else to ``folder/mlflow/mlflow.db``."""
 
-    @_discreet()
+    @_redacted_logs()
     def __init__(self, folder: Path, info: Values) -> None:
-        # or else MLflow asks a server that does not answer again and again for minutes
+        # else MLflow retries a server that does not respond for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow import MlflowClient
@@ -106,7 +105,7 @@ class MLflow:
         for start in range(0, len(params), _AT_ONCE):
             self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
 
-    @_discreet()
+    @_redacted_logs()
     def log(self, numbers: Mapping[str, float], round: int) -> None:
         from mlflow.entities import Metric
 
@@ -115,14 +114,14 @@ class MLflow:
         for start in range(0, len(metrics), _AT_ONCE):
             self._client.log_batch(self._run, metrics=metrics[start : start + _AT_ONCE])
 
-    @_discreet()
+    @_redacted_logs()
     def close(self, status: str, numbers: Mapping[str, float]) -> None:
         ends = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
         self._client.set_terminated(self._run, status=ends[status])
 
 
 Tracker = TensorBoard | MLflow
-# What opens the tracker of a run, by kind: of a run folder and of its run.json.
+# The class of each kind of tracker, called with a run folder and its run.json.
 TRACKERS: Mapping[str, Callable[[Path, Values], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 

@@ -1,4 +1,4 @@
-"""An experiment matrix combines systems, datasets and seeds from one YAML file, or a space that is searched."""
+"""Experiment matrices from a YAML file: combinations of systems, datasets and seeds, or a space to search."""
 
 import hashlib
 import itertools
@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, told_of
+from fedprune_app.config import OPTIONS, ConfigError, Scalar, Settings, flatten, naming_source
 from fedprune_app.config.options import Option
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.texts import one_line
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
 
@@ -24,9 +24,10 @@ Range = list[Scalar] | Values  # choices, or a table with low and high, and with
 
 @dataclass(frozen=True)
 class Search:
-    """A search draws ``trials`` settings from ``space``, which win over its ``settings``; each is a run for each seed.
+    """Draws ``trials`` settings from ``space``, which override ``settings``; each trial is a run for each seed.
 
-    ``name`` tells the searches of several systems apart; alone it is empty. ``where`` names the file in errors.
+    ``name`` distinguishes the searches of several systems; it is empty for a single one. ``where`` names the file in
+    errors.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Search:
     objective: str
 
     def file(self, name: str) -> str:
-        """Return the name of this search's own file; alone it is ``name``, as ``search.csv``."""
+        """Return the name of this search's own file: ``name``, such as ``search.csv``, for a single search."""
         stem, _, ending = name.partition(".")
         return f"{stem}-{self.name}.{ending}" if self.name else name
 
@@ -47,7 +48,7 @@ class Search:
         return f"{self.name and f'{self.name}-'}trial{number + 1:03d}-seed{seed}"
 
     def probes(self) -> Iterator[tuple[str, dict[str, Scalar]]]:
-        """Yield a name and settings until each seed, each choice and each end of a range was there once."""
+        """Yield names and settings that cover each seed, each choice and each end of a range once."""
         values = {
             key: spec if isinstance(spec, list) else [spec["low"], spec["high"]] for key, spec in self.space.items()
         }
@@ -58,13 +59,13 @@ class Search:
                 yield f"{self.name} {key}={value}".strip(), {**first, key: value}
 
     def distributions(self) -> ValueDict:
-        """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
-        with told_of(self.where):
+        """Return Optuna's distribution of each key. Raises :class:`ConfigError` for an unsupported range."""
+        with naming_source(self.where):
             return {key: _distribution(key, spec) for key, spec in self.space.items()}
 
 
 def check_range(where: str, key: object, spec: Any) -> None:
-    """Raise :class:`ConfigError` for what is neither a list of choices nor a table with two ends."""
+    """Raise :class:`ConfigError` unless ``spec`` is a list of choices or a table with two ends."""
     if not isinstance(key, str) or key == "seed":
         raise ConfigError("space", key, "names of settings, and seed in seeds", where=where)
     are_choices = isinstance(spec, list) and spec and all(isinstance(each, bool | int | float | str) for each in spec)
@@ -79,7 +80,7 @@ def check_range(where: str, key: object, spec: Any) -> None:
 
 
 def optuna() -> Any:
-    """Return the library Optuna. Raises :class:`ConfigError` where it is not installed."""
+    """Return the library Optuna. Raises :class:`ConfigError` if it is not installed."""
     try:
         import optuna
     except ImportError:
@@ -108,7 +109,7 @@ def _distribution(key: str, spec: Range) -> Any:
 
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
-# what a search may go by, and where better is; no number of test data, which nothing may be decided by
+# the objectives of a search, and their directions; no metric of test data, which must not decide anything
 OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
 _OF_SEARCH = {
     "trials": Option(20, "how many settings are drawn", bounds=(("at least", 1, operator.ge),)),
@@ -119,10 +120,10 @@ _OF_SEARCH = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix holds the settings of its cells, by name, and the number of clients that its file asks for.
+    """Named settings of runs, and the number of clients, from a matrix file.
 
-    ``num_clients`` is None if the command line decides. ``where`` names the file in errors. With ``searches`` the cells
-    are none to be run: they have each choice and each end of what is drawn.
+    ``num_clients`` is None if the command line decides. ``where`` names the file in errors. With ``searches`` the
+    settings are not run, but checked: they cover each choice and each end of a range.
     """
 
     settings: tuple[tuple[str, Settings], ...]
@@ -131,26 +132,26 @@ class Matrix:
     where: str = "matrix"
     searches: tuple[Search, ...] = ()
 
-    def cells(self, given: Given, placement: Placement | None = None) -> list[Prepared]:
+    def cells(self, inputs: RunInputs, placement: Placement | None = None) -> list[Prepared]:
         """Return the runs of the matrix, prepared for ``placement``.
 
-        Their folders are below ``given.out``. What is given on the command line are settings of all runs. Of a resumed
-        sweep the runs that have begun continue.
+        Their folders are below ``inputs.out``. Settings of the command line apply to all runs. In a resumed sweep, runs
+        that have begun continue.
         """
         varied = {key for _, values in self.settings for key in values} - self.common
-        for key in given.on_command_line:
+        for key in inputs.on_command_line:
             if key in varied:
-                raise ConfigError(key, given.on_command_line[key], which="the matrix varies")
-        givens = []
+                raise ConfigError(key, inputs.on_command_line[key], which="the matrix varies")
+        all_inputs = []
         for name, settings in self.settings:
-            folder, where = given.folder / name, f"{self.where}, run {name!r}" if name else self.where
-            goes_on = given.resume and holds_run(folder)
-            givens.append(replace(given, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
-        return prepare_all(givens, placement)
+            folder, where = inputs.folder / name, f"{self.where}, run {name!r}" if name else self.where
+            goes_on = inputs.resume and holds_run(folder)
+            all_inputs.append(replace(inputs, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
+        return prepare_all(all_inputs, placement)
 
 
 class _Loader(yaml.SafeLoader):
-    """This loader is safe, and refuses a key that a table has twice, of which PyYAML takes the last one."""
+    """Safe YAML loader that rejects duplicate keys, of which PyYAML would use the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -168,10 +169,7 @@ def to_yaml(document: Values) -> str:
 
 
 def read_matrix(path: Path) -> Matrix:
-    """Read a matrix file, see :func:`matrix_of`.
-
-    Raises :class:`ConfigError` naming the file and the entry.
-    """
+    """Read a matrix file, see :func:`matrix_of`. Raises :class:`ConfigError` that names the file and the entry."""
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -180,7 +178,7 @@ def read_matrix(path: Path) -> Matrix:
 
 
 def matrix_of(document: object, path: Path | str) -> Matrix:
-    """Return the matrix, or the searches, that a document describes; ``path`` names it in errors.
+    """Return the matrix, or the searches, in a document; ``path`` names it in errors.
 
     The document's entries are:
 
@@ -190,7 +188,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
     * ``clients``: a number.
     * ``search``: settings to draw from, see :mod:`fedprune_app.sweeps.sweep`.
 
-    Raises :class:`ConfigError` naming the entry.
+    Raises :class:`ConfigError` that names the entry.
     """
     where, sections = f"matrix {str(path)!r}", ", ".join(_SECTIONS)
     if not isinstance(document, dict):
@@ -235,7 +233,7 @@ def _searches(where: str, document: Values, common: Values, seeds: tuple[int, ..
     keys = (*_OF_SEARCH, "space")
     if not isinstance(table, dict) or not table.keys() <= {*keys}:
         raise ConfigError("search", table, f"a table with {', '.join(keys)}", where=where)
-    with told_of(where):
+    with naming_source(where):
         options: ValueDict = {
             key: option.parse(key, table.get(key, option.default)) for key, option in _OF_SEARCH.items()
         }
@@ -273,13 +271,13 @@ def _space(where: str, space: Any) -> ValueDict:
     return space
 
 
-_LONGEST = 200  # characters of a name, of 255 that a folder may have: a digest, trial and seed may follow
+_LONGEST = 200  # characters of a name; a folder's may have 255, and a digest, trial and seed may follow
 
 
 def _settings(where: str, section: str, table: Any) -> ValueDict:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"an entry of {section}", table, "key: value pairs", where=where)
-    with told_of(f"{where}: an entry of {section}"):
+    with naming_source(f"{where}: an entry of {section}"):
         settings = flatten(table)
     if "seed" in settings:
         raise ConfigError(f"seed in {section}", settings["seed"], "in seeds", where=where)
@@ -310,6 +308,6 @@ def _name(variant: Values, key: str) -> str:
 
 
 def _cut(name: str) -> str:
-    """Return a name for a file or folder; one that is too long for a file system ends with a digest of the whole."""
+    """Return a name for a file or folder; one too long for a file system is cut and ends with its digest."""
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{digest}"

@@ -1,6 +1,6 @@
-"""The runs of a matrix, or of searches, are made one after another, and tables compare them.
+"""Sweeps: the runs of a matrix, or of searches, one after another, and tables that compare them.
 
-A search tries settings at random or by Optuna's Bayesian sampler, and keeps those that do best on validation data.
+A search draws settings at random or by Optuna's Bayesian sampler, and keeps those that are best on validation data.
 
 A search file is a matrix file with the entry ``search``::
 
@@ -16,17 +16,17 @@ A search file is a matrix file with the entry ``search``::
         local-epochs: {low: 1, high: 10}
         dispfl.topology: [ring, random]
 
-With ``systems`` beside ``search``, each of these is searched by itself, with as many trials. Its entry may have
-settings and a ``space`` of its own, which win over ``common`` and the space of the search::
+With ``systems`` and ``search``, there is a search for each system, with as many trials. A system's entry may have
+settings and a ``space`` of its own, which override ``common`` and the space of the search::
 
     systems:
       - fedavg
       - {system: dispfl, space: {density: [0.2, 0.5]}}
 
-Each trial is a run for each seed, and counts with the mean of the objective in the last evaluated round. Optuna's study
-is in ``optuna.db`` in the sweep's folder, so that a search that was stopped goes on. The draws of a trial derive from
-its number and the first seed, whatever was interrupted before. What was best is written as a matrix, ``best.yaml``, and
-as a run-config file for each system.
+Each trial is a run for each seed; its value is the mean of the objective in the last evaluated round. Optuna's study is
+in ``optuna.db`` in the sweep's folder, so that a search can be resumed. The draws of a trial derive from its number and
+the first seed, even after an interruption. The best settings are written as a matrix, ``best.yaml``, and as a
+run-config file for each system.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.preflight import can_start
-from fedprune_app.preflight.given import Given, Placement, recorded_clients
+from fedprune_app.preflight.inputs import Placement, RunInputs, recorded_clients
 from fedprune_app.preflight.prepare import Prepared, check_out, prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import check_free, mark
@@ -72,7 +72,7 @@ BEST = "best.yaml"
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A search has found that these settings have the best ``value`` of its objective, and made these runs."""
+    """The best settings of a search, the ``value`` of its objective, and all its runs."""
 
     settings: Settings
     value: float
@@ -81,7 +81,7 @@ class SearchResult:
 
 @contextmanager
 def storage_in(out: Path) -> Iterator[Any]:
-    """Give Optuna's storage in ``out``, and close its database when the block ends."""
+    """Yield Optuna's storage in ``out``, and close its database when the block ends."""
     storage = optuna().storages.RDBStorage(f"sqlite:///{out / STUDY}")
     try:
         yield storage
@@ -91,9 +91,9 @@ def storage_in(out: Path) -> Iterator[Any]:
 
 
 def study_of(search: Search, num_clients: int, storage: Any) -> Study:
-    """Return the search's study in ``storage``, which may hold trials that were made before.
+    """Return the search's study in ``storage``, possibly with earlier trials.
 
-    Raises :class:`ConfigError` if these were of another search.
+    Raises :class:`ConfigError` if these are of another search.
     """
     study: Study = optuna().create_study(
         storage=storage,
@@ -121,26 +121,26 @@ def find(
     make: Callable[[str, Settings], Run],
     say: Callable[[str, str], object],
 ) -> SearchResult:
-    """Make all trials of a search, the runs of each by ``make(name, settings)``, and return what was found.
+    """Run all trials of a search, by ``make(name, settings)`` for each run, and return the result.
 
-    Trials that the ``study`` has from before count. A trial whose run fails counts for nothing, and one that draws the
-    settings of an earlier trial takes its value without a run. Raises :class:`LaunchError` if no trial succeeded.
+    Earlier trials of the ``study`` count. A trial whose run fails is ignored, and one with the settings of an earlier
+    trial has its value without a run. Raises :class:`LaunchError` if no trial succeeded.
     """
     distributions = search.distributions()
     label = f"{search.name} ".lstrip()
     while trial := _next_trial(search, study, distributions):
         params = dict(trial.params)
         twin = _distinct_trials(search, study).get(_identity(search, params))
-        remark = f": as trial {twin.number + 1}, whose value counts" if twin else ""
+        footnote = f": as trial {twin.number + 1}, whose value counts" if twin else ""
         words = ", ".join(f"{key}={value}" for key, value in params.items())
-        say("", f"{label}({trial.number + 1}/{search.trials}) {words}{remark}")
+        say("", f"{label}({trial.number + 1}/{search.trials}) {words}{footnote}")
         try:
             study.tell(trial.number, twin.value if twin else _value_of(search, trial.number, params, make))
         except (LaunchError, ConfigError) as error:
             say("failed", f" {label}trial {trial.number + 1}: {one_line(error)}")
             study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
         _write_table(out / search.file("search.csv"), study, search)
-    _write_table(out / search.file("search.csv"), study, search)  # of a search that was killed before it did
+    _write_table(out / search.file("search.csv"), study, search)  # if a killed search did not write it
     if not (trials := _distinct_trials(search, study)):
         raise LaunchError(f"none of {search.trials} trials succeeded")
     runs = [load_run(out / search.folder(trial.number, seed)) for trial in trials.values() for seed in search.seeds]
@@ -148,17 +148,17 @@ def find(
 
 
 def effective(search: Search, params: Settings) -> dict[str, Scalar]:
-    """Return those of the settings of a trial, but for the seed, that have an effect; paths are absolute."""
+    """Return the settings of a trial that have an effect, without the seed; paths are absolute."""
     settings = paths_from_here({**search.settings, **params})
-    config = prepare(Given(settings)).config
+    config = prepare(RunInputs(settings)).config
     values = config.to_dict()
     return {key: values[key] for key in settings if has_effect(key, config)}
 
 
 def _distinct_trials(search: Search, study: Study) -> dict[str, FrozenTrial]:
-    """Return the trials that have a value, of those with the same settings the first.
+    """Return the trials with a value; of equal settings only the first.
 
-    The same settings and seeds make the same run. A second one would cost its time, and count as another seed.
+    Equal settings and seeds give the same run: a second one would cost time, and count as another seed.
     """
     trials: dict[str, FrozenTrial] = {}
     for trial in study.trials:
@@ -172,7 +172,7 @@ def _identity(search: Search, params: Settings) -> str:
 
 
 def _next_trial(search: Search, study: Study, distributions: Values) -> FrozenTrial | None:
-    """Return a trial that is not over: one that was interrupted, else a new one."""
+    """Return an interrupted trial, else a new one, or None if all are finished."""
     for trial in study.trials:
         if not trial.state.is_finished():
             return trial
@@ -209,8 +209,8 @@ def _write_table(path: Path, study: Study, search: Search) -> None:
 def best_matrix(best: Sequence[Settings], seeds: Sequence[int], num_clients: int) -> ValueDict:
     """Return the document of a matrix that compares the ``best`` settings of searches with these ``seeds``.
 
-    It has as many seeds, and none of theirs: settings that were chosen with a seed are luckier there. What two searches
-    of one system found alike is there once.
+    It has as many other seeds, since chosen settings are favoured by the seeds of the search. Duplicate settings are
+    listed once.
     """
     shared = {
         key: value
@@ -224,18 +224,18 @@ def best_matrix(best: Sequence[Settings], seeds: Sequence[int], num_clients: int
     return {"clients": num_clients, "common": shared, "systems": distinct, **datasets, "seeds": list(unused)}
 
 
-Say = Callable[[str, str], object]  # told what happens: a label, which may be empty, and a text
+Say = Callable[[str, str], object]  # prints progress: a label, which may be empty, and a text
 
 
 # --- runs and searches ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Swept:
-    """A sweep has these finished runs in the order of the matrix, and files of tables.
+class SweepResult:
+    """Finished runs of a sweep in the order of the matrix, and the files of tables.
 
-    ``failed`` says by name why runs failed, or searches, of ``count`` together. ``best`` is the matrix of what searches
-    found.
+    ``failed`` has by name the reasons of failed runs or searches, among ``count``. ``best`` is the matrix of the best
+    settings.
     """
 
     runs: tuple[Run, ...]
@@ -252,37 +252,36 @@ class Swept:
             raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {reasons}")
 
 
-def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) -> Swept:
-    """Make the runs that a matrix file asks for in folders below ``given.out``, and write tables of them.
+def sweep(matrix: Matrix, inputs: RunInputs, placement: Placement, console: Console) -> SweepResult:
+    """Run a matrix in folders below ``inputs.out``, and write tables of its runs.
 
-    What is given on the command line are settings of all runs. With ``resume`` runs that have finished are kept, and
-    trials of a search that were made before count. A run that fails stops no other, nor does a search in which no trial
-    succeeds. Raises :class:`ConfigError` before anything is written, also where a run began with another number of
-    clients.
+    Settings of the command line apply to all runs. With ``resume`` finished runs are kept, and earlier trials of a
+    search count. A failed run or search does not stop the others. Raises :class:`ConfigError` before anything is
+    written, also if a run began with another number of clients.
     """
 
     def say(label: str, text: str) -> None:
         console.print(Text.assemble((label, "red"), text), soft_wrap=True)
 
-    out = given.folder
-    num_recorded = recorded_clients(sorted(out.glob("*/"))) if given.resume else 0
+    out = inputs.folder
+    num_recorded = recorded_clients(sorted(out.glob("*/"))) if inputs.resume else 0
     num_clients = num_recorded or matrix.num_clients or 20
     placement = replace(placement, num_clients=num_clients if placement.num_clients is None else placement.num_clients)
     check_out(out)
-    if out.exists() and any(out.iterdir()) and not given.resume:
+    if out.exists() and any(out.iterdir()) and not inputs.resume:
         raise ConfigError("--out", out, "a new folder", which="is not empty", hint="resume goes on with it")
-    searches = [replace(search, settings={**search.settings, **given.chosen}) for search in matrix.searches]
+    searches = [replace(search, settings={**search.settings, **inputs.chosen}) for search in matrix.searches]
     check_free(out)
-    runs = matrix.cells(given, None if searches else placement)
+    runs = matrix.cells(inputs, None if searches else placement)
     if searches:
         probes = dict(zip((name for name, _ in matrix.settings), runs, strict=True))
         for search in searches:
             search.distributions()
             _check_objective(search, probes[search.name].config)
         firsts = [{**probes[search.name].config.to_dict(), "out-dir": ""} for search in searches]
-        runs = [prepare(Given(first, where=matrix.where), placement) for first in firsts]
+        runs = [prepare(RunInputs(first, where=matrix.where), placement) for first in firsts]
     with Session(console) as session:
-        # minutes of training or a download, which a mistake should not wait for
+        # after all checks, since training or a download takes minutes
         can_start.prepare_models([run.config for run in runs if not run.is_complete], console)
         mark(out, "sweep")
 
@@ -293,10 +292,10 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
 
         def trial(name: str, settings: Settings) -> Run:
             has_begun = holds_run(out / name)
-            trial_settings = Given(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
+            trial_settings = RunInputs(paths_from_here(settings), out=out / name, resume=has_begun, is_whole=True)
             return make(prepare(trial_settings, placement))
 
-        with exclusive(out, patience_seconds=1):  # two sweeps would make the same runs
+        with exclusive(out, patience_seconds=1):  # else two sweeps could make the same runs
             if searches:
                 outcome = _run_searches(searches, out, placement.clients, trial, say)
             else:
@@ -304,7 +303,7 @@ def sweep(matrix: Matrix, given: Given, placement: Placement, console: Console) 
     return replace(outcome, tables=(*outcome.tables, *(write_tables(outcome.runs, out) if outcome.runs else ())))
 
 
-def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> Swept:
+def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say: Say) -> SweepResult:
     runs, failed = [], {}
     for number, cell in enumerate(cells, start=1):
         name = cell.folder.name
@@ -314,12 +313,12 @@ def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say:
         except (LaunchError, ConfigError) as error:
             failed[name] = one_line(error)
             say("failed", f" {name}: {failed[name]}")
-    return Swept(tuple(runs), (), failed, len(cells))
+    return SweepResult(tuple(runs), (), failed, len(cells))
 
 
 def _run_searches(
     searches: Sequence[Search], out: Path, num_clients: int, trial: Callable[[str, Settings], Run], say: Say
-) -> Swept:
+) -> SweepResult:
     results: dict[str, SearchResult] = {}
     failed: dict[str, str] = {}
     with storage_in(out) as storage:
@@ -343,11 +342,11 @@ def _run_searches(
         replace_file(out / BEST, (comment + to_yaml(document)).encode())
     runs = tuple(run for result in results.values() for run in result.runs)
     tables = tuple(out / search.file("search.csv") for search in searches if (search.name or "search") in results)
-    return Swept(runs, tables, failed, len(searches), "searches", out / BEST if results else None)
+    return SweepResult(runs, tables, failed, len(searches), "searches", out / BEST if results else None)
 
 
 def _check_objective(search: Search, config: Config) -> None:
-    """Raise :class:`ConfigError` where no run of a search measures what the search goes by."""
+    """Raise :class:`ConfigError` if the runs of a search do not measure its objective."""
     has_validation = not SYSTEMS[config.system].reads_text and config.validation_fraction > 0
     if search.objective == "accuracy_validation_mean" and not has_validation:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A plug-in proves by :func:`check_system` that its system keeps the laws. The other names are for tests of runs."""
+"""Tests of plug-ins: :func:`check_system` shows that a system keeps the laws. The other names are for tests of runs."""
 
 from fedprune_app.testing.laws import BrokenLawError, check_system
 from fedprune_app.testing.misbehaving import Failing, Misbehaving, Twice, malformed, patient_clock

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import ImageClient, LocalTraining
+from clients.context import NodeContext
 from clients.images import Images
-from clients.place import Place
 from clients.privacy import ClientPrivacy
 from clients.task import Task
 from fedprune_app import client_app, server_app
@@ -92,7 +92,7 @@ class Watched(ImageClient):
 
     watch: ClassVar[_Watch]
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: NodeContext) -> None:
         super().__init__(config, place)
         self.watch.newest = self
 

@@ -1,14 +1,17 @@
-"""The laws that every system keeps, whatever it computes; a plug-in proves them with one line.
+"""The laws that every system must keep; a plug-in tests them with one line.
 
 >>> def test_my_system():
 ...     check_system("my-prox", plugins="my_prox.py")
 
-The laws are those of fedprune's own systems: a run completes and records what is declared; replies hold declared fields
-alone; the same settings give the same models, with clients trained one by one or in cohorts; a run that was killed
-after any round resumes to the same models and records; replies that are late, malformed, not finite, huge, for another
-message or sent twice leave everything as if their clients had not been asked; after the last round every client trains
-once more, those that are held out for the first time. All runs are real ones, in this process and on the embedded
-digits unless ``settings`` say otherwise.
+The laws are those of fedprune's own systems:
+
+* A run completes and records only declared fields; replies have only declared fields.
+* Equal settings give equal models, with clients trained one by one or in cohorts.
+* A run that was killed after any round resumes to the same models and records.
+* Replies that are late, malformed, not finite, huge, for another message or sent twice have no effect.
+* After the last round every client trains once more, held-out clients for the first time.
+
+All runs are real ones, in this process, by default on the embedded digits.
 """
 
 import reprlib
@@ -22,7 +25,7 @@ from flwr.app import Message, MessageType
 from torch import Tensor
 
 from clients.base import Update
-from clients.node import Kind as ReplyKind
+from clients.node import ReplyType as ReplyKind
 from clients.node import fields_of, undeclared
 from fedprune_app.config import ConfigError, Scalar, Settings, has_effect, paths_from_here
 from fedprune_app.engine import simulated_grid, wire
@@ -30,10 +33,10 @@ from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
 from fedprune_app.learning.training import TrainingResult
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import System
-from fedprune_app.results import own_measures
+from fedprune_app.results import system_metrics
 from fedprune_app.terminal import Terminal
 from fedprune_app.testing.misbehaving import Failing, Misbehaving, Twice, patient_clock
 from fedprune_app.testing.runs import (
@@ -48,15 +51,15 @@ from fedprune_app.testing.runs import (
     run_with,
 )
 
-_ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that the reason ends the run if one does not
+_ALL_REPLY: Settings = {"min-replies": CLIENTS}  # so that a rejected reply ends the run with its reason
 _KINDS: Mapping[str, ReplyKind] = {
-    MessageType.QUERY: "introduction",
+    MessageType.QUERY: "registration",
     MessageType.TRAIN: "training",
     MessageType.EVALUATE: "evaluation",
 }
 
 
-_LEAVES_MODEL = type(None)  # what a hook returns that leaves its result in self.model
+_LEAVES_MODEL = type(None)  # the return type of a hook whose result is self.model
 _OF_SERVER: Mapping[str, type] = {
     "state": State,
     "doubts": list,
@@ -78,7 +81,7 @@ _OF_CLIENT: Mapping[str, type] = {
 
 
 class BrokenLawError(AssertionError):
-    """A system breaks a law; the message says which one, and how."""
+    """Raised by :func:`check_system` with the law that a system breaks, and how."""
 
 
 def check_system(
@@ -88,11 +91,11 @@ def check_system(
     engines: Iterable[str] = (),
     settings: Settings | None = None,
 ) -> None:
-    """Hold a system to all laws, in runs of five clients and three rounds.
+    """Check that a system keeps all laws, in runs of five clients and three rounds.
 
-    ``plugins`` are modules and files that register the system. ``settings`` are keys with values that the system needs
-    beside :data:`QUICK`. On each of the ``engines``, such as "ray", the run has to end with the same models as in this
-    process; that takes some seconds more. Raises :class:`BrokenLawError`.
+    ``plugins`` are modules and files that register the system. ``settings`` are those that the system needs besides
+    :data:`QUICK`. On each of the ``engines``, such as "ray", the run must give the same models as in this process,
+    which takes some seconds more. Raises :class:`BrokenLawError`.
     """
     files = [plugins] if isinstance(plugins, str) else list(plugins)
     with scratch_folder() as folder, simulated_grid.quiet():
@@ -113,7 +116,7 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        with _check_returns(prepare(Given(settings)).system):
+        with _check_returns(prepare(RunInputs(settings)).system):
             self._whole = self._run(_ALL_REPLY)
 
     def _run(self, changes: Settings | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
@@ -130,26 +133,26 @@ class _Laws:
             evaluated == set(range(CLIENTS)), "all clients are evaluated in the end", f"only {sorted(evaluated)} were"
         )
         system = str(self._settings["system"])
-        measures = own_measures.all_of(system)
-        wrong_names = misrecorded(run.rounds, measures.columns, measures)
-        wrong_names += misrecorded(run.clients, {"round", "partition", *measures.of_clients}, measures)
+        declarations = system_metrics.all_of(system)
+        wrong_names = misrecorded(run.rounds, declarations.columns, declarations)
+        wrong_names += misrecorded(run.clients, {"round", "partition", *declarations.of_clients}, declarations)
         _must(not wrong_names, "all that is recorded is declared", f"{', '.join(wrong_names)} is not")
         missing_names = [
-            measure.name
-            for measure in own_measures.of_system(system)
-            if all(row.get(measure.column) is None for row in run.rounds)
+            metric.name
+            for metric in system_metrics.of_system(system)
+            if all(row.get(metric.column) is None for row in run.rounds)
         ]
         _must(
             not missing_names, "every number that the system declares is recorded", f"{', '.join(missing_names)} is not"
         )
 
     def replies_are_declared(self) -> None:
-        """Check that replies hold what the client's class declares; a private client's as much as any other's."""
-        prepared = prepare(Given(self._settings))
+        """Check that replies have only fields that the client's class declares, with and without privacy."""
+        prepared = prepare(RunInputs(self._settings))
         config, client = prepared.config, prepared.system.client
         runs = {config.dp.enabled: self._whole}
         try:
-            prepare(Given({**self._settings, **PRIVATE}))
+            prepare(RunInputs({**self._settings, **PRIVATE}))
         except ConfigError:  # it cannot be private
             runs[False] = self._whole
         else:
@@ -182,7 +185,7 @@ class _Laws:
                 _must(is_same, law, f"{name}.jsonl is another")
 
     def bad_replies_change_nothing(self) -> None:
-        """Bad replies leave everything as if their clients had not been asked, and a reply counts once."""
+        """Check that bad replies have no effect, and that a reply counts once."""
         settings: dict[str, Scalar] = {"deadline-seconds": 5.0, "evaluate-every": ROUNDS}
         with patient_clock():
             without, with_bad = (self._run(settings, grid) for grid in (Failing, Misbehaving))
@@ -197,8 +200,8 @@ class _Laws:
         )
 
     def all_train_in_the_end(self) -> None:
-        """After the last round a client that is held out trains, whom no round may ask, and all others do."""
-        config = prepare(Given(self._settings)).config
+        """Check that a held-out client trains only after the last round, and that all others train once more."""
+        config = prepare(RunInputs(self._settings)).config
         changes: dict[str, Scalar] = {"holdout-clients": 1, "last-phase": True}
         settings = {key: value for key, value in changes.items() if has_effect(key, config)}
         asked, trained, held_out = set[int](), set[int](), set[int]()
@@ -226,14 +229,14 @@ class _Laws:
         from fedprune_app.running import run
 
         folder = self._folder / engine
-        prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
+        prepared = prepare(RunInputs({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
         sha256 = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
         _must(sha256 == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
 
 
 @contextmanager
 def _check_returns(system: System) -> Iterator[None]:
-    """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
+    """Within the block, raise ``TypeError`` with the name of a hook that returns a wrong type."""
 
     def checked_hook(owner: type, name: str, kind: type) -> Callable[..., Any]:
         hook = getattr(owner, name)

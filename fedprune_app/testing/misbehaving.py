@@ -1,4 +1,4 @@
-"""Grids whose clients misbehave, and a clock that makes nobody else late."""
+"""Grids whose clients misbehave, and a clock that makes no other client late."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -24,12 +24,12 @@ _ANYTHING = 10**7
 
 
 class Failing(InProcessGrid):
-    """Clients 1 to 3 raise when they are asked to train in rounds 2 and 3: as if they had not been asked."""
+    """Clients 1 to 3 raise an error in their training of rounds 2 and 3."""
 
     misbehaving = (1, 2, 3)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-        """Yield replies, those of misbehaving clients as :meth:`bad` makes them."""
+        """Yield replies; :meth:`bad` makes those of misbehaving clients."""
         for message_id in message_ids:
             message = self._pending.get(message_id)
             if message is None:
@@ -43,23 +43,23 @@ class Failing(InProcessGrid):
                 yield from super().pull_messages([message_id])
 
     def bad(self, exchanged: str, partition: int, message_id: str) -> Iterator[Message]:
-        """Yield what a misbehaving client answers in the round ``exchanged``, if it answers."""
+        """Yield the replies of a misbehaving client in the round ``exchanged``, if any."""
         message = self._pending.pop(message_id)
         reply = Message(Error(2, "ValueError: no"), reply_to=message)
         set_answered_id(reply, message_id)
         yield reply
 
     def honest(self, message_id: str) -> Message:
-        """Return the reply of a client that behaves."""
+        """Return a client's correct reply."""
         (reply,) = InProcessGrid.pull_messages(self, [message_id])
         return reply
 
 
 class Misbehaving(Failing):
-    """Late in round 2, malformed in round 3.
+    """Clients 1 to 3 reply late in round 2, and malformed in round 3.
 
-    In round 2 client 1 answers an hour late, client 2 answers another message than it was sent, client 3 never answers.
-    In round 3 client 1 sends bytes that no codec wrote, client 2 values that are not finite, client 3 huge values.
+    In round 2 client 1 replies an hour late, client 2 to another message than its own, and client 3 never. In round 3
+    client 1 sends bytes that no codec wrote, client 2 values that are not finite, client 3 huge values.
     """
 
     def bad(self, exchanged: str, partition: int, message_id: str) -> Iterator[Message]:
@@ -68,12 +68,12 @@ class Misbehaving(Failing):
             yield malformed(reply) if partition == 1 else _with_values(reply, math.nan if partition == 2 else 1e30)
         elif partition == 2 and message_id in self._pending:
             reply = self.honest(message_id)
-            set_answered_id(reply, "1")  # of the first query, long answered
+            set_answered_id(reply, "1")  # the first query, whose reply came long ago
             yield reply
 
 
 class Twice(InProcessGrid):
-    """Every reply to a training message comes twice, in one batch."""
+    """All clients send every training reply twice, in one batch."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
         for reply in super().pull_messages(message_ids):
@@ -83,7 +83,7 @@ class Twice(InProcessGrid):
 
 
 def _with_values(reply: Message, value: float) -> Message:
-    """Return the reply with all its tensors full of a value; a reply without tensors says a number that is none."""
+    """Return the reply with all tensors filled with ``value``; without tensors, with an invalid number."""
     if wire.PAYLOAD not in reply.content:
         fields: Any = reply.content["fields"]
         fields.update({"num-examples": 10**9})
@@ -95,7 +95,7 @@ def _with_values(reply: Message, value: float) -> Message:
     }
     try:
         reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, payload.masks))
-    except ValueError:  # our own encoder does not write such values
+    except ValueError:  # the encoder rejects such values
         return malformed(reply)
     return reply
 
@@ -109,9 +109,9 @@ def malformed(reply: Message) -> Message:
 
 @contextmanager
 def patient_clock() -> Iterator[SimpleNamespace]:
-    """Let deadlines pass on a clock that moves only while the server sleeps: a busy machine makes nobody late.
+    """Measure deadlines on a clock that moves only while the server sleeps, so that a busy machine has no effect.
 
-    The clock is yielded, and its ``seconds`` may be set.
+    Yields the clock, whose ``seconds`` may be set.
     """
     now = SimpleNamespace(seconds=0.0)
 

@@ -1,4 +1,4 @@
-"""Quick runs in this process, and what they left in their folder."""
+"""Quick runs in this process, and their recorded results."""
 
 import json
 import re
@@ -15,10 +15,10 @@ from fedprune_app.config import Settings, with_carrier
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.results.declarations import MEASURES
-from fedprune_app.results.measures import Kind, Measures
+from fedprune_app.results.declarations import DECLARATIONS
+from fedprune_app.results.metrics import Declarations, FieldKind
 from fedprune_app.results.recorder import write_info
 
 CLIENTS, ROUNDS = 5, 3
@@ -59,7 +59,7 @@ NEEDED: Mapping[str, Settings] = {
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run is what it left in its folder."""
+    """Unchecked access to the records of a run's folder."""
 
     folder: Path
 
@@ -86,13 +86,13 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class ObservedRun(FinishedRun):
-    """An observed run also has the names of the fields of each reply that its server got, by kind of message."""
+    """A run whose replies were observed: the field names of each, by kind of message."""
 
     replies: Mapping[str, list[set[str]]]
 
 
 def listening(grid: type[InProcessGrid], replies: dict[str, list[set[str]]]) -> type[InProcessGrid]:
-    """Return ``grid``, which notes the names of the fields of every reply that is none of its misdeeds."""
+    """Return a subclass of ``grid`` that adds the field names of every reply without error to ``replies``."""
 
     class Listening(grid):  # type: ignore[misc, valid-type]
         def pull_messages(self, message_ids: Any) -> Any:
@@ -108,7 +108,7 @@ def run_with(
     values: Values, folder: Path, grid: type[InProcessGrid] = InProcessGrid, clients: int = CLIENTS
 ) -> ObservedRun:
     """Run a federation with the settings ``values`` in this process, on ``grid``, in ``folder``."""
-    config = prepare(Given({**values, "out-dir": str(folder)})).config
+    config = prepare(RunInputs({**values, "out-dir": str(folder)})).config
     replies: dict[str, list[set[str]]] = defaultdict(list)
     with mock.patch.object(simulated_grid, "InProcessGrid", listening(grid, replies)):
         run_in_process(server_app.app, client_app.app, clients, with_carrier(config))
@@ -116,7 +116,7 @@ def run_with(
 
 
 def cut_after(whole: FinishedRun, round: int, folder: Path) -> Path:
-    """Copy a run's folder as a kill leaves it: checkpoints end with ``round``, and clients are ahead of them."""
+    """Copy a run's folder as if the run was killed: checkpoints end with ``round``, and clients' states are later."""
     copy = Path(shutil.copytree(whole.folder, folder))
     for later in range(round + 1, ROUNDS + 1):
         (copy / "checkpoints" / f"round-{later:05d}.safetensors").unlink()
@@ -125,10 +125,7 @@ def cut_after(whole: FinishedRun, round: int, folder: Path) -> Path:
 
 
 def lasting(recorded: Any) -> Any:
-    """Return records without times, without what a message weighs (one of its fields is a time), and without epsilons.
-
-    A private round that is repeated is charged twice.
-    """
+    """Return records without times, bytes (messages have times) and epsilons (a repeated round is charged twice)."""
     if isinstance(recorded, list):
         return [lasting(entry) for entry in recorded]
     if not isinstance(recorded, dict):
@@ -136,8 +133,8 @@ def lasting(recorded: Any) -> Any:
     return {key: lasting(entry) for key, entry in recorded.items() if not re.search("seconds|bytes|epsilon", key)}
 
 
-def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Measures = MEASURES) -> list[str]:
-    """Return the names in recorded ``rows`` that are not declared as ``columns``, or not of the declared kind."""
+def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Declarations = DECLARATIONS) -> list[str]:
+    """Return the names in recorded ``rows`` that are not in ``columns``, or not of the declared kind."""
     kinds = {name: kind for kind, names in declared.kinds.items() for name in names}
     names = set(columns)
     return sorted(
@@ -145,10 +142,10 @@ def misrecorded(rows: Iterable[Values], columns: Iterable[str], declared: Measur
     )
 
 
-def _is_one(value: Any, kind: Kind) -> bool:
-    if kind is Kind.NUMBER:
+def _is_one(value: Any, kind: FieldKind) -> bool:
+    if kind is FieldKind.NUMBER:
         return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    if kind is Kind.TEXTS:
+    if kind is FieldKind.TEXTS:
         return all(isinstance(text, str) for text in value)
-    inner = Kind.NUMBER if kind is Kind.BY_NAME else Kind.BY_NAME
+    inner = FieldKind.NUMBER if kind is FieldKind.BY_NAME else FieldKind.BY_NAME
     return isinstance(value, dict) and all(_is_one(item, inner) for item in value.values())

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from clients import node
+from clients.context import NodeContext
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
-from clients.place import Place
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task, reply_from_numpy
@@ -31,7 +31,7 @@ def client(tmp_path):
 
     def make(system="subfedavg", folder=tmp_path, number=0, **settings):
         config = parse_config({**QUICK, "system": system, **{key.replace("_", "-"): v for key, v in settings.items()}})
-        return CLASSES[system](config, Place(number, 4, folder))
+        return CLASSES[system](config, NodeContext(number, 4, folder))
 
     return make
 
@@ -259,7 +259,7 @@ def test_what_is_noted_of_a_task_belongs_to_that_task_alone():
     ],
 )
 def test_what_a_node_can_bear_goes_before_what_the_run_asks_for(tmp_path, capacity, settings, density):
-    one = DisPFLClient(parse_config({**QUICK, "system": "dispfl", **settings}), Place(1, 4, tmp_path, capacity))
+    one = DisPFLClient(parse_config({**QUICK, "system": "dispfl", **settings}), NodeContext(1, 4, tmp_path, capacity))
     assert one.target_density() == density
     masks = one.initial_masks
     assert one.density(masks) == pytest.approx(density, abs=0.01)

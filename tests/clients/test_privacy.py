@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from clients.context import NodeContext
 from clients.fedprox import FedProxClient
-from clients.place import Place
 from clients.privacy import ClientPrivacy, Dependencies
 from clients.task import Task
 from fedprune_app.config import OPTIONS, has_effect, parse_config
@@ -59,7 +59,7 @@ def text_of(tmp_path):
     """``text_of(settings)``: what the noise of the second round's training depends on."""
 
     def text(settings):
-        client = Client(parse_config({**BASE, **settings}), Place(0, 4, tmp_path))
+        client = Client(parse_config({**BASE, **settings}), NodeContext(0, 4, tmp_path))
         with pytest.raises(Stopped) as stopped:
             client.train(Task(2))
         return str(stopped.value)

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from fedprune_app.config import parse_config
 from fedprune_app.data import text as texts
 from fedprune_app.learning import text_cache
@@ -41,7 +41,7 @@ def counted(monkeypatch, tmp_path):
 
     def client(partition=0, num_clients=CLIENTS, **more):
         config = parse_config({**settings, **more})
-        return FedSpaLLMClient(config, Place(partition, num_clients, tmp_path / "state"))
+        return FedSpaLLMClient(config, NodeContext(partition, num_clients, tmp_path / "state"))
 
     client.count, client.folder = count, folder
     return client
@@ -76,7 +76,7 @@ def test_what_is_remembered_is_what_would_be_cut_anew(counted, deal):
 
 
 def test_the_clients_of_a_process_read_each_file_and_tokenise_each_document_once(counted):
-    for _ in ("introduction", "layer 0"):
+    for _ in ("registration", "layer 0"):
         for partition in range(CLIENTS):
             counted(partition, **{"fedspallm.deal": "segments"}).segments()
     assert counted.count == {"read": 4, "tokenised": 4}
@@ -85,7 +85,7 @@ def test_the_clients_of_a_process_read_each_file_and_tokenise_each_document_once
 def test_segments_outlive_the_documents(counted):
     segments = [counted(partition).segments()[0] for partition in range(CLIENTS)]
     before = dict(counted.count)
-    text_cache.forget_documents()
+    text_cache.clear_cache()
     for partition in range(CLIENTS):
         assert torch.equal(counted(partition).segments()[0], segments[partition])
     assert counted.count == before

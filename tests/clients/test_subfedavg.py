@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clients.place import Place
+from clients.context import NodeContext
 from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
 from fedprune_app.config import parse_config
@@ -29,7 +29,7 @@ def client(tmp_path):
     def make(accuracy=1.0, **settings):
         values = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
         config = parse_config({"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, **values})
-        one = SubFedAvgClient(config, Place(0, 4, tmp_path))
+        one = SubFedAvgClient(config, NodeContext(0, 4, tmp_path))
         one.asked = []
         if accuracy != "real":
             one.accuracy = lambda task, split, decides: one.asked.append(split) or accuracy
@@ -165,7 +165,7 @@ def test_norms_and_biases_carry_no_mask(tmp_path):
                 Image.new("L", (16, 16), grey + 5 * i).save(tmp_path / part / label / f"{i}.png")
     values = {"dataset": "image-folder", "data-dir": str(tmp_path), "model": "lenet5-bn", "partition": "iid"}
     one = SubFedAvgClient(
-        parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), Place(0, 2, tmp_path / "state")
+        parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), NodeContext(0, 2, tmp_path / "state")
     )
     one.accuracy = lambda task, split, decides: 1.0
     result = update(one)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients import base
-from clients.place import Place
+from clients.context import NodeContext
 from clients.subfedavg_hy import SubFedAvgHyClient
 from clients.task import Task
 from fedprune_app.config import parse_config
@@ -40,7 +40,7 @@ def client(pictures, tmp_path):
         values = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
         common = {"dataset": "image-folder", "data-dir": pictures, "model": "cnn5-bn", "partition": "iid"}
         training = {"local-epochs": 2, "learning-rate": 0.05, "system": "subfedavg-hy"}
-        one = SubFedAvgHyClient(parse_config({**common, **training, **values}), Place(0, 2, tmp_path))
+        one = SubFedAvgHyClient(parse_config({**common, **training, **values}), NodeContext(0, 2, tmp_path))
         one.asked, one.network_sizes, one.nonzero = [], [], []
         answers = list(accuracies)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.config import OPTIONS, check_effects, has_effect, parse_config, read_toml
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.refusing import refuses
@@ -74,11 +74,11 @@ def test_shipped_configs_set_nothing_in_vain(path):
 def test_a_matrix_may_set_what_only_some_of_its_systems_take(tmp_path):
     path = tmp_path / "matrix.yaml"
     path.write_text("common: {density: 0.2}\nsystems: [fedavg, dispfl]\n")
-    cells = read_matrix(path).cells(Given(out=tmp_path / "out"))
+    cells = read_matrix(path).cells(RunInputs(out=tmp_path / "out"))
     assert [has_effect("density", cell.config) for cell in cells] == [False, True]
     path.write_text("common: {density: 0.2}\nsystems: [fedavg, subfedavg]\n")
     with refuses("density", 0.2, which="system 'fedavg'", where="run 'fedavg-digits-seed0'"):
-        read_matrix(path).cells(Given(out=tmp_path / "out"))
+        read_matrix(path).cells(RunInputs(out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize("key", ["subfedavg.target-rate", "subfedavg.accuracy-threshold"])

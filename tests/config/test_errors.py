@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedprune_app.config import REFUSED, ConfigError, PolicyError, parse_config, refused, told_of
+from fedprune_app.config import SETTING_ERROR, ConfigError, PolicyError, naming_source, parse_config, refused
 from fedprune_app.config.policy import declined
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 
 
 @pytest.mark.parametrize(
@@ -38,20 +38,20 @@ def test_an_error_is_one_line_of_its_fields(error, line):
 
 
 def test_an_error_says_in_which_file_and_entry_it_is():
-    with pytest.raises(ConfigError) as caught, told_of("matrix 'm'"), told_of(""), told_of("common"):
+    with pytest.raises(ConfigError) as caught, naming_source("matrix 'm'"), naming_source(""), naming_source("common"):
         raise PolicyError("seed", 1)
     assert (type(caught.value), str(caught.value)) == (PolicyError, "matrix 'm': common: seed is 1")
 
 
 def test_an_error_of_another_process_has_its_fields_or_its_text():
-    with pytest.raises(ConfigError) as caught, told_of("here"):
+    with pytest.raises(ConfigError) as caught, naming_source("here"):
         parse_config({"dp.enabled": True})
     for again in (copy.copy(caught.value), pickle.loads(pickle.dumps(caught.value))):
         assert (again.key, again.value, str(again)) == ("dp.noise-multiplier", 0.0, str(caught.value))
     missing = pickle.loads(pickle.dumps(ConfigError("seed", which="is given twice")))
     assert (missing.value, str(missing)) == (..., "seed is given twice")
     text = str(caught.value)
-    caught.value.mark = REFUSED
+    caught.value.mark = SETTING_ERROR
     assert refused(f"ServerAppException: {caught.value}") == text
     assert refused("training diverged") == ""
 

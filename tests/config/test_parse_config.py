@@ -9,7 +9,7 @@ import pytest
 
 from fedprune_app.config import (
     OPTIONS,
-    Kind,
+    PathKind,
     errors,
     flatten,
     parse_config,
@@ -18,7 +18,7 @@ from fedprune_app.config import (
     to_toml,
     written_below,
 )
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from tests.refusing import refuses
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
 def test_every_config_file_is_valid(path):
     expected = {"quickstart": "subfedavg"}.get(path.stem, path.stem)
-    assert prepare(Given(read_toml(path))).config.system == expected
+    assert prepare(RunInputs(read_toml(path))).config.system == expected
 
 
 def test_parsing_the_flat_form_gives_the_configuration_back():
@@ -74,7 +74,7 @@ def test_a_list_of_one_number_may_come_as_a_number():
 )
 def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key, value):
     with refuses(key, value) as caught:
-        prepare(Given({key: value}))
+        prepare(RunInputs({key: value}))
     assert caught.value.allowed
 
 
@@ -122,7 +122,7 @@ def test_paths_on_a_command_line_begin_where_the_command_was_typed(tmp_path, mon
     found = paths_from_here(given)
     assert list(found) == list(given)
     for key in here:
-        is_said_by_out = OPTIONS[key].kind is Kind.RUN_FOLDER
+        is_said_by_out = OPTIONS[key].kind is PathKind.RUN_FOLDER
         assert found[key] == ("there/x" if is_said_by_out else str(tmp_path / "there" / "x"))
     assert found["model"] == str(tmp_path / "llama")
     assert found["fedspallm.evaluation-texts"] == f"a={tmp_path / 'one.txt'},b=/two.txt"
@@ -131,7 +131,7 @@ def test_paths_on_a_command_line_begin_where_the_command_was_typed(tmp_path, mon
 
 
 def test_a_rehearsal_writes_in_its_own_folder_alone():
-    written = [key for key, option in OPTIONS.items() if option.kind in (Kind.RUN_FOLDER, Kind.STATE_FOLDER)]
+    written = [key for key, option in OPTIONS.items() if option.kind in (PathKind.RUN_FOLDER, PathKind.STATE_FOLDER)]
     assert {"out-dir", "resume-from", "state-dir", "dp.ledger-dir"} <= set(written)
     given = {**dict.fromkeys(written, "/real"), "data-dir": "/data", "seed": 3}
     values = written_below(Path("/scratch"), parse_config(given)).to_dict()
@@ -195,4 +195,4 @@ def test_every_other_word_for_a_key_stands_for_one_that_there_is():
 )
 def test_a_name_that_people_type_is_answered_with_the_one_that_is_meant(key, value, answer):
     with refuses(key, value, hint=answer):
-        prepare(Given({key: value}))
+        prepare(RunInputs({key: value}))

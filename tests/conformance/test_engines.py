@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import Session
 from tests.conformance.conftest import CLIENTS, SYSTEM
@@ -34,4 +34,4 @@ def session(request):
 def test_a_system_gives_the_same_models_as_in_one_process(conform, settings_of, session, tmp_path, system):
     opened, placement = session
     values = {**settings_of(system), "out-dir": str(tmp_path), "deadline-seconds": 600.0}
-    assert opened.run(prepare(Given(values), placement), tmp_path)["final_sha256"] == conform(system).sha256
+    assert opened.run(prepare(RunInputs(values), placement), tmp_path)["final_sha256"] == conform(system).sha256

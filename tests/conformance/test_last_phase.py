@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.config import check_effects, parse_config
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import load_run
@@ -68,7 +68,7 @@ def test_a_last_phase_leaves_what_one_more_round_of_all_clients_would(conform, s
 def test_a_last_phase_is_the_same_in_worker_processes(conform, settings_of, tmp_path, num_workers):
     values = {**settings_of("subfedavg"), "last-phase": True, "out-dir": str(tmp_path), "deadline-seconds": 600.0}
     with Session(Console(stderr=True)) as session:
-        info = session.run(prepare(Given(values), Placement("ray", CLIENTS, num_workers=num_workers)), tmp_path)
+        info = session.run(prepare(RunInputs(values), Placement("ray", CLIENTS, num_workers=num_workers)), tmp_path)
     own, run = conform("subfedavg", **LAST), load_run(tmp_path)
     assert info["final_sha256"] == own.sha256
     assert [row["accuracy_last_phase"] for row in run.clients if "accuracy_last_phase" in row] == [

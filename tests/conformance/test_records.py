@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.testing import misrecorded
 from tests.conformance.conftest import SYSTEM, of_system
 
@@ -12,7 +12,7 @@ from tests.conformance.conftest import SYSTEM, of_system
 @SYSTEM
 def test_every_number_that_is_recorded_is_declared_as_what_it_is(conform, system):
     run = conform(system)
-    of_rounds, of_clients = {*MEASURES.columns}, {"round", "partition", *MEASURES.of_clients}
+    of_rounds, of_clients = {*DECLARATIONS.columns}, {"round", "partition", *DECLARATIONS.of_clients}
     for rows, columns in ((run.rounds, of_rounds), (run.clients, of_clients)):
         assert rows
         assert misrecorded(rows, columns) == []

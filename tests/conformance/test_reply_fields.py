@@ -12,7 +12,7 @@ from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.registry import SYSTEMS
 from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM, SYSTEM_BY_TIER
 
-KINDS = {MessageType.QUERY: "introduction", MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
+KINDS = {MessageType.QUERY: "registration", MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 PRIVATELY = {
     "subfedavg": {"subfedavg.gate-split": "none"},
     "dispfl": {"dispfl.growth": "random"},
@@ -40,7 +40,7 @@ def test_every_reply_holds_declared_fields_alone(conform, settings_of, system, i
     private = is_private or parse_config(settings_of(system)).dp.enabled
     fields = declared(SYSTEMS[system].client)
     assert replies.keys() == set(KINDS.values())
-    assert len(replies["introduction"]) == CLIENTS
+    assert len(replies["registration"]) == CLIENTS
     assert len(replies["training"]) >= CLIENTS * ROUNDS
     for kind, each in replies.items():
         for names in each:
@@ -73,8 +73,8 @@ def test_a_field_that_nobody_declared_does_not_leave_the_client(conform, monkeyp
     ("method", "told", "kind"),
     [
         ("answer_evaluation", "diary", "evaluation"),
-        ("introduction", "diary", "introduction"),
-        ("introduction", "labels-train", "introduction"),
+        ("registration", "diary", "registration"),
+        ("registration", "labels-train", "registration"),
         ("answer_training", "loss", "training"),
     ],
 )
@@ -115,7 +115,7 @@ def test_what_a_class_declares_adds_to_what_its_base_classes_declare():
     assert declared(Both).allowed("training", is_private=False) == {"loss", "density", "density/"}
     assert declared(Both).allowed("training", is_private=True) == {"density", "density/", "epsilon"}
     assert declared(Both).allowed("evaluation", is_private=False) == {"score"}
-    assert declared(Both).allowed("introduction", is_private=False) == frozenset()
+    assert declared(Both).allowed("registration", is_private=False) == frozenset()
 
 
 def test_a_prefix_allows_what_begins_with_it_and_nothing_else():

@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 import fedprune_app
 from fedprune_app import cli
-from fedprune_app.data import brought, splits, tables
+from fedprune_app.data import plugin_datasets, splits, tables
 from fedprune_app.data.dataset import FileError, Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
@@ -33,7 +33,7 @@ from tests.refusing import refuses
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    splits.forget()
+    splits.clear_cache()
 
 
 def patients(count, seed):
@@ -229,7 +229,7 @@ def test_a_patient_more_moves_nobody_else_into_another_part(visits, tmp_path):
     (before,) = names_by_part(config, 1)
     frame = pd.read_csv(tmp_path / "train.csv")
     pd.concat([frame[:5].assign(patient="new"), frame]).to_csv(tmp_path / "train.csv", index=False)
-    splits.forget()
+    splits.clear_cache()
     (after,) = names_by_part(config, 1)
     assert {part: names - {"new"} for part, names in after.items()} == before
 
@@ -244,7 +244,7 @@ def test_what_is_told_of_own_patients_is_planned_by_their_number_alone(visits, t
     known = frame["patient"].nunique() + int(frame["patient"].isna().sum())
     assert sizes == {"train": known - round(0.1 * known), "validation": round(0.1 * known), "test": sizes["test"]}
     pd.concat([frame, frame[frame["patient"] == "p1"]]).to_csv(tmp_path / "train.csv", index=False)
-    splits.forget()
+    splits.clear_cache()
     assert splits.part_sizes(config, 0, 1) == sizes
 
 
@@ -352,7 +352,7 @@ def test_columns_of_parquet_whose_names_are_numbers_have_names(tmp_path):
     rows.to_parquet(tmp_path / "train.parquet")
     with pytest.raises(ValueError, match="has no column 'label', which label-column names, allowed: 0, 1"):
         load_dataset("table", tmp_path, needs_test=False)
-    splits.forget()
+    splits.clear_cache()
     assert load_dataset("table", tmp_path, needs_test=False, label_column="1").classes == ("x", "y")
 
 
@@ -373,7 +373,7 @@ def test_a_test_table_has_the_columns_and_labels_of_the_training_table(clinics):
         (rows.assign(label="dead"), "has the label 'dead', allowed: ill, well"),
     ):
         broken.to_csv(clinics / "test.csv", index=False)
-        splits.forget()
+        splits.clear_cache()
         with pytest.raises(ValueError, match=said):
             load_dataset("table", clinics, owner_column="clinic")
     (clinics / "test.csv").unlink()
@@ -494,7 +494,7 @@ def test_a_run_does_not_go_on_with_columns_in_another_order(fedprune, clinics, t
     whole = [pd.read_csv(clinics / f"{part}.csv") for part in ("train", "test")]
     for part, rows in zip(("train", "test"), whole, strict=True):
         rows[["pressure", "age", *rows.columns[2:]]].to_csv(clinics / f"{part}.csv", index=False)
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune(*run, "num-server-rounds=2", "--resume")
     assert code != 0
     assert "the columns of the tables differ, or their order" in " ".join(said.split()), said
@@ -537,7 +537,7 @@ def test_whole_numbers_are_numbers_and_bytes_are_texts(tmp_path):
     assert data.train_images[:, :, 0, 0].tolist() == [[0.5, 1], [2.5, 2], [0.5, 3], [2.5, 4]]
     assert data.classes == ("x", "y")
     pd.DataFrame({**rows, "label": [b"\xff", b"y"] * 2}).to_parquet(tmp_path / "train.parquet")
-    splits.forget()
+    splits.clear_cache()
     with pytest.raises(FileError, match="cannot be read: 'utf-8' codec can't decode"):
         load_dataset("table", tmp_path, needs_test=False)
 
@@ -656,10 +656,10 @@ def test_the_classes_of_test_data_may_be_in_another_order():
 
     parts = Items([(np.zeros((4, 4), np.uint8), 0)] * 3), Items([(np.zeros((4, 4), np.uint8), 0)])
     parts[0].classes, parts[1].classes = ("cat", "dog"), ("dog", "cat")
-    data = brought.dataset("x", lambda _: parts, "", Form(), public_scale=False)
+    data = plugin_datasets.dataset("x", lambda _: parts, "", Form(), public_scale=False)
     assert data.test_labels.tolist() == [1]
     parts[1].classes = ()  # as of a subset of PyTorch
-    assert brought.dataset("x", lambda _: parts, "", Form(), public_scale=False).test_labels.tolist() == [0]
+    assert plugin_datasets.dataset("x", lambda _: parts, "", Form(), public_scale=False).test_labels.tolist() == [0]
 
 
 # --- what is found before a run ---------------------------------------------------------------------------------------
@@ -683,12 +683,12 @@ def test_check_data_tells_what_it_found(fedprune, clinics, capsys, monkeypatch):
     assert code == 0
     assert "2 test examples are training examples too" in " ".join(said.split())
     rows.assign(clinic="").to_csv(clinics / "train.csv", index=False)
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}", "owner-column=clinic")
     assert code == 0, said
     assert "300 training examples are nobody's" in " ".join(said.split())
     rows.to_csv(clinics / "train.csv", index=False)
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}")
     assert code == 2
     assert "has column 'clinic' without numbers" in said

@@ -22,7 +22,7 @@ from fedprune_app.exports.predict import predictions
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    splits.forget()
+    splits.clear_cache()
 
 
 def write(path: Path, size=(6, 8), value=None, mode="L"):
@@ -223,7 +223,7 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
         write(mixed / place)
     for name in ("README", "test/README", "train/cat/photo.heic"):
         (mixed / name).write_text("")
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune("check-data", *given)
     assert code == 0, said
     note = "files that are no images in the folder of a class"
@@ -268,7 +268,7 @@ def test_check_data_notes_images_of_one_class(fedprune, mixed):
     assert (code, note in said) == (0, False), said
     for part in ("train", "test"):
         shutil.rmtree(mixed / part / "dog")
-    splits.forget()
+    splits.clear_cache()
     code, said = fedprune(*given)
     assert (code, note in " ".join(said.split())) == (0, True), said
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, ImageOps
 
-from fedprune_app.data import brought
+from fedprune_app.data import plugin_datasets
 from fedprune_app.data.dataset import Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.folders import image_folder, read_image
@@ -48,11 +48,11 @@ def read_in(way, folder, names, form=NO_TEST):
     if way == "huggingface":
         place = folder / f"saved {time.monotonic_ns()}"
         saved(place, files)
-        return brought.on_disk(place, form, public_scale=False).train_images
+        return plugin_datasets.on_disk(place, form, public_scale=False).train_images
     images = [opened(file) for file in files]
     part = [(image, k % 2) for k, image in enumerate(images)] if way == "items" else (images, [0] * len(images))
     numbered = replace(form, classes=("0", "1"))
-    return brought.dataset("x", lambda _: (part, None), "", numbered, public_scale=False).train_images
+    return plugin_datasets.dataset("x", lambda _: (part, None), "", numbered, public_scale=False).train_images
 
 
 @pytest.fixture(params=WAYS)
@@ -164,7 +164,7 @@ def test_a_format_that_was_saved_with_the_data_hides_nothing(tmp_path):
     datasets.load_from_disk(str(tmp_path / "as-they-are")).with_format("numpy", columns=["image"]).save_to_disk(
         str(tmp_path / "as-arrays")
     )
-    found = brought.on_disk(tmp_path / "as-arrays", NO_TEST, public_scale=False).train_images[0]
+    found = plugin_datasets.on_disk(tmp_path / "as-arrays", NO_TEST, public_scale=False).train_images[0]
     assert found.tolist() == np.asarray(PALETTE.convert("RGB")).transpose(2, 0, 1).tolist()
 
 

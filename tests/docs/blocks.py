@@ -18,7 +18,7 @@ import typer
 from devtools.faults import __main__ as faults
 from fedprune_app import cli
 from fedprune_app.config import read_toml
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def spans() -> list[Block]:
     return found
 
 
-def _recorded_info(given: Given, placement: Placement | None) -> dict[str, Any]:
+def _recorded_info(given: RunInputs, placement: Placement | None) -> dict[str, Any]:
     """The run.json of a run that a page resumes, whose settings are not known."""
     return {}
 
@@ -121,7 +121,7 @@ class Checker:
         for name in (
             "preflight.can_start.prepare_models",
             "preflight.can_start.embedded_model",
-            "preflight.can_start.doubts",
+            "preflight.can_start.warnings",
             "running.Session.run",
             "testing.audit.audit",
             "exports.formats.export_model",
@@ -148,7 +148,7 @@ class Checker:
         self.monkeypatch.setattr(
             "fedprune_app.exports.formats.is_language_model", lambda folder: "smollm" in folder.name
         )
-        self.monkeypatch.setattr("fedprune_app.preflight.given._check_ray_address", lambda address: None)
+        self.monkeypatch.setattr("fedprune_app.preflight.inputs._check_ray_address", lambda address: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
 
     def check(self, words: list[str]) -> None:
@@ -185,7 +185,7 @@ class Checker:
 
             _parse(typer.main.get_command(app), "flwr", arguments)
         if "--run-config" in arguments:
-            prepare(Given(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
+            prepare(RunInputs(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
 
 
 def _until_started(app: typer.Typer, arguments: list[str]) -> None:

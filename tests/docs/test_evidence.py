@@ -14,7 +14,7 @@ from scipy.stats import ttest_1samp
 
 import fedprune_app
 from fedprune_app.config import OPTIONS, parse_config
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.differences import Difference, difference
 from fedprune_app.sweeps.matrix import read_matrix
@@ -265,7 +265,7 @@ def test_a_claim_compares_runs_that_its_matrices_make(claim):
     made = [
         {"system": cell.config.system, "seed": str(cell.config.seed), "settings": json.dumps(settings)}
         for path in evidence.matrices_of(claim.data)
-        for cell in read_matrix(path).cells(Given(out=path.parent))
+        for cell in read_matrix(path).cells(RunInputs(out=path.parent))
         for settings in [evidence.settings_of(cell.config.to_dict())]
     ]
     if claim.data == "tuned-last":

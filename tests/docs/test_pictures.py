@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fedprune_app.cli.first_look import DEMO_SYSTEMS, demo_settings
+from fedprune_app.cli.demo import DEMO_SYSTEMS, demo_settings
 
 ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 

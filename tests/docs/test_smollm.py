@@ -7,7 +7,7 @@ from math import exp
 
 import pytest
 
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.docs.blocks import ROOT
 from tests.docs.scripts import script
@@ -31,7 +31,7 @@ def test_every_claim_is_of_a_cell_that_a_matrix_runs():
     cells = set()
     for name in ("table1", "table2", "table3", "kinds", "rules"):
         matrix = read_matrix(ROOT / "configs" / "matrices" / f"smollm_{name}.yaml")
-        for cell in matrix.cells(Given(out=ROOT)):
+        for cell in matrix.cells(RunInputs(out=ROOT)):
             deal = smollm.DEALS[cell.config.fedspallm.deal]
             rule = smollm.rule_of(cell.config.to_dict())
             cells.add((rule, deal, matrix.num_clients, cell.config.density, cell.config.seed))

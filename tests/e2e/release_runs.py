@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import Session
 
@@ -32,7 +32,7 @@ def main(task: dict) -> None:
     place = placement(task["engine"], task["clients"], task["deployment"], data)
     with Session(Console(stderr=True, quiet=True)) as session:
         for name, settings in task["runs"].items():
-            info = session.run(prepare(Given(settings), place), Path(settings["out-dir"]))
+            info = session.run(prepare(RunInputs(settings), place), Path(settings["out-dir"]))
             print(json.dumps({"run": name, "sha256": info["final_sha256"]}), flush=True)
 
 

@@ -11,7 +11,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.federation import evaluation
-from fedprune_app.results.measures import Reply
+from fedprune_app.results.metrics import ReplyKind
 from fedprune_app.results.recorder import row_of
 from strategies.fedcr import PRECISION, WEIGHTED
 from tests.conftest import tampered_app
@@ -203,7 +203,7 @@ def test_an_evaluation_that_cannot_be_is_left_out_of_the_means(name, value):
     def read(fields):
         return {
             "digest": evaluation.digest_in(fields),
-            **row_of(Reply.EVALUATION, fields, layers={"conv1.weight"}),
+            **row_of(ReplyKind.EVALUATION, fields, layers={"conv1.weight"}),
         }
 
     honest = {"digest": "a" * 64, "density": 1.0, "inference-flops": 10, "accuracy-personal": 0.5}

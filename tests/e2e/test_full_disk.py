@@ -17,7 +17,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import append_lines
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
@@ -88,7 +88,7 @@ def test_the_command_line_says_that_the_disk_is_full(small_disk, tmp_path):
     disk = small_disk(tmp_path / "run", 2048)
     disk.fill(left=12288)  # run.json is written; the records or checkpoints of some round are not
     values = {**{key.replace("_", "-"): v for key, v in SETTINGS.items()}, "out-dir": str(disk.folder)}
-    prepared = prepare(Given(values), Placement("inprocess", 4))
+    prepared = prepare(RunInputs(values), Placement("inprocess", 4))
     with pytest.raises(LaunchError) as caught:
         run(prepared, disk.folder, Console(stderr=True))
     assert "No space left on device" in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from clients.place import Place
+from clients.context import NodeContext
 from clients.standalone import StandaloneClient
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
@@ -27,7 +27,7 @@ from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
 from fedprune_app.exports.find import find_model
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.results.groups import group_runs
@@ -127,7 +127,7 @@ def test_a_node_tells_nobody_how_its_images_are_normalised_and_exports_its_model
     then = [dataset_of(settings_of(folder), 1) for folder in mine]
     for path in mine[0].glob("train/*/*.png"):
         Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
-    splits.forget()
+    splits.clear_cache()
     for client, before in enumerate(then):
         found = find_model(run.folder, client, data_dir=str(mine[client])).info
         assert (found.mean, found.std) == (before.mean, before.std)
@@ -183,7 +183,7 @@ def test_a_number_that_the_server_makes_up_begins_no_fresh_ledger(own, folders):
 
     def ledger(number):
         config = parse_config({"dataset": "image-folder", "data-dir": str(folders[0]), **settings})
-        node = StandaloneClient(config, Place(number, 0, Path(config.state_dir), run_key="0" * 16))
+        node = StandaloneClient(config, NodeContext(number, 0, Path(config.state_dir), run_key="0" * 16))
         return node.privacy.ledger
 
     settings = {"model": "cnn-small", "dp.enabled": True, "dp.noise-multiplier": 1.0}
@@ -285,7 +285,7 @@ def test_a_folder_with_a_class_that_the_run_does_not_name_is_left_out(own, folde
 )
 def test_classes_that_cannot_be_are_refused(settings, condition):
     with refuses("classes", settings["classes"], condition=condition):
-        prepare(Given(settings))
+        prepare(RunInputs(settings))
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_a_run_waits_for_min_clients_and_whoever_watches_is_told(federate, monke
 
 
 def test_a_simulation_that_can_never_have_so_many_clients_does_not_start(tmp_path):
-    given = Given(on_command_line={"min-clients": 3}, out=tmp_path / "run")
+    given = RunInputs(on_command_line={"min-clients": 3}, out=tmp_path / "run")
     with refuses("min-clients", 3):
         prepare(given, Placement("inprocess", 2))
     assert not (tmp_path / "run").exists()

@@ -92,7 +92,7 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
 
 @pytest.mark.programs
 def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(tmp_path):
-    from fedprune_app.preflight.given import Given, Placement
+    from fedprune_app.preflight.inputs import Placement, RunInputs
     from fedprune_app.preflight.prepare import prepare
     from fedprune_app.running import Session
 
@@ -103,10 +103,10 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     with Session(Console(stderr=True)) as session:
         # a worker that died starts anew within the deadline; how long that takes on this machine, a whole run tells
         started = time.monotonic()
-        session.run(prepare(Given({**settings, "out-dir": str(tmp_path / "honest")}), place), tmp_path / "honest")
+        session.run(prepare(RunInputs({**settings, "out-dir": str(tmp_path / "honest")}), place), tmp_path / "honest")
         deadline = max(25.0, 2 * (time.monotonic() - started))
         # the process that never answers holds one of the two workers from then on
-        prepared = prepare(Given({**settings, "out-dir": str(out), "deadline-seconds": deadline}), place)
+        prepared = prepare(RunInputs({**settings, "out-dir": str(out), "deadline-seconds": deadline}), place)
         (session.app / "dying_client.py").write_text(DYING_CLIENT)
         simulation.stage_app(session.app, ("fedprune_app.server_app:app", "dying_client:app"))
         session.run(prepared, out)

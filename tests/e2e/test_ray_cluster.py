@@ -19,7 +19,7 @@ import pytest
 from fedprune_app import client_app, server_app
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.launching import processes
-from fedprune_app.preflight.given import Placement
+from fedprune_app.preflight.inputs import Placement
 from tests.refusing import refuses
 
 QUICK = ["system=fedavg", "num-server-rounds=3", "local-epochs=1", "fraction-train=1.0", "evaluate-every=3"]

@@ -23,7 +23,7 @@ from fedprune_app import client_app, server_app
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.launching import processes, simulation
 from fedprune_app.launching.local import local_deployment
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import Session
 from tests.e2e.deployed import until
@@ -146,7 +146,7 @@ def seen(stranger: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     out = folder / "run"
     failures: list[BaseException] = []
     over = threading.Event()
-    prepared = prepare(Given({**SETTINGS, "out-dir": str(out)}), Placement("ray", 3, 2))
+    prepared = prepare(RunInputs({**SETTINGS, "out-dir": str(out)}), Placement("ray", 3, 2))
     with pytest.MonkeyPatch.context() as patch, Session(Console(stderr=True)) as session:
         behind_a_dead_proxy(patch)
         app = session.app

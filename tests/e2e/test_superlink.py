@@ -18,11 +18,11 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.engine.flower_private import has_fleet_port
-from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.errors import LaunchError, RunDetached
 from fedprune_app.launching import processes
 from fedprune_app.launching.credentials import make_certificates, make_node_key
 from fedprune_app.launching.local import Deployment, local_deployment
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import run
 from tests.e2e.deployed import SETTINGS, in_process_sha256, nodes_with_the_app, until
@@ -90,7 +90,7 @@ def follow(link, out, monkeypatch) -> None:
     """What the command does, in this process."""
     for name, value in link.environment.items():
         monkeypatch.setenv(name, value)
-    run(prepare(Given({"out-dir": str(out)}), Placement(superlink=link.name)), out, Console(stderr=True))
+    run(prepare(RunInputs({"out-dir": str(out)}), Placement(superlink=link.name)), out, Console(stderr=True))
 
 
 def instead_of_flwr(path, script: str):
@@ -174,7 +174,7 @@ def test_a_superlink_that_stays_silent_keeps_the_run(superlink, tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(processes, "_UNASKED_SECONDS", 0.1)
         patch.setattr(processes, "tool", instead_of_flwr(tmp_path / "flwr", DEAF_FLWR))
-        with pytest.raises(LeftGoing, match=r"^the SuperLink does not answer; run \d+ was left going: ") as raised:
+        with pytest.raises(RunDetached, match=r"^the SuperLink does not answer; run \d+ was left going: ") as raised:
             follow(link, tmp_path / "run", patch)
     run_id = submitted(link, before)
     assert f"`flwr stop {run_id} local`" in str(raised.value)

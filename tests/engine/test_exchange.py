@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
 from fedprune_app.engine import replies, wire
-from fedprune_app.engine.exchange import Answer, TooFewReplies, message_to, require, send_and_receive
+from fedprune_app.engine.exchange import ReceivedReply, TooFewReplies, message_to, require, send_and_receive
 from fedprune_app.engine.simulated_grid import InProcessGrid
 
 
@@ -59,7 +59,7 @@ class ScriptedGrid(InProcessGrid):
                 yield reply
 
 
-def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, Answer]:
+def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, ReceivedReply]:
     content = wire.pack(None, {"round": 1})
     messages = {node: message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
     answers = list(send_and_receive(grid, messages.items(), deadline))
@@ -325,7 +325,7 @@ class QueueingGrid(ScriptedGrid):
     def begun(self):
         return dict(self.at_work)
 
-    def forget(self, message_ids) -> None:
+    def discard(self, message_ids) -> None:
         self.forgotten += message_ids
         self.queue = [message_id for message_id in self.queue if message_id not in message_ids]
 
@@ -338,7 +338,7 @@ class QueueingGrid(ScriptedGrid):
 
 def ask_in_virtual_time(
     monkeypatch, script: dict[int, object], deadline: float
-) -> tuple[QueueingGrid, dict[int, Answer]]:
+) -> tuple[QueueingGrid, dict[int, ReceivedReply]]:
     grid = QueueingGrid(script)
     monkeypatch.setattr("fedprune_app.engine.exchange.time", SimpleNamespace(monotonic=lambda: grid.now, sleep=None))
     return grid, ask(grid, deadline)

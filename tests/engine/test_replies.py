@@ -147,7 +147,7 @@ class SuperLink:
             setattr(head.metadata, name, value)
         self.send(head, tamper(objects))
 
-    def fetch(self, *requests: Message, max_bytes: int = 2**20, seconds: float = 5) -> dict[str, replies.Reply]:
+    def fetch(self, *requests: Message, max_bytes: int = 2**20, seconds: float = 5) -> dict[str, replies.FetchedReply]:
         deadline = time.monotonic() + seconds
         asked = {request.metadata.message_id: deadline for request in requests}
         found = list(replies.arrived(self.grid, asked, 0, max_bytes))
@@ -601,7 +601,7 @@ def test_a_huge_head_of_a_reply_is_not_kept_in_memory(link, where):
     link.send(head, objects)
     link.reply(requests[1], content_of())
     assert list(link.fetch(*requests).values()) == [
-        replies.Reply(requests[1].metadata.message_id, content_of(), wire.num_bytes(content_of()))
+        replies.FetchedReply(requests[1].metadata.message_id, content_of(), wire.num_bytes(content_of()))
     ]
     assert "error code" in link.fetch(requests[0])[requests[0].metadata.message_id].error
 
@@ -631,13 +631,13 @@ def test_the_sieve_lets_the_first_messages_through_and_empties_the_large(heads, 
             kept.add().CopyFrom(one if one.ByteSize() <= largest else type(one)())
     data = whole.SerializeToString()
     pieces = (data[start : start + piece] for start in range(0, len(data), piece))
-    assert PullAppMessagesResponse.FromString(b"".join(replies.sieve(pieces, most, largest))) == expected
+    assert PullAppMessagesResponse.FromString(b"".join(replies.bounded_messages(pieces, most, largest))) == expected
 
 
 @quick
 @given(st.binary(max_size=40))
 def test_the_sieve_passes_or_refuses_any_bytes(data):
-    said = refusal(lambda: b"".join(replies.sieve([data], 3, 20)))
+    said = refusal(lambda: b"".join(replies.bounded_messages([data], 3, 20)))
     assert said == "" or "the SuperLink's list of replies" in said
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fedprune_app.engine.simulated_grid import answering_in_simulation, is_simulated
+from fedprune_app.engine.simulated_grid import is_simulated, simulated_client
 
 ASKED = "from fedprune_app.engine.simulated_grid import is_simulated; print(is_simulated())"
 ON_RAY = f"""
@@ -32,7 +32,7 @@ print(is_simulated(), *ray.get(Actor.remote().asked.remote()), ray.get(task.remo
 
 def test_a_client_is_simulated_while_a_grid_of_ours_lets_it_answer():
     assert not is_simulated()
-    with answering_in_simulation(beside_server=True):
+    with simulated_client(shares_disk=True):
         assert is_simulated()
     assert not is_simulated()
 

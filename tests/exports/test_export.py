@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from clients.context import NodeContext
 from clients.fedavg_ft import FineTuned
-from clients.place import Place
 from clients.task import Task
 from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config
@@ -106,7 +106,7 @@ def trained(run):
 def own_model(run, partition):
     """The client's network as the client's own code sets it up to be tested, and images."""
     config = parse_config(run.info["config"])
-    client = SYSTEMS[config.system].client(config, Place(partition, CLIENTS, run.folder / "clients"))
+    client = SYSTEMS[config.system].client(config, NodeContext(partition, CLIENTS, run.folder / "clients"))
     state = client.store.read(state_rounds(run)[str(partition)])
     received = {}
     if config.system == "lg-fedavg":  # whose upper layers are the server's
@@ -479,7 +479,7 @@ def of_shades(tmp_path):
         settings = {name.replace("_", "-"): value for name, value in settings.items()}
         config = parse_config({**TINY, "system": "fedavg", **own, "out-dir": str(tmp_path / "run"), **settings})
         run_in_process(server_app.app, app, CLIENTS, config.to_dict())
-        splits.forget()  # another process exports
+        splits.clear_cache()  # another process exports
         return Finished(tmp_path / "run"), folder
 
     return run
@@ -491,7 +491,7 @@ def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, chan
     run, folder = of_shades()
     before = {client: exported(run, client, tmp_path)[0].read_bytes() for client in (None, 0)}
     change(folder)
-    splits.forget()
+    splits.clear_cache()
     for client, content in before.items():
         path, (info, *_) = exported(run, client, tmp_path, force=True)
         assert path.read_bytes() == content
@@ -507,7 +507,7 @@ def test_a_private_run_tells_no_normalisation_since_its_own_does_not_follow_from
     for client in (None, 0):
         assert exported(run, client, tmp_path)[1][0].mean == (0.5,)
     rename(folder)
-    splits.forget()
+    splits.clear_cache()
     refused(run.folder, None, tmp_path, r"has class_names \['dog', 'zebra'\], allowed: \['cat', 'dog'\]")
 
 

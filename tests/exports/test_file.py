@@ -11,8 +11,8 @@ import safetensors.torch
 import torch
 
 from fedprune_app.core import codec
+from fedprune_app.core.digests import json_with_digest
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import sealed_json
 from fedprune_app.core.structured import gather, shrink
 from fedprune_app.exports.file import (
     ExportInfo,
@@ -133,7 +133,7 @@ def with_metadata(content, **changes):
     tensors = safetensors.torch.load(content)
     size = int.from_bytes(content[:8], "little")
     metadata = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["fedprune"])
-    return safetensors.torch.save(tensors, metadata={"fedprune": json.dumps(sealed_json({**metadata, **changes}))})
+    return safetensors.torch.save(tensors, metadata={"fedprune": json.dumps(json_with_digest({**metadata, **changes}))})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_metadata_that_lacks_a_key_is_refused_by_it(key, content, load, tmp_path
     size = int.from_bytes(content[:8], "little")
     metadata = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["fedprune"])
     del metadata[key]
-    changed = {"fedprune": json.dumps(sealed_json(metadata))}
+    changed = {"fedprune": json.dumps(json_with_digest(metadata))}
     assert f"has no '{key}'" in refusal(load, safetensors.torch.save(tensors, changed))
     with pytest.raises(ValueError, match=f"has no '{key}'"):
         read_export_info(tmp_path / "model.safetensors")

@@ -27,11 +27,11 @@ def on_disk(monkeypatch):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("beside_server", [True, False])
+@pytest.mark.parametrize("shares_disk", [True, False])
 def test_states_are_on_disk_before_the_checkpoint_that_names_them(
-    federate, monkeypatch, tmp_path, on_disk, beside_server, elsewhere
+    federate, monkeypatch, tmp_path, on_disk, shares_disk, elsewhere
 ):
-    monkeypatch.setattr(node, "is_beside_server", lambda: beside_server)
+    monkeypatch.setattr(node, "shares_disk_with_server", lambda: shares_disk)
     states = tmp_path / "elsewhere" if elsewhere else tmp_path / "run" / "clients"
     by_client, checked, save = [], [], VersionedStore.save
 
@@ -48,7 +48,7 @@ def test_states_are_on_disk_before_the_checkpoint_that_names_them(
     federate(system="subfedavg", **({"state_dir": str(states)} if elsewhere else {}))
     assert len(checked) >= 9  # three clients in each of three rounds
     assert all(checked)
-    assert by_client == [not beside_server] * 9
+    assert by_client == [not shares_disk] * 9
 
 
 def test_files_that_are_not_there_are_passed_over(tmp_path: Path, on_disk):

@@ -9,14 +9,15 @@ from fedprune_app.testing import QUICK, run_with
 pytestmark = pytest.mark.usefixtures("no_plugins")
 ASKING = """
 import torch
-from fedprune_app.extend import FedAvg, FedAvgClient, Outgoing, Payload, Schema, ask_for, register_system
+from fedprune_app.extend import FedAvg, FedAvgClient, OutgoingMessage, Payload, Schema
+from fedprune_app.extend import register_system, request_payloads
 
 class Server(FedAvg):
     def train(self, round):
         answers = {}
         schema = Schema.like({"number": torch.zeros(1)})
-        for reply in ask_for(round, "a number", Outgoing.to_each(self.clients, Payload({})), schema):
-            with round.log.refusing(reply):
+        for reply in request_payloads(round, "a number", OutgoingMessage.to_each(self.clients, Payload({})), schema):
+            with round.log.rejecting(reply):
                 if reply.client == 2:
                     raise ValueError("not from this one")
                 answers[reply.client] = reply.update.tensors["number"]
@@ -63,7 +64,7 @@ class Server(FedAvg):
             assert reply.update.tensors and reply.encoded and reply.num_examples == reply.row["num_examples"]
             assert not any(one.update.tensors or one.encoded for one in earlier), "one reply is in memory at a time"
             earlier.append(reply)
-            with round.log.refusing(reply):
+            with round.log.rejecting(reply):
                 if reply.client == 1:
                     raise ValueError("not from this one")
                 self.receive(round, reply)

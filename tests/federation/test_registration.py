@@ -192,7 +192,9 @@ class Arriving(InProcessGrid):
 
 def test_a_run_begins_when_enough_clients_are_there_and_says_how_many_are():
     said = []
-    roster, left_out = register_clients(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, min_clients=3, say=said.append)
+    roster, left_out = register_clients(
+        Arriving(client_app.app, 5, DEFAULTS), 30, KEY, min_clients=3, notify=said.append
+    )
     assert len(roster) == 3
     assert left_out == []
     assert said == ["waiting for clients: 1 of 3 connected", "waiting for clients: 2 of 3 connected"]
@@ -236,7 +238,7 @@ def test_clients_that_cannot_take_part_do_not_count_as_there():
 def test_who_comes_later_is_asked_until_enough_can_take_part():
     said = []
     grid = with_a_bad_first(Arriving(client_app.app, 6, DEFAULTS))
-    roster, left_out = register_clients(grid, 600, KEY, min_clients=4, say=said.append)
+    roster, left_out = register_clients(grid, 600, KEY, min_clients=4, notify=said.append)
     assert list(roster) == [1, 2, 3, 4]
     assert len(left_out) == 1
     assert "data-dir" in left_out[0]
@@ -273,7 +275,7 @@ def test_a_node_that_its_operator_mends_while_the_run_waits_takes_part(monkeypat
 
     said = []
     grid = with_a_bad_first(Mending(client_app.app, 3, DEFAULTS, mend=mend))
-    roster, left_out = register_clients(grid, 600, KEY, min_clients=3, say=said.append)
+    roster, left_out = register_clients(grid, 600, KEY, min_clients=3, notify=said.append)
     assert list(roster) == [0, 1, 2]
     assert left_out == []
     assert said == ["waiting for clients: 2 of 3 can take part"]
@@ -341,7 +343,7 @@ def test_a_run_goes_on_with_the_data_that_it_began_with_alone(federate, tmp_path
         for name, value in (("train", 0.0), ("test", first)):
             rows = [(value, 0), *((k / 40, int(k >= 20)) for k in range(1, 40))]
             (folder / f"{name}.csv").write_text("x,label\n" + "".join(f"{x},{label}\n" for x, label in rows))
-        splits.forget()
+        splits.clear_cache()
 
     settings = {"clients": 2, "system": "standalone", "dataset": "table", "data_dir": str(folder)}
     settings |= {"model": "mlp-small", "partition": "iid", "num_server_rounds": 1}

@@ -16,7 +16,7 @@ from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.models.initial import initial_model
 from fedprune_app.plugins import loading
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import QUICK, run_with
 
@@ -45,7 +45,7 @@ def settings_of(name, **settings):
 
 
 def config_of(name, **settings):
-    return prepare(Given(settings_of(name, **settings))).config
+    return prepare(RunInputs(settings_of(name, **settings))).config
 
 
 def loaded(name):

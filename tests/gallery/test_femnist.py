@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("no_plugins")
 
 def load(folder):
     plugins.load({"plugins": str(file_of("femnist"))})
-    splits.forget()
+    splits.clear_cache()
     return load_dataset("femnist", folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clients.place import Place
+from clients.context import NodeContext
 from clients.task import Task
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
@@ -28,7 +28,7 @@ def test_it_is_the_papers_two_phases_on_fedavgs_model(tmp_path, head_epochs):
     assert small.close(small.global_model(finished), server)
     received = Payload(small.global_model(finished))
     for number, part in enumerate(examples):
-        client = small.loaded("lpft").LPFTClient(config, Place(number, small.CLIENTS, tmp_path / "state"))
+        client = small.loaded("lpft").LPFTClient(config, NodeContext(number, small.CLIENTS, tmp_path / "state"))
         found = client.personal_model(Task(2, received), State())
         phases = [HEAD] * (head_epochs or 2) + [server.keys()] * 2
         assert small.close(found, descend(model, server, part, config.learning_rate, phases), 1e-5)

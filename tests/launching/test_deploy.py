@@ -29,7 +29,7 @@ from flwr.supercore.error import ApiErrorCode
 from PIL import Image
 
 from fedprune_app.cli import deploying
-from fedprune_app.engine.simulated_grid import answering_in_simulation
+from fedprune_app.engine.simulated_grid import simulated_client
 from fedprune_app.engine.store import client_state_folder
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
@@ -328,7 +328,7 @@ def test_a_node_of_a_deployment_reads_and_writes_nowhere_that_the_run_names(monk
     assert client_state_folder(config, 1, "0" * 16) == tmp_path / "fedprune-state" / ("0" * 16)
     with refuses("data-dir", "/theirs", condition="on a node"):
         node_settings({"data-dir": "/theirs"}, dealt)
-    with answering_in_simulation(beside_server=True):
+    with simulated_client(shares_disk=True):
         config, _ = node_settings({**run, "data-dir": "/theirs"}, dealt)
     assert (config.data_dir, config.state_dir) == ("/theirs", "/theirs")
 
@@ -361,7 +361,7 @@ def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says
     assert is_secure(dealt, **wish)  # a node of a deployment: nothing says that it is simulated
     assert not is_secure({**dealt, "secure-rng": False})
     assert not is_secure({**own, "secure-rng": False}, **{"dp.secure-rng": True})
-    with answering_in_simulation(beside_server=True):
+    with simulated_client(shares_disk=True):
         assert not is_secure(dealt, **wish)
         assert is_secure(dealt, **{"dp.secure-rng": True})
         assert is_secure(own, **wish)

@@ -48,7 +48,7 @@ def in_cohort(works):
         except Exception as error:
             return error
 
-    found = dict(cohort.work_in_cohort([functools.partial(outcome, work) for work in works]))
+    found = dict(cohort.run_cohort([functools.partial(outcome, work) for work in works]))
     return [found[number] for number in range(len(works))]
 
 
@@ -189,14 +189,14 @@ def test_the_model_is_in_its_own_memory_again_after_an_error():
 def test_clients_work_one_at_a_time_and_train_when_no_other_is_left_to_work():
     log = []
 
-    def train_together(asked):
+    def train_cohort(asked):
         log.append(("train", *asked))
         return [f"trained {each}" for each in asked]
 
     def work(client, trainings):
         for number in range(trainings):
             log.append(("works", client))
-            assert cohort.together(f"{client}.{number}", train_together) == f"trained {client}.{number}"
+            assert cohort.together(f"{client}.{number}", train_cohort) == f"trained {client}.{number}"
         log.append(("is done", client))
         return client
 

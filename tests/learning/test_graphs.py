@@ -46,7 +46,7 @@ def client(number, recorder, *, model="lenet5", masked=False, pulled=False, sgd=
 
 def all_trained(recorder, **how):
     works = [client(number, recorder, **how) for number in range(len(SIZES))]
-    found = dict(cohort.work_in_cohort(works))
+    found = dict(cohort.run_cohort(works))
     return [found[number] for number in range(len(works))]
 
 
@@ -155,6 +155,6 @@ def test_a_cuda_graph_ends_with_the_same_weights(grouped):
     recorder = recorder_of(parse_config({"cuda-graphs": True}), device)
     assert recorder is not None
     works = [[client(number, each, device=device, grouped=grouped) for number in range(3)] for each in (recorder, None)]
-    found, expected = (dict(cohort.work_in_cohort(each)) for each in works)
+    found, expected = (dict(cohort.run_cohort(each)) for each in works)
     for number, (weights, _) in found.items():
         assert all(torch.equal(tensor, expected[number][0][name]) for name, tensor in weights.items())

@@ -370,7 +370,7 @@ def check_training(seed: int) -> str:
     alone = trained(copy.deepcopy(own[0]), 0)
     assert_same(alone, expected[0], "alone")
     works = [functools.partial(trained, copy.deepcopy(each), client) for client, each in enumerate(own)]
-    for client, each in cohort.work_in_cohort(works):
+    for client, each in cohort.run_cohort(works):
         assert_same(each, expected[client], f"client {client} of a cohort")
     for one, other in zip(alone.buffers(), expected[0].buffers(), strict=True):
         torch.testing.assert_close(one, other)

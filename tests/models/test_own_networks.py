@@ -10,8 +10,8 @@ from torch import nn
 import fedprune_app
 from fedprune_app.config import ConfigError
 from fedprune_app.models.vision import architecture
-from fedprune_app.preflight.can_start import doubts
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.can_start import warnings
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 
 SHAPE = (1, 8, 8)
@@ -184,7 +184,7 @@ def check(tmp_path, no_plugins):
 
     def checked(name, **settings):
         values = {"out-dir": str(tmp_path / "run"), "model": f"{tmp_path / 'mine.py'}:{name}", "system": "fedavg"}
-        return doubts(prepare(Given({**values, **settings})).config, Placement("inprocess", 3))
+        return warnings(prepare(RunInputs({**values, **settings})).config, Placement("inprocess", 3))
 
     return checked
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedprune_app.config import ConfigError
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import NEEDED, PRIVATE, QUICK, run_with
 
@@ -44,7 +44,7 @@ def settings(network: str, system: str):
 
 def refusal(values) -> str:
     try:
-        prepare(Given(values), Placement("inprocess", CLIENTS))
+        prepare(RunInputs(values), Placement("inprocess", CLIENTS))
     except ConfigError as error:
         return str(error)
     return ""

@@ -100,7 +100,7 @@ def test_what_is_in_a_folder_of_texts_is_counted_in_tokens_of_the_model(texts, t
 
     model = tiny_byte_model(tmp_path / "tiny", "llama")
     settings = {"system": "fedspallm", "dataset": "text", "data-dir": str(texts), "model": str(model)}
-    rows, doubts = data_found(parse_config(settings))
+    rows, warnings = data_found(parse_config(settings))
     sizes = sorted(len(path.read_text()) for path in (texts / "calibration").iterdir())
     median = (sizes[1] + sizes[2]) / 2
     test = len((texts / "test" / "second.txt").read_text())
@@ -110,4 +110,4 @@ def test_what_is_in_a_folder_of_texts_is_counted_in_tokens_of_the_model(texts, t
         "test text 'first'": f"{len((texts / 'test' / 'first.txt').read_text()) // 64} windows of 64 tokens",
         "test text 'second'": f"{test // 64} windows of 64 tokens",
     }
-    assert doubts == []
+    assert warnings == []

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from clients.context import NodeContext
 from clients.fedavg import FedAvgClient
-from clients.place import Place
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
@@ -209,7 +209,7 @@ SENDS_PARTS = {"fedspa", "fjord", "ldp-fedp3"}  # in a form of their own
 
 def prepared(clients, **settings):
     """A run of so many clients; whether it can start is not tried."""
-    return replace(prepare(Given(SETTINGS | settings)), placement=Placement("inprocess", clients))
+    return replace(prepare(RunInputs(SETTINGS | settings)), placement=Placement("inprocess", clients))
 
 
 def configured():
@@ -242,8 +242,8 @@ def test_more_canaries_bound_more_and_still_less_than_the_claim():
 def test_a_canary_that_is_out_has_no_gradient_and_keeps_its_place(tmp_path):
     watch = _Watch(0, 0, 50, Evidence(50))
     kind = type("WatchedFedAvg", (Watched, FedAvgClient), {"watch": watch})
-    client = kind(configured(), Place(0, 3, tmp_path))
-    assert client.num_examples == FedAvgClient(configured(), Place(0, 3, tmp_path)).num_examples
+    client = kind(configured(), NodeContext(0, 3, tmp_path))
+    assert client.num_examples == FedAvgClient(configured(), NodeContext(0, 3, tmp_path)).num_examples
     assert torch.equal(client.data.train_images[:50], client.canary_images)
     out = ~client.coins
     assert 10 < int(out.sum()) < 40

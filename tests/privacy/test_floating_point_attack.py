@@ -27,7 +27,7 @@ Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A rule gives the weights after a step: from those before it, the sum of clipped gradients, and draws of noise."""
 
 
-class Given(Noise):
+class RunInputs(Noise):
     def __init__(self, draws: Tensor) -> None:
         self.draws = draws
 
@@ -50,7 +50,7 @@ def update(before: Tensor, gradient: Tensor, rate: float) -> Tensor:
 def product_rule(sigma: float, clip: float, rate: float) -> Rule:
     def rule(before: Tensor, total: Tensor, draws: Tensor) -> Tensor:
         gradient = total.clone()
-        how = DPSGD(sigma, clip, 1.0, 1, Given(draws))
+        how = DPSGD(sigma, clip, 1.0, 1, RunInputs(draws))
         _Step(how, dict, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
         return update(before, gradient, rate)
 
@@ -84,7 +84,7 @@ def example_in_and_out(clip: float) -> tuple[dict[bool, Tensor], Callable[[bool]
         def look(values: dict[str, Tensor], gradients: dict[str, Tensor], is_in: bool = is_in) -> None:
             totals[is_in] = torch.cat([gradient.flatten() for gradient in gradients.values()]) * EXAMPLES
 
-        how = DPSGD(0.0, clip, 1.0, 1, Given(torch.zeros(sum(p.numel() for p in model.parameters())).double()))
+        how = DPSGD(0.0, clip, 1.0, 1, RunInputs(torch.zeros(sum(p.numel() for p in model.parameters())).double()))
         train(model, seen, labels, SGD(0.1), rng=generator(0, "x"), adjust_gradients=look, private=how)
     assert float((totals[True] - totals[False]).norm()) == pytest.approx(clip, rel=1e-3)
 

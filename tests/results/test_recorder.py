@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedprune_app.results import recorder as recorder_module
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.recorder import Recorder, git_hash, versions
 
 CONFIG = {"system": "dispfl", "seed": 3, "learning-rate": 0.1}
@@ -56,9 +56,9 @@ def test_a_round_has_every_declared_field_and_keeps_the_others(tmp_path):
     recorder.round({"round": 1, "bytes_up": 10, "mood": "good"})
     recorder.clients([{"round": 1, "partition": 4, "epsilon": np.float32(0.5)}])
     (row,), (client,) = rows(tmp_path), rows(tmp_path, "clients")
-    assert row.keys() == {*MEASURES.round_fields, "mood"}
+    assert row.keys() == {*DECLARATIONS.round_fields, "mood"}
     assert (row["round"], row["bytes_up"], row["mood"], row["accuracy_global"]) == (1, 10, "good", None)
-    assert client.keys() == {*MEASURES.client_fields}
+    assert client.keys() == {*DECLARATIONS.client_fields}
     assert (client["partition"], client["epsilon"], client["density"]) == (4, 0.5, None)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
-from fedprune_app.results.columns import columns, epsilon_remark
+from fedprune_app.results.columns import columns, epsilon_footnote
 from fedprune_app.results.figures import figures, settings
 from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.groups import group_runs
@@ -317,14 +317,14 @@ def test_every_epsilon_of_seeded_noise_is_marked_where_people_read_it(make_run, 
         assert header[-1] == "ε"
         assert cell.endswith(mark)
         assert ("(" in cell) == bool(mark)
-        assert next(csv.DictReader(comma_separated(groups).splitlines()))["epsilon_remark"] == mark.strip(" ()")
+        assert next(csv.DictReader(comma_separated(groups).splitlines()))["epsilon_footnote"] == mark.strip(" ()")
         figures_drawn = drawn(folders[share])
         assert figures_drawn["epsilon"].variants[0].layout["yaxis"]["title"]["text"] == f"ε{mark}"
         assert figures_drawn["privacy"].variants[0].layout["xaxis"]["title"]["text"] == f"Largest ε so far{mark}"
         page = write_report(folders[share], tmp_path / f"{share}.html").read_text()
         assert ("simulated)</td>" in page) == bool(mark)
     mixed = group_runs([load_run(folders[1.0][0]), load_run(folders[0.0][1])])
-    assert epsilon_remark(mixed) == " (simulated)"
+    assert epsilon_footnote(mixed) == " (simulated)"
 
 
 def test_noised_accuracies_stand_beside_the_noise_of_the_mean_over_clients_and_seeds(make_run, tmp_path):

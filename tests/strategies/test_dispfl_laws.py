@@ -13,9 +13,9 @@ import pytest
 import torch
 from flwr.app import Message
 
+from clients.context import NodeContext
 from clients.dispfl import DisPFLClient
 from clients.gossip import GossipClient
-from clients.place import Place
 from clients.task import Task
 from fedprune_app import server_app
 from fedprune_app.config import parse_config, read_toml
@@ -26,7 +26,7 @@ from fedprune_app.engine.store import State, VersionedStore, read_tensors
 from fedprune_app.federation import exchanges, update_store
 from fedprune_app.federation.update_store import UpdateStore
 from fedprune_app.models.initial import initial_model
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.conftest import Finished, tampered_app
 from tests.refusing import refuses
@@ -100,6 +100,13 @@ def timeless(rows):
 
 
 # --- gossip -------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_out_client_leaves_no_gap_in_a_ring(federation):
+    settings = {"dpsgd_topology": "ring", "num_server_rounds": 2}
+    four = start(federation, "dpsgd", {"clients": 4, **settings})
+    one_held_out = start(federation, "dpsgd", {"clients": 5, **settings}, holdout_clients=1)
+    assert one_held_out.rounds[1]["peer_bytes"] == four.rounds[1]["peer_bytes"] > 0
 
 
 @pytest.mark.few(1)
@@ -195,7 +202,7 @@ def test_no_client_ever_has_a_weight_outside_its_masks(federation, monkeypatch):
 @pytest.mark.parametrize("gossip", ["server", "client"])
 def test_a_client_without_a_model_keeps_its_initial_weights_where_no_neighbour_has_one(tmp_path, gossip):
     config = parse_config({"system": "dispfl", "density": 0.3, "dispfl.gossip": gossip})
-    client, neighbour = (DisPFLClient(config, Place(k, 4, tmp_path / str(k))) for k in (0, 1))
+    client, neighbour = (DisPFLClient(config, NodeContext(k, 4, tmp_path / str(k))) for k in (0, 1))
     initial = {name: parameter.detach().clone() for name, parameter in client.model.named_parameters()}
     masks, held = client.initial_masks, neighbour.initial_masks
     sent = Payload.pruned({name: tensor + 1 for name, tensor in initial.items()}, held)
@@ -460,7 +467,7 @@ def test_in_every_configuration_all_clients_of_fedfomo_train_in_every_round(path
     if path.suffix == ".toml":
         fractions = [parse_config(read_toml(path)).fraction_train]
     else:
-        cells = read_matrix(path).cells(Given(out=Path("/nowhere")))
+        cells = read_matrix(path).cells(RunInputs(out=Path("/nowhere")))
         fractions = [cell.config.fraction_train for cell in cells if cell.config.system == "fedfomo"]
     assert fractions
     assert set(fractions) == {1.0}

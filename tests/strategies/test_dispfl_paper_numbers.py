@@ -19,7 +19,7 @@ from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.splits import data_config
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dispfl import DisPFL
 from strategies.dpsgd import DPSGD
@@ -161,7 +161,7 @@ def layers_of(setting):
 @cache
 def shipped(setting):
     """Dis-PFL's first row in the configuration that the product ships, and what each of its clients trains on."""
-    cells = read_matrix(MATRICES / f"dispfl_{SHIPPED[setting]}.yaml").cells(Given(out=Path("/nowhere")))
+    cells = read_matrix(MATRICES / f"dispfl_{SHIPPED[setting]}.yaml").cells(RunInputs(out=Path("/nowhere")))
     config = next(cell.config for cell in cells if cell.config.system == "dispfl")
     num_images, num_classes = TRAINING_IMAGES[setting], setting[2]
     labels = np.arange(num_images) % num_classes
@@ -187,7 +187,7 @@ def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_pape
 @pytest.mark.few(10)
 @pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
 def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
-    for cell in read_matrix(path).cells(Given(out=Path("/nowhere"))):
+    for cell in read_matrix(path).cells(RunInputs(out=Path("/nowhere"))):
         decides = cell.config.system in ("fedfomo", "subfedavg")
         assert cell.config.validation_fraction == (0.1 if decides else 0)
 
@@ -195,7 +195,7 @@ def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
 @pytest.mark.few(10)
 @pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
 def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path):
-    configs = [cell.config for cell in read_matrix(path).cells(Given(out=Path("/nowhere")))]
+    configs = [cell.config for cell in read_matrix(path).cells(RunInputs(out=Path("/nowhere")))]
     beside_others = {f"dispfl_{name}": {"random"} for name in ("500", "classes", "densities", "dropping")}
     beside_others["dispfl_beside"] = set()  # its rows of Dis-PFL are those of dispfl_scarce.yaml
     expected = beside_others.get(path.stem, {"gradient", "random"})
@@ -204,7 +204,7 @@ def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path)
 
 @pytest.mark.parametrize("name", ["dispfl_figure6", "dispfl_small_robustness"])
 def test_clients_that_drop_out_of_figure_6_train_alone(name):
-    cells = read_matrix(MATRICES / f"{name}.yaml").cells(Given(out=Path("/nowhere")))
+    cells = read_matrix(MATRICES / f"{name}.yaml").cells(RunInputs(out=Path("/nowhere")))
     assert {c.config.dispfl.dropped for c in cells if c.config.drop_probability} == {"trains-alone"}
 
 

@@ -17,7 +17,7 @@ from fedprune_app.core.tickets import Ticket, ticket_masks
 from fedprune_app.data.splits import client_data, data_config, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon, paper_epsilon
 from fedprune_app.privacy.ledger import Ledger
@@ -206,7 +206,7 @@ def test_a_baseline_can_have_the_very_data_of_fedltp():
 )
 def test_what_cannot_be_is_refused_on_one_line(settings, said):
     with refuses(*said):
-        prepare(Given({"system": "fedltp", **settings}))
+        prepare(RunInputs({"system": "fedltp", **settings}))
 
 
 def test_more_public_images_than_there_are_fail_the_run_on_one_line(federation, tmp_path):

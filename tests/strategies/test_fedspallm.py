@@ -13,8 +13,8 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
 
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.codec import unpack
@@ -23,7 +23,7 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.transformers import import_transformers
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
@@ -90,7 +90,7 @@ def whole(folder):
 
 
 def segments_of(config, partition, num_clients, folder):
-    return FedSpaLLMClient(config, Place(partition, num_clients, folder)).segments()[0]
+    return FedSpaLLMClient(config, NodeContext(partition, num_clients, folder)).segments()[0]
 
 
 def pruned_by_hand(model, segments, config):
@@ -508,13 +508,13 @@ def test_layers_that_no_checkpoint_needs_are_dropped(run):
 def test_a_client_that_lost_its_state_computes_it_again(run, settings, tmp_path):
     folder = tmp_path / "run"
 
-    def lose(message, context, honest):
+    def mark_lost(message, context, honest):
         if wire.fields_of(message.content)["layer"] == 1 and context.node_config["partition-id"] == 0:
             shutil.rmtree(folder / "clients" / "00000")
         return honest(message, context)
 
     config = parse_config({**settings, "out-dir": str(folder)})
-    run_in_process(server_app.app, wrapped_app(lose), CLIENTS, config.to_dict())
+    run_in_process(server_app.app, wrapped_app(mark_lost), CLIENTS, config.to_dict())
     finished = Finished(folder)
     assert finished.info["status"] == "completed"
     assert any("is lost" in note for note in finished.rounds[0]["notes"])
@@ -597,7 +597,7 @@ def test_half_precision_travels_as_such(run, dtype):
 )
 def test_a_wrong_setting_is_one_line(key, value, says):
     with refuses(*says):
-        prepare(Given({"system": "fedspallm", "dataset": "stdlib", key: value}))
+        prepare(RunInputs({"system": "fedspallm", "dataset": "stdlib", key: value}))
 
 
 def test_a_packed_model_trusts_nothing(run, tmp_path):

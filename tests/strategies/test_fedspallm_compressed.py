@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from clients.fedspallm import FedSpaLLMClient
-from clients.node import Place
+from clients.node import NodeContext
 from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
 from fedprune_app.exports.compressed import combine, compress
@@ -21,7 +21,7 @@ from fedprune_app.exports.language import export_gguf
 from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
-from fedprune_app.preflight.given import Given, Placement
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import load_run, read_info
 from fedprune_app.running import Session
@@ -114,7 +114,7 @@ def test_layers_of_one_exchange_follow_the_pruned_ones_before_the_first_of_them(
     model, pruned = LanguageModel(llm), LanguageModel(result.folder / "models" / "global")
     sent = {(m.partition, m.round - 1): m for m in result.wiretap.messages if m.kind == "train"}
     for partition in range(3):
-        segments = FedSpaLLMClient(result.config, Place(partition, 3, tmp_path)).segments()[0]
+        segments = FedSpaLLMClient(result.config, NodeContext(partition, 3, tmp_path)).segments()[0]
         hidden = model.embed(segments, 4)
         for layer in range(4):
             received = {int(name.partition("/")[0]) for name in sent[partition, layer].down.tensors}
@@ -285,7 +285,7 @@ def test_a_client_that_sends_again_elsewhere_is_forgotten_and_joins_to_the_same_
     here = {numbers: alone(*numbers) for numbers in [(), (0, 2), (1,)]}
     values = {**here[1,].config.to_dict(), "out-dir": str(tmp_path / "client"), "deadline-seconds": 600.0}
     with Session(Console(stderr=True)) as session:
-        session.run(prepare(Given(values), placement), tmp_path / "client")
+        session.run(prepare(RunInputs(values), placement), tmp_path / "client")
     forgotten = combine(here[()].folder, tmp_path / "client", tmp_path / "forgotten", forgets=True)
     assert forgotten["final_sha256"] == here[0, 2].info["final_sha256"]
     joined = combine(here[0, 2].folder, tmp_path / "client", tmp_path / "joined")
@@ -310,7 +310,7 @@ def test_an_importance_matrix_has_the_squares_of_all_clients_inputs(alone, fedpr
             assert found[f"{name}.counts"].tolist() == [[12 * 16]]
     model, total = LanguageModel(tmp_path / "llm"), 0.0
     for partition in range(3):
-        segments = FedSpaLLMClient(result.config, Place(partition, 3, tmp_path)).segments()[0]
+        segments = FedSpaLLMClient(result.config, NodeContext(partition, 3, tmp_path)).segments()[0]
         total += model.layer(0, model.layer_tensors(0)).input_layernorm(model.embed(segments, 4)).square().sum((0, 1))
     squares = torch.from_numpy(found["blk.0.attn_q.weight.in_sum2"].copy())[0]
     torch.testing.assert_close(squares, total, rtol=1e-4, atol=1e-4)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from fedprune_app.config import parse_config
 from fedprune_app.models.cutting import Cut
 from fedprune_app.models.llm import LanguageModel
@@ -93,7 +93,7 @@ def test_a_private_client_plans_for_two_releases_a_layer(llama, texts, tmp_path)
     common |= {"num-server-rounds": 1, "fedspallm.segments": 4, "fedspallm.segment-length": 16}
     noise = []
     for pattern in ("cut", ""):
-        client = FedSpaLLMClient(parse_config({**common, "fedspallm.pattern": pattern}), Place(0, 3, tmp_path))
+        client = FedSpaLLMClient(parse_config({**common, "fedspallm.pattern": pattern}), NodeContext(0, 3, tmp_path))
         noise.append(client.privacy.noise_multiplier)
     assert noise[0] == pytest.approx(noise[1] / math.sqrt(2), rel=0.05)
 

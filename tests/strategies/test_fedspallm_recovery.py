@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -59,7 +59,7 @@ def test_a_client_recovers_on_text_of_its_own_that_it_has_calibrated_with(run, s
         "fedspallm.deal": deal,
         **{config_key(key): value for key, value in RECOVERY.items()},
     }
-    clients = [FedSpaLLMClient(parse_config(given), Place(k, CLIENTS, tmp_path / str(k))) for k in range(CLIENTS)]
+    clients = [FedSpaLLMClient(parse_config(given), NodeContext(k, CLIENTS, tmp_path / str(k))) for k in range(CLIENTS)]
 
     def rows(segments):
         return {tuple(row) for row in segments.tolist()}

@@ -21,7 +21,7 @@ from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import load_state_tensors
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps.matrix import read_matrix
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
@@ -240,7 +240,7 @@ def test_the_cost_formula_gives_table_1_of_the_paper():
 def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(data):
     """The letters have 26 classes, so a larger network; the digits give the 524.16 MB of the table."""
     matrices = Path(__file__).parents[2] / "configs" / "matrices"
-    cells = read_matrix(matrices / f"subfedavg_table1_{data}.yaml").cells(Given(out=matrices))
+    cells = read_matrix(matrices / f"subfedavg_table1_{data}.yaml").cells(RunInputs(out=matrices))
     config = next(cell.config for cell in cells if cell.config.system == "fedavg")
     classes = IDX[config.dataset].classes
     model = initial_model(

@@ -14,7 +14,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.models.vision import architecture
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
@@ -265,7 +265,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(federation):
 )
 def test_settings_that_cannot_be_are_refused_on_one_line(settings, said):
     with refuses(*said):
-        prepare(Given({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+        prepare(RunInputs({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from clients.base import ImageClient
-from clients.place import Place
-from clients.privacy import ClientPrivacy, Spending
+from clients.context import NodeContext
+from clients.privacy import ClientPrivacy, PlannedReleases
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Data, Ledger
@@ -163,7 +163,7 @@ def test_the_mean_of_noised_accuracies_has_no_bias(tmp_path):
     """95 % of 120 with noise of 28 predictions: with every share cut to [0, 1] the mean would be 6 points too low."""
     config = parse_config({"dp.enabled": True, "dp.noise-multiplier": SIGMA, "dp.count-scale": 20.0})
     data = Data.of([b"one record"], "a test")
-    privacy = ClientPrivacy(config, 0, 100, Spending(1), tmp_path / "ledger.jsonl", data)
+    privacy = ClientPrivacy(config, 0, 100, PlannedReleases(1), tmp_path / "ledger.jsonl", data)
     told = [privacy.affordable_count(114, 120, "test", 1, {"weight": torch.tensor(number)}) for number in range(1500)]
     deviation = math.sqrt(2) * 20 / 120
     assert np.std(told) == pytest.approx(deviation, rel=0.05)
@@ -264,7 +264,7 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
 def test_what_would_leak_is_refused_on_one_line_that_says_what_is_allowed(settings, said):
     key, value = said
     with pytest.raises(ConfigError, match=f"(?i)^{key} is '?{value}") as caught:
-        prepare(Given({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+        prepare(RunInputs({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
     assert "\n" not in str(caught.value)
 
 
@@ -304,14 +304,14 @@ def test_noised_evaluations_are_charged_and_are_counts(federation):
 def test_an_evaluation_pays_for_what_it_tells_and_for_nothing_else(federation, tmp_path, system):
     settings = {**DP, "num_server_rounds": 1, "dp_accuracies": "noised", "dp_count_scale": 4.0, **ADMISSIBLE[system]}
     run = federation(system=system, **settings)
-    client = SYSTEMS[system].client(run.config, Place(0, 4, tmp_path))
+    client = SYSTEMS[system].client(run.config, NodeContext(0, 4, tmp_path))
     for partition, row in run.rows(1).items():
         kinds = [f"accuracy_{kind}" for kind in ("personal", "received", "global", "validation")]
         told = {name: row[name] for name in kinds if row[name] is not None}
         of_one_model = told.keys() >= {*kinds} and (row["density"] == 1 or system == "fedltp")
         spent = ledger(run, partition).spent[Laplace(4.0, 1.0)]
         assert spent == len(told) - of_one_model >= 2
-        assert spent <= client.spending().evaluation_counts
+        assert spent <= client.planned_releases().evaluation_counts
 
 
 def test_seeded_noise_is_other_noise_with_another_setting_of_the_system(federation):

@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 
+from clients.context import NodeContext
 from clients.fedspallm import FedSpaLLMClient
-from clients.place import Place
 from clients.task import Task
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.models.layer_pruning import input_matrices
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.audit import guesses_of, lower_bound
@@ -150,7 +150,7 @@ def uploads(result):
 def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     result = run(**options())
     config = result.config
-    client = FedSpaLLMClient(config, Place(0, CLIENTS, tmp_path))
+    client = FedSpaLLMClient(config, NodeContext(0, CLIENTS, tmp_path))
     module = client.model.layer(0, client.model.layer_tensors(0))
     ratios = {True: [], False: []}  # of the noise to its deviation, by whether the entry is on the diagonal
     for partition in range(CLIENTS):
@@ -185,7 +185,7 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
 def test_a_private_diagonal_is_noised_alone_for_the_same_price(run, tmp_path):
     result = run(**options(**{"fedspallm.hessian-form": "diagonal", "dp.clip-norm": 0.05}))
     config, noise = result.config, []
-    client = FedSpaLLMClient(config, Place(0, CLIENTS, tmp_path))
+    client = FedSpaLLMClient(config, NodeContext(0, CLIENTS, tmp_path))
     module = client.model.layer(0, client.model.layer_tensors(0))
     for partition in range(CLIENTS):
         segments = segments_of(config, partition, CLIENTS, tmp_path)
@@ -223,7 +223,7 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
     sent = []
     for number, more in enumerate(({}, {}, {"fedspallm.segments": 3}, {"dp.clip-norm": 0.25}, {"seed": 1})):
         config = parse_config({**settings, **PRIVATE, **more})
-        client = FedSpaLLMClient(config, Place(0, CLIENTS, tmp_path / str(number)))
+        client = FedSpaLLMClient(config, NodeContext(0, CLIENTS, tmp_path / str(number)))
         payload, _ = client.answer_training(Task(1, fields=FIELDS))
         name, mean = next(iter(payload.tensors.items()))
         module = client.model.layer(0, client.model.layer_tensors(0))
@@ -299,7 +299,7 @@ def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_
     """The audit of one run (Steinke, Nasr and Jagielski 2023) on one layer's sums; None clips and charges, no more."""
     canaries, guesses = 96, 48
     config = parse_config({**settings, **PRIVATE, "dp.noise-multiplier": noise or 0.5, "fedspallm.segments": canaries})
-    client = FedSpaLLMClient(config, Place(0, 0, tmp_path))
+    client = FedSpaLLMClient(config, NodeContext(0, 0, tmp_path))
     model, size = client.model, config.batch_size
     draw = torch.Generator().manual_seed(7)
     texts = torch.randint(0, 256, (canaries, 24), generator=draw)
@@ -347,7 +347,7 @@ def own(settings, tmp_path):
 def sums_of(config, folder, monkeypatch):
     """What the client releases without noise, as matrices of sums, and its segments by document."""
     monkeypatch.setattr("fedprune_app.privacy.noise.noised", lambda total, draws, std: total)
-    client = FedSpaLLMClient(config, Place(0, 0, folder))
+    client = FedSpaLLMClient(config, NodeContext(0, 0, folder))
     payload, _ = client.answer_training(Task(1, fields=FIELDS))
     segments, names = client.segments()
     uppers = [mean.double() * client.num_examples for mean in payload.tensors.values()]
@@ -374,7 +374,9 @@ def test_one_document_changed_arbitrarily_moves_each_sum_by_at_most_the_clipping
 
 
 def test_documents_of_one_segment_are_added_as_segments_are(own, tmp_path):
-    client = FedSpaLLMClient(parse_config({**own, "dp.unit": "group", "dp.group-limit": 1}), Place(0, 0, tmp_path))
+    client = FedSpaLLMClient(
+        parse_config({**own, "dp.unit": "group", "dp.group-limit": 1}), NodeContext(0, 0, tmp_path)
+    )
     states = client.model.embed(client.segments()[0], 4)
     ((size, same),) = client.by_document_size(states).items()
     assert size == 1
@@ -384,7 +386,7 @@ def test_documents_of_one_segment_are_added_as_segments_are(own, tmp_path):
 def test_a_perplexity_on_own_text_is_told_only_where_accuracies_are_open(own, tmp_path):
     for number, accuracies in enumerate(("noised", "none", "open")):
         config = parse_config({**own, "dp.accuracies": accuracies})
-        client = FedSpaLLMClient(config, Place(0, 0, tmp_path / str(number)))
+        client = FedSpaLLMClient(config, NodeContext(0, 0, tmp_path / str(number)))
         client.answer_training(Task(1, fields=FIELDS))
         _, told = client.answer_evaluation(Task(1))
         assert ("perplexity/own" in told) == (accuracies == "open")
@@ -394,7 +396,7 @@ def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_p
     spent = []
     for length in (24, 16):
         config = parse_config({**own, "fedspallm.segment-length": length, "seed": length})
-        client = FedSpaLLMClient(config, Place(0, 0, tmp_path / "state"))
+        client = FedSpaLLMClient(config, NodeContext(0, 0, tmp_path / "state"))
         client.answer_training(Task(1, fields=FIELDS))
         spent.append(sum(client.privacy.ledger.spent.values()))
     assert spent == [RELEASES, 2 * RELEASES]
@@ -419,4 +421,4 @@ def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_p
 def test_settings_that_would_leak_are_refused(settings, more, message):
     key, value = message
     with pytest.raises(ConfigError, match=f"^{key} is '?{value}"):
-        prepare(Given({**settings, **PRIVATE, **more}))
+        prepare(RunInputs({**settings, **PRIVATE, **more}))

@@ -14,7 +14,7 @@ import yaml
 import fedprune_app
 from fedprune_app.config import read_toml
 from fedprune_app.engine.store import exclusive
-from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps import sweep as searching
 from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
 from fedprune_app.sweeps.sweep import best_matrix, effective
@@ -380,10 +380,10 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
         assert kept == {**common, "dispfl.topology": topology} | (
             {"dispfl.neighbours": 2} if topology == "random" else {}
         )
-        matrix_of(best_matrix([kept], [0], 4), "x").cells(Given(out=tmp_path))
+        matrix_of(best_matrix([kept], [0], 4), "x").cells(RunInputs(out=tmp_path))
     only = matrix_of({**document, "search": {"space": {**space, "dispfl.topology": ["ring"]}}}, "x")
     with refuses("dispfl.neighbours", 1):
-        only.cells(Given(out=tmp_path))
+        only.cells(RunInputs(out=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_a_search_alone_has_one_system(tmp_path):
     with refuses("system", condition="with search"):
         matrix_of({"search": DOCUMENT["search"]}, "x")
     with refuses("setting", "space.momentum"):
-        matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x").cells(Given(out=tmp_path))
+        matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x").cells(RunInputs(out=tmp_path))
 
 
 @pytest.mark.parametrize("value", ["1e5", "yes", "1:30", "é\n", 1e-5, True, 2**62])

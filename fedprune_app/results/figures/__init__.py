@@ -1,11 +1,10 @@
-"""Figures are plain plotly.js traces that say what is drawn; the page decides on colours, theme and size.
+"""All figures of a report, as plotly.js traces; the page sets colours, theme and size.
 
-Every trace says which ``series``
-(index into the groups) it belongs to. The page gives it that series' colour and dash, and hides it with the legend.
-All text is escaped, since plotly reads a little HTML.
+Every trace has its ``series``, an index into the groups. The page draws it in that series' colour and dash, and hides
+it with the legend. All text is escaped, since plotly interprets some HTML.
 """
 
-from fedprune_app.results.columns import epsilon_remark
+from fedprune_app.results.columns import epsilon_footnote
 from fedprune_app.results.figures import clients, curves, masks, settings
 from fedprune_app.results.figures.common import Figure
 from fedprune_app.results.groups import Groups
@@ -30,7 +29,7 @@ def figures(groups: Groups) -> list[Figure]:
             "privacy",
             "Accuracy by privacy",
             "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
-            curves.accuracies(groups, curves.by_epsilon, f"Largest ε so far{epsilon_remark(groups)}"),
+            curves.accuracies(groups, curves.by_epsilon, f"Largest ε so far{epsilon_footnote(groups)}"),
         ),
         Figure(
             "tradeoff",

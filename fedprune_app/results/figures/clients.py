@@ -1,8 +1,8 @@
-"""These figures show how each client fares, which classes it has, and what is sent."""
+"""Figures of clients: accuracies, classes, and traffic."""
 
 import statistics
 
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
     SHARE_TICKS,
@@ -20,11 +20,11 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Groups, Statistic
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import last_of_clients
 from fedprune_app.results.statistics import worst_decile
 
-_POINTS_UP_TO = 400  # clients shown one by one beside their box
+_POINTS_UP_TO = 400  # clients that are shown as points beside their box
 
 
 def by_class(groups: Groups) -> Variants:
@@ -62,7 +62,7 @@ def _rounded(share: float | None) -> float | None:
 def accuracies(groups: Groups) -> Variants:
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
-    titles = [(name, measure.view) for name, measure in MEASURES.of_clients.items() if measure.view]
+    titles = [(name, metric.view) for name, metric in DECLARATIONS.of_clients.items() if metric.view]
     for name, title in sorted(titles, key=lambda pair: pair[1].place):
         traces = []
         for index, group in enumerate(groups):
@@ -95,7 +95,7 @@ def accuracies(groups: Groups) -> Variants:
 
 
 def by_density(groups: Groups) -> Variants:
-    """Return a view of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
+    """Return a view of runs whose clients differ in density, as in Dis-PFL's Figure 4; density has two decimals."""
     traces: list[Trace] = []
     for index, group in enumerate(groups):
         rows = [row for run in group.runs for row in last_of_clients(run, "accuracy_personal")]
@@ -118,7 +118,7 @@ def by_density(groups: Groups) -> Variants:
 
 
 def partition(groups: Groups) -> Variants:
-    """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
+    """Return one view for each distinct partition of the data, which compared systems usually share."""
     views: dict[str, Variant] = {}
     for label, run in ((group.label, run) for group in groups for run in group.runs):
         rows = [row for row in run.info.get("partition") or [] if row.get("train")]
@@ -140,14 +140,14 @@ def partition(groups: Groups) -> Variants:
     return list(views.values())
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
+# --- traffic ----------------------------------------------------------------------------------------------------------
 
 
 _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )
 _IN_A_STAR = {"bytes_up": "↑", "paper_bytes_up": "↑ formula", "bytes_down": "↓", "paper_bytes_down": "↓ formula"}
-_OF_PEERS = {  # what one peer sends is what another one receives
+_OF_PEERS = {  # bytes that one peer sends are those that another one receives
     "peer_bytes": "⇄ peer to peer",
     "bytes_up": "↑ relayed",
     "paper_bytes_up": "⇄ formula",
@@ -188,14 +188,14 @@ def bytes_of_runs(groups: Groups) -> Variants:
 
 
 def by_layer_set(groups: Groups) -> Variants:
-    """Return FedP3's Figure 6 of runs whose clients send some layers alone, as a mean over seeds that have the set."""
+    """Return FedP3's Figure 6 for runs whose clients send only some layers, as a mean over seeds with the set."""
     tables = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
     sets = list(dict.fromkeys(name for seeds in tables for table in seeds for name in sorted(table)))
     places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
     x_axis = {
         "tickvals": list(places.values()),
         "ticktext": [_layer_set_label(name) for name in places],
-        "tickangle": -30,  # to the left, where there is room for the last one
+        "tickangle": -30,  # to the left, so that the last one fits
     }
     variants = []
     for title, key in (("Upload ↑", "bytes_up"), ("Download ↓", "bytes_down")):

@@ -1,4 +1,4 @@
-"""All figures share what is here: what a figure is, and the parts that several of them draw alike."""
+"""The classes of figures and views, and the parts that several figures share."""
 
 import html
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +11,17 @@ from fedprune_app.results.reader import Run
 
 Trace = ValueDict
 _LONGEST_NAME = 24  # characters of a class
-# Ticks of an axis of shares have as many decimals as they need, since an axis may span less than 1 %.
+# Up to two decimals for ticks of shares, since an axis may span less than 1 %.
 SHARE_TICKS = ".2~%"
-HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
+HEATMAP_UP_TO = 200  # clients a side; with more a cell would be smaller than a pixel
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A figure has one or more views; each is chosen by its ``name``.
+    """One view of a figure, which a reader selects by its ``name``.
 
-    ``note`` says about the view what the figure's caption cannot. ``panels`` titles several plots beside one another:
-    traces name theirs by plotly's ``xaxis`` and ``yaxis``.
+    ``note`` is shown with the view, below the figure's caption. ``panels`` has the titles of several plots side by
+    side; traces select theirs by plotly's ``xaxis`` and ``yaxis``.
     """
 
     name: str
@@ -36,7 +36,7 @@ Variants = list[Variant]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure is a titled plot with one or more views; ``rows`` > 0 asks for a height for so many rows."""
+    """A titled plot with one or more views; with ``rows`` > 0 its height fits that many rows."""
 
     key: str
     title: str
@@ -55,14 +55,14 @@ def axis(title: str, **more: Any) -> ValueDict:
 
 
 def group_lines(groups: Groups, title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values) -> Variants:
-    """Return a view with a line through the points of each group; there is none where no group has any."""
+    """Return a view with a line through the points of each group; no view if no group has points."""
     curves = [(index, group, curve) for index, group in enumerate(groups) if (curve := points(group))]
     traces = [line(index, group, list(curve), list(curve.values())) for index, group, curve in curves]
     return [Variant(title, traces, dict(layout))] if traces else []
 
 
 def line(series: int, group: Group, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
-    """Return a line of a group, with a marker at each point unless ``more`` says otherwise."""
+    """Return a line of a group, with a marker at each point unless ``more`` overrides it."""
     trace: Trace = {"type": "scatter", "series": series, "name": text_of(group.label)}
     return trace | {"x": x, "y": y, "mode": "lines+markers"} | more
 
@@ -72,7 +72,7 @@ def joining(series: int, x: Sequence[float], y: Sequence[float], **more: Any) ->
 
 
 def heatmap(x: Sequence[Any], y: Sequence[Any], z: Sequence[Any], template: str, panel: int = 1, **more: Any) -> Trace:
-    """Return cells z (y, x) in one of a view's panels; ``template`` is what a pointer over one shows."""
+    """Return cells z (y, x) in one of a view's panels; ``template`` is the text under a pointer."""
     axes = {"xaxis": f"x{panel}", "yaxis": f"y{panel}"} if panel > 1 else {}
     return {"type": "heatmap", "x": x, "y": y, "z": z, "hovertemplate": f"{template}<extra></extra>"} | axes | more
 
@@ -80,7 +80,7 @@ def heatmap(x: Sequence[Any], y: Sequence[Any], z: Sequence[Any], template: str,
 def point(group: Group, series: int, x: float, outcome: Statistic, template: str) -> Trace:
     """Return a group's point at ``x`` with the mean ``outcome`` of its runs, and their deviation as a bar.
 
-    ``template`` is what a pointer over it shows, in plotly's words.
+    ``template`` is the text under a pointer, in plotly's syntax.
     """
     trace: Trace = {
         "type": "scatter",

@@ -1,4 +1,4 @@
-"""These curves show how runs went: accuracy by round, by traffic and by privacy, and each number with its own curve."""
+"""Curves of runs: accuracy by round, traffic and privacy, and each metric with a figure of its own."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import partial
 
 from fedprune_app.core.named import ValueDict
-from fedprune_app.results import measures
-from fedprune_app.results.columns import epsilon_remark, own_measures_of
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results import metrics
+from fedprune_app.results.columns import epsilon_footnote, system_metrics_of
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.figures.common import (
     SHARE_TICKS,
     Figure,
@@ -21,46 +21,41 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Group, Groups
-from fedprune_app.results.measures import MEGABYTE
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Run
+from fedprune_app.results.system_metrics import SystemMetric
 from fedprune_app.results.tables import compared_by
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
-_CURVES_UP_TO = 100  # clients whose ε is drawn by itself
+_CURVES_UP_TO = 100  # clients with a curve of their own ε
 _BY_ROUND: ValueDict = {"xaxis": axis("Round")}
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
 def figures_of_measures(groups: Groups) -> Iterator[Figure]:
-    """Yield a figure by round for each number that is declared with a curve of its own.
-
-    The systems of the ``groups`` may have declared numbers of their own.
-    """
-    curves = [(name, column.curve) for name, column in MEASURES.columns.items() if column.curve]
+    """Yield a figure by round for each metric that is declared with a curve, including the groups' own metrics."""
+    curves = [(name, column.curve) for name, column in DECLARATIONS.columns.items() if column.curve]
     for name, curve in sorted(curves, key=lambda pair: pair[1].place):
         yield _figure(groups, curve.key, curve, by_round, name)
-    for key, measure in own_measures_of(groups).items():
-        if own_curve := measure.shown.curve:
-            yield _figure(groups, f"own-{key}", own_curve, partial(_own_by_round, measure=measure), measure.column)
+    for key, metric in system_metrics_of(groups).items():
+        if own_curve := metric.shown.curve:
+            yield _figure(groups, f"own-{key}", own_curve, partial(_own_by_round, metric=metric), metric.column)
 
 
-def _figure(
-    groups: Groups, key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str
-) -> Figure:
+def _figure(groups: Groups, key: str, curve: metrics.Curve, points: Callable[[Run, str], Curve], column: str) -> Figure:
     y_axis = {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}
     views = lines(groups, points, column, curve.view, _BY_ROUND | {"yaxis": y_axis})
     return Figure(key, curve.title, curve.caption, over_rounds(views))
 
 
 def over_rounds(views: Variants) -> Variants:
-    """Return the views, or none of them where no curve has a second point."""
+    """Return the views, or none if no curve has a second point."""
     is_curve = any(len(trace["x"]) > 1 for view in views for trace in view.traces)
     return views if is_curve else []
 
 
-def _own_by_round(run: Run, name: str, measure: OwnMeasure) -> Curve:
-    return by_round(run, name) if measure in run.own_measures else {}
+def _own_by_round(run: Run, name: str, metric: SystemMetric) -> Curve:
+    return by_round(run, name) if metric in run.system_metrics else {}
 
 
 def by_round(run: Run, name: str) -> Curve:
@@ -68,7 +63,7 @@ def by_round(run: Run, name: str) -> Curve:
 
 
 def by_megabytes(run: Run, name: str) -> Curve:
-    """Return the curve against the traffic so far; it ends where a round's bytes were not measured."""
+    """Return the curve against the traffic so far; it ends at a round whose bytes were not measured."""
     points, megabytes = {}, 0.0
     for row in run.rounds:
         byte_counts = [
@@ -92,9 +87,9 @@ def by_epsilon(run: Run, name: str) -> Curve:
 
 def accuracies(groups: Groups, curve: Callable[[Run, str], Curve], x_title: str) -> Variants:
     layout = {"xaxis": axis(x_title), "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
-    titles = [(name, column.view) for name, column in MEASURES.columns.items() if column.view]
+    titles = [(name, column.view) for name, column in DECLARATIONS.columns.items() if column.view]
     main = set(compared_by(groups).values())
-    in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the main number's view is first
+    in_order = sorted(titles, key=lambda pair: (pair[0] not in main, pair[1].place))  # the headline's view is first
     return [view for name, title in in_order for view in lines(groups, curve, name, title.text, layout)]
 
 
@@ -105,13 +100,13 @@ def lines(
     title: str,
     layout: ValueDict,
 ) -> Variants:
-    """Return a view of a column of rounds.jsonl with a curve per group; there is none where no group has the number."""
+    """Return a view of a column of rounds.jsonl with a curve per group; no view if no group has the number."""
     traces = [trace for index, group in enumerate(groups) for trace in _traces(index, group, curve, name)]
     return [Variant(title, traces, layout)] if traces else []
 
 
 def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name: str) -> list[Trace]:
-    """Return the mean over seeds in the rounds that all of them have and, for several seeds, their range around it."""
+    """Return the mean over seeds in the rounds that all seeds have, and the range of several seeds."""
     curves = [curve(run, name) for run in group.runs]
     rounds = sorted(set.intersection(*(set(seed_curve) for seed_curve in curves)))
     if not rounds:
@@ -128,7 +123,7 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
 
 
 def epsilon(groups: Groups) -> Variants:
-    layout = _BY_ROUND | {"yaxis": axis(f"ε{epsilon_remark(groups)}", rangemode="tozero")}
+    layout = _BY_ROUND | {"yaxis": axis(f"ε{epsilon_footnote(groups)}", rangemode="tozero")}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", layout)
     traces: list[Trace] = []

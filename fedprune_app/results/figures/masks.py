@@ -1,4 +1,4 @@
-"""These figures show masks: how alike the clients' are, and what they leave of each layer."""
+"""Figures of masks: the similarity of clients' masks, and the density of each layer."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def _mask_variant(name: str, comparison: Comparison) -> Variant:
 
 
 def _matrix(names: Sequence[str], values: NDArray[np.float64], template: str, panel: int = 1) -> Trace:
-    """Return cells without those of a client with itself, which say nothing and would stretch the colours."""
+    """Return cells without the diagonal, whose trivial values would stretch the colours."""
     cells = values.round(4).astype(object)
     np.fill_diagonal(cells, None)
     step = -(-len(names) // HEATMAP_UP_TO)
@@ -86,7 +86,7 @@ def _signed(value: float | None) -> str:
     return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")
 
 
-# --- what is left of each layer ---------------------------------------------------------------------------------------
+# --- density of each layer --------------------------------------------------------------------------------------------
 
 
 def densities(groups: Groups) -> Variants:
@@ -99,7 +99,7 @@ def densities(groups: Groups) -> Variants:
 
 def _densities(group: Group) -> dict[str, float]:
     tables = [run.last_table("density_by_layer") for run in group.runs]
-    layers = dict.fromkeys(layer for densities in tables for layer in densities)  # a set that keeps its order
+    layers = dict.fromkeys(layer for densities in tables for layer in densities)  # an ordered set
     over_seeds = {layer: Statistic.of(densities.get(layer) for densities in tables) for layer in layers}
     return {text_of(layer): statistic.mean for layer, statistic in over_seeds.items() if statistic}
 

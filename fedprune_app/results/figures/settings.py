@@ -1,4 +1,4 @@
-"""These figures show settings: what each does to the main number, what accuracy costs, and what pruning loses."""
+"""Figures of settings: the effect of each on the headline, the costs of accuracy, and perplexity by sparsity."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeGuard
 
 from fedprune_app.core.named import ValueDict, Values
-from fedprune_app.results.columns import accuracy, epsilon_remark, traffic_of
+from fedprune_app.results.columns import accuracy, epsilon_footnote, traffic_of
 from fedprune_app.results.figures.common import (
     SHARE_TICKS,
     Trace,
@@ -21,11 +21,11 @@ from fedprune_app.results.figures.common import (
     text_of,
 )
 from fedprune_app.results.groups import Groups, Statistic, compared_settings
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import accuracy_words, compared_by, model_name, perplexity_tables
 
-_LOG_FROM = 30.0  # times the smallest value: a linear axis would press most points into a corner
+_LOG_FROM = 30.0  # from this ratio of values on, a linear axis would press most points into a corner
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _perplexity(run: Run) -> float | None:
     return None if run.headline.startswith("accuracy") else run.last(run.headline)
 
 
-# The numbers of a run's end, by what ends the names of their views.
+# The final numbers of a run, by the suffix of their views' names.
 _NUMBERS: Mapping[str, Callable[[Run], float | None]] = {
     "": accuracy,
     ", validation": partial(Run.last, field="accuracy_validation_mean"),
@@ -55,7 +55,7 @@ def by_setting(groups: Groups) -> Iterator[Variant]:
         for suffix, number in _NUMBERS.items():
             lines = _lines(groups, settings, key, number)
             values = [{p.value for p in line} for line in lines]
-            # some line has two values, or there are as many values as a search draws
+            # some line has two values, or there are several values, as in a search
             if any(len(numbers) > 1 for numbers in values) or len(set().union(*values)) > 2:
                 is_share = number is not _perplexity
                 yield Variant(key + suffix, _traces(groups, key, lines, is_share), _layout(key, lines, is_share))
@@ -64,9 +64,9 @@ def by_setting(groups: Groups) -> Iterator[Variant]:
 def _lines(
     groups: Groups, settings: Sequence[Values], key: str, number: Callable[[Run], float | None]
 ) -> list[list[_Point]]:
-    """Return the points of groups of a system that differ in ``key`` alone, in the order of its values.
+    """Return, for each line, the points of groups of a system that differ only in ``key``, in the order of its values.
 
-    A system for which all values are the same has no points.
+    A system with only one value has no points.
     """
     lines: dict[tuple[str, str], list[_Point]] = {}
     values: dict[str, set[float]] = {}
@@ -106,9 +106,9 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def by_cost(groups: Groups) -> Variants:
-    """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
+    """Return a view for each cost with at least two settings; a single point shows no trade-off."""
     costs: dict[str, tuple[str, Callable[[Run], float | None], float]] = {
-        "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max"), 1),
+        "Privacy": (f"Largest ε of any client{epsilon_footnote(groups)}", lambda run: run.last("epsilon_max"), 1),
         "Traffic": ("Measured traffic (MB)", traffic_of, MEGABYTE),
     }
     by_label = compared_by(groups)
@@ -135,14 +135,14 @@ def by_cost(groups: Groups) -> Variants:
     return variants
 
 
-# --- what language models lose by pruning -----------------------------------------------------------------------------
+# --- perplexity of language models ------------------------------------------------------------------------------------
 
 
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 
 
 def perplexity(groups: Groups) -> Variants:
-    """Return a view for each test text; runs that measured other windows of it have a view of their own."""
+    """Return a view for each test text and its measured windows."""
     layout = {
         "xaxis": axis("Sparsity of the global model's matrices", tickformat=SHARE_TICKS),
         "yaxis": axis("Perplexity", type="log"),
@@ -153,10 +153,7 @@ def perplexity(groups: Groups) -> Variants:
 
 
 def _perplexity_traces(groups: Groups, rows_by_label: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
-    """Return a point for each group and model, and lines that join points which differ in density alone.
-
-    A line begins at the dense model.
-    """
+    """Return a point for each group and model, and lines from the dense model through points that differ in density."""
     traces: list[Trace] = []
     curves: dict[tuple[str, str], list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
     for index, group in enumerate(groups):

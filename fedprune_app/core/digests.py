@@ -1,6 +1,6 @@
-"""A seal is a digest inside a file: a reader sees whether the content is as it was written, and about which thing.
+"""Files with a digest: a reader detects changed content, and content about something else.
 
-SHA-256 finds damage, not malice: those who may write a file may write its digest too.
+SHA-256 finds damage, not malice: whoever can write a file can write its digest too.
 """
 
 import hashlib
@@ -8,33 +8,33 @@ import json
 
 from fedprune_app.core.named import ValueDict, Values
 
-# A sealed JSON object has this field besides its own fields.
+# The field of the digest in a JSON object.
 KEY = "content_sha256"
 _START = b"fedprune seal "
 _MAX_LINE = 4096
 
 
-def sealed_json(content: Values) -> ValueDict:
-    """Return the object with its digest as a last field."""
+def json_with_digest(content: Values) -> ValueDict:
+    """Return the object with its digest as the last field."""
     fields = {key: value for key, value in content.items() if key != KEY}
     return {**fields, KEY: _json_digest(fields)}
 
 
 def check_json(content: Values) -> None:
-    """Raise ``ValueError`` for an object that is not as :func:`sealed_json` made it."""
+    """Raise ``ValueError`` for an object that is not as :func:`json_with_digest` returned it."""
     if KEY not in content:
         raise ValueError("it has no digest")
     if _json_digest({key: value for key, value in content.items() if key != KEY}) != content[KEY]:
         raise ValueError("its content is not what was written")
 
 
-def seal(body: bytes | memoryview, about: Values) -> bytes:
-    """Return a file's content: one line with a digest and with ``about``, which says what the file is, then ``body``.
+def with_digest(body: bytes | memoryview, about: Values) -> bytes:
+    """Return a file's content: one line with the digest and ``about``, which describes the file, then ``body``.
 
-    >>> content = seal(b"weights", {"client": 3})
-    >>> bytes(unseal(content, {"client": 3}))
+    >>> content = with_digest(b"weights", {"client": 3})
+    >>> bytes(verified_body(content, {"client": 3}))
     b'weights'
-    >>> unseal(content, {"client": 4})
+    >>> verified_body(content, {"client": 4})
     Traceback (most recent call last):
     ValueError: it is {'client': 3}, allowed here: {'client': 4}
     """
@@ -42,8 +42,8 @@ def seal(body: bytes | memoryview, about: Values) -> bytes:
     return b"".join([_START, json.dumps(line).encode(), b"\n", body])
 
 
-def unseal(content: bytes, about: Values) -> memoryview:
-    """Return the body that :func:`seal` wrote; every entry of ``about`` must be in the seal.
+def verified_body(content: bytes, about: Values) -> memoryview:
+    """Return the body that :func:`with_digest` wrote; its ``about`` must include every entry of ``about``.
 
     Raises ``ValueError`` for content that is damaged, cut, empty or about something else.
     """

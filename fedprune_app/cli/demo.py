@@ -1,4 +1,4 @@
-"""Commands for a first look: ``list`` and ``demo``, which is real in every part, and takes two cores three minutes."""
+"""Commands for a first look: ``list`` and ``demo``, which takes three minutes on two cores."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.running import say_sizes
+from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
-from fedprune_app.preflight.given import Given, Placement, given_in
+from fedprune_app.preflight.inputs import Placement, RunInputs, inputs_in
 from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.ownership import check_free, is_marked
 from fedprune_app.results.reader import read_info
-from fedprune_app.terminal import Out, Plugins, Terminal, Workers, console, say
+from fedprune_app.terminal import Out, Plugins, Terminal, Workers, console, echo
 
 DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
@@ -27,7 +27,7 @@ LLM_DENSITIES = (0.5, 0.3)
 def demo_settings(system: str) -> dict[str, Scalar]:
     """Return the settings of one system's demo run: the embedded digits, label shares of each client by Dirichlet(0.3).
 
-    A client has 72 images of several classes, so it gains by a federation. Gossip at density 0.5 gains little there.
+    A client has 72 images of several classes, so it gains from a federation, but little from gossip at density 0.5.
     """
     return {
         "system": system,
@@ -40,7 +40,7 @@ def demo_settings(system: str) -> dict[str, Scalar]:
 
 
 def llm_settings(density: float) -> dict[str, Scalar]:
-    """Return the settings of one run on the embedded language model; clients hold packages of the standard library."""
+    """Return the settings of one run on the embedded language model; clients have packages of the standard library."""
     return {
         "system": "fedspallm",
         "dataset": "stdlib",
@@ -56,9 +56,9 @@ def llm_settings(density: float) -> dict[str, Scalar]:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace what is there.
+    """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace its content.
 
-    A demo may replace an earlier demo's run, unless somebody has continued that one.
+    A demo may replace an earlier demo's run, unless that run was resumed.
     """
     check_out(folder)
     check_free(folder)
@@ -82,7 +82,7 @@ def list_(
     system: Annotated[str, typer.Argument(metavar="[SYSTEM]")] = "",
     plugin: Plugins = None,
 ) -> None:
-    """List the systems, datasets, partitions and models that there are to choose.
+    """List all systems, datasets, partitions and models.
 
     With --keys and SYSTEM: the settings that have an effect with that system.
     """
@@ -90,10 +90,10 @@ def list_(
     from fedprune_app.models.names import MODELS
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
-    from fedprune_app.results import own_measures
+    from fedprune_app.results import system_metrics
 
     if plugin or system not in ("", *SYSTEMS):
-        given_in(None, [f"system={system}"] if system else None, plugin)
+        inputs_in(None, [f"system={system}"] if system else None, plugin)
     if system and (not keys or system not in SYSTEMS):
         raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
     options = {
@@ -110,7 +110,7 @@ def list_(
     for key, names in installed().items():
         for name, module in names.items():
             kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
-    measures = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
+    metrics = {name: system_metrics.described(name) for name in SYSTEMS if system_metrics.of_system(name)}
     if as_json:
         settings = {
             key: {
@@ -121,7 +121,7 @@ def list_(
             }
             for key, option in options.items()
         }
-        typer.echo(json.dumps({**kinds, "measures": measures, "keys": settings}, indent=1))
+        typer.echo(json.dumps({**kinds, "measures": metrics, "keys": settings}, indent=1))
         return
     out = Terminal()
     if keys:
@@ -137,8 +137,8 @@ def list_(
         table.add_row(Text(kind, "bold"), "")
         for name, line in entries.items():
             table.add_row(f"  {name}", line)
-            if kind == "systems" and name in measures:
-                table.add_row("", f"own numbers: {', '.join(measure['name'] for measure in measures[name])}")
+            if kind == "systems" and name in metrics:
+                table.add_row("", f"own numbers: {', '.join(metric['name'] for metric in metrics[name])}")
     out.print(table)
 
 
@@ -181,14 +181,14 @@ def demo(
     for name in cells:
         check_replaceable(out / name)
     if llm:
-        say(f"embedded model: {embedded_model(console)}")
+        echo(f"embedded model: {embedded_model(console)}")
     placement = Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers)
     with Session(console) as session:
         for name, settings in cells.items():
             folder = out / name
             remove_run(folder)
             mark(folder, "demo")
-            prepared = prepare(Given(on_command_line=settings, out=folder), placement)
-            say_sizes(session.run(prepared, folder), folder)
+            prepared = prepare(RunInputs(on_command_line=settings, out=folder), placement)
+            print_sizes(session.run(prepared, folder), folder)
     write_report([out / name for name in cells], page)
-    say(f": open {page}", "done", "green")
+    echo(f": open {page}", "done", "green")

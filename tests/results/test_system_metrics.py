@@ -14,12 +14,12 @@ import fedprune_app
 from fedprune_app import cli
 from fedprune_app.config import ConfigError
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results import own_measures
+from fedprune_app.results import system_metrics
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
-from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import write_report
+from fedprune_app.results.system_metrics import SystemMetric
 from fedprune_app.results.tables import comma_separated, final_rows, markdown
 from fedprune_app.testing import BrokenLawError, check_system
 from tests.conftest import tampered_app
@@ -132,7 +132,7 @@ def test_a_number_that_nobody_tells_breaks_a_law(run):
         ('"drift": drift}', '"drift": "far"}', "DriftClient tells that 'drift' is 'far', allowed: a number"),
         ('"drift": drift}', '"drift": drift * float("nan")}', "DriftClient tells that 'drift' is nan"),
         ('"drift": drift}', '"drifts": drift}', "field 'drifts' is in a reply, allowed in training"),
-        ('"server_step", d', '"step", d', "tell() has 'step', allowed: the system's measures with told='server'"),
+        ('"server_step", d', '"step", d', "record() has 'step', allowed: the system's metrics with source='server'"),
         ('"server_step", d', '"server_step", -d', "Drift tells that 'server_step' is -"),
     ],
 )
@@ -144,8 +144,8 @@ def test_a_number_that_cannot_be_is_an_error_with_its_name(run, old, new, said):
 
 def test_the_server_checks_what_a_client_says(federate):
     """Another program may answer in place of our client."""
-    measures = (OwnMeasure("mood", "Mood", least=0, most=1),)
-    SYSTEMS["fedavg"] = replace(SYSTEMS["fedavg"], measures=measures)
+    metrics = (SystemMetric("mood", "Mood", least=0, most=1),)
+    SYSTEMS["fedavg"] = replace(SYSTEMS["fedavg"], metrics=metrics)
 
     def says(request, reply, partition):
         reply.content["fields"]["mood"] = 7.0 if partition == 1 else 0.5
@@ -158,11 +158,11 @@ def test_the_server_checks_what_a_client_says(federate):
 
 @pytest.mark.parametrize("value", [torch.tensor(0.25), torch.tensor(0.25).numpy(), 0.25])
 def test_a_tensor_of_one_number_is_a_number(value):
-    found = OwnMeasure("share", "Share", most=1).number(value, "it")
+    found = SystemMetric("share", "Share", most=1).number(value, "it")
     assert type(found) is float
     assert found == 0.25
     with pytest.raises(ValueError, match="it 'share' is tensor"):
-        OwnMeasure("share", "Share").number(torch.ones(2), "it")
+        SystemMetric("share", "Share").number(torch.ones(2), "it")
 
 
 @pytest.mark.parametrize(
@@ -171,20 +171,20 @@ def test_a_tensor_of_one_number_is_a_number(value):
         ({"name": "Drift"}, "name"),
         ({"name": "density"}, "name"),
         ({"name": "loss"}, "name"),
-        ({"name": "density_mean", "told": "server"}, "name"),
-        ({"told": "always"}, "told"),
+        ({"name": "density_mean", "source": "server"}, "name"),
+        ({"source": "always"}, "source"),
         ({"least": 1, "most": 1}, "least"),
-        ({"told": "evaluation", "over_rounds": "total"}, "over_rounds"),
+        ({"source": "evaluation", "over_rounds": "total"}, "over_rounds"),
     ],
 )
 def test_a_declaration_that_cannot_be_is_refused(given, key):
     with refuses(key, given[key], where=f"measure {given.get('name', 'drift')!r}"):
-        OwnMeasure(**{"name": "drift", "title": "Drift", **given})
+        SystemMetric(**{"name": "drift", "title": "Drift", **given})
 
 
 def test_a_name_that_is_given_twice_is_refused():
-    with refuses("measures", "a_mean", where="system 'x'"):
-        own_measures.checked("x", [OwnMeasure("a", "A"), OwnMeasure("a_mean", "B", told="server")])
+    with refuses("metrics", "a_mean", where="system 'x'"):
+        system_metrics.checked("x", [SystemMetric("a", "A"), SystemMetric("a_mean", "B", source="server")])
 
 
 def test_a_field_of_the_client_is_no_name_for_a_number(run):
@@ -196,14 +196,14 @@ def test_a_field_of_the_client_is_no_name_for_a_number(run):
 
 
 @pytest.mark.parametrize(
-    ("measures", "said"),
+    ("metrics", "said"),
     [
-        ([{"name": "drift"}], "'measures': OwnMeasure.__init__() missing"),
+        ([{"name": "drift"}], "'measures': SystemMetric.__init__() missing"),
         ([{"name": "density", "title": "D"}], "'measures': measure 'density': name is 'density'"),
     ],
 )
-def test_a_run_json_with_wrong_declarations_is_refused(make_run, measures, said):
+def test_a_run_json_with_wrong_declarations_is_refused(make_run, metrics, said):
     folder = make_run("run", rounds=1)
     info = json.loads((folder / "run.json").read_text())
     with pytest.raises(ValueError, match=re.escape(said)):
-        own_measures.from_info({**info, "measures": measures}, "run.json")
+        system_metrics.from_info({**info, "measures": metrics}, "run.json")

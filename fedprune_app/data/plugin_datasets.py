@@ -1,16 +1,16 @@
-"""Datasets and partitions that plug-ins bring: what their functions return is checked and made the product's own.
+"""Datasets and partitions of plug-ins: check the returned data and convert them to :class:`Dataset`.
 
 A function that loads a dataset is called with the key ``data-dir`` and returns one of these:
 
 * a :class:`~fedprune_app.data.dataset.Dataset`;
-* a pair of a training part and a test part, of which the test part may be None;
-* a mapping with the parts "train" and "test", as Hugging Face's DatasetDict is one.
+* a pair of a training part and a test part; the test part may be None;
+* a mapping with the parts "train" and "test", such as Hugging Face's DatasetDict.
 
-A part is a pair (examples, labels), or a mapping with the columns "image" and "label", or a dataset in the manner of
-PyTorch whose items are (example, label), or a ``datasets.Dataset`` of Hugging Face with an image column and a label
-column. Labels are whole numbers, truth values, or texts. Examples are pictures of Pillow, images of 8 bits as (H, W),
-(H, W, C) or (C, H, W) with 1 or 3 channels, or floating-point numbers: (C, H, W), or (F,) for a row of a table, which
-becomes an image of F channels and one pixel.
+A part is a pair (examples, labels), a mapping with the columns "image" and "label", a dataset as in PyTorch whose items
+are (example, label), or a ``datasets.Dataset`` of Hugging Face with an image column and a label column. Labels are
+whole numbers, booleans, or texts. Examples are pictures of Pillow, 8-bit images as (H, W), (H, W, C) or (C, H, W) with
+1 or 3 channels, or floating-point numbers: (C, H, W), or (F,) for a row of a table, which becomes an image of F
+channels and one pixel.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ _CHANNELS = (1, 3)
 
 @dataclass(frozen=True)
 class _Part:
-    """A part has examples (N, C, H, W) and labels, which are texts, or numbers of ``classes`` if these have names."""
+    """Examples (N, C, H, W) with labels: texts, or indices into ``classes`` if these are named."""
 
     examples: Images
     labels: NDArray[Any]
@@ -41,15 +41,15 @@ class _Part:
 
 
 def dataset(name: str, load: Callable[[str], Any], data_dir: str, form: Form, *, public_scale: bool) -> Dataset:
-    """Return what the function ``load`` of a plug-in returns for ``data_dir``, as a dataset called ``name``.
+    """Load a plug-in's dataset: call its function ``load`` with ``data_dir``, and convert the result.
 
     Examples are normalised by the statistics of the training part. With ``public_scale`` they are not: images are
-    scaled to [-1, 1], and numbers stay as they are. Raises ``ValueError`` in one line.
+    scaled to [-1, 1], and numbers are not changed. Raises ``ValueError`` in one line.
     """
     try:
-        with global_draws_of(0):  # each process loads the data for itself
+        with global_draws_of(0):  # each process loads the data by itself
             data = load(data_dir)
-    except (Exception, SystemExit) as error:  # a user's function raises what it likes
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise ValueError(f"dataset '{name}' cannot be loaded: {error_text(error)}") from error
     if isinstance(data, Dataset):
         return _check_dataset(name, data, public_scale)
@@ -73,7 +73,7 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, form: Form, *,
 
 
 def on_disk(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
-    """Return the dataset that Hugging Face's ``save_to_disk`` wrote into ``folder``: with the splits train and test.
+    """Read the dataset that Hugging Face's ``save_to_disk`` wrote into ``folder``, with the splits train and test.
 
     Raises ``ValueError`` in one line.
     """
@@ -93,10 +93,10 @@ def on_disk(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
 def dealt(
     name: str, deal: Callable[..., Any], labels: Labels, num_clients: int, rng: np.random.Generator
 ) -> list[Indices]:
-    """Return the indices that the function ``deal`` of a plug-in gives to each client. Raises ``ValueError``."""
+    """Return each client's indices from a plug-in's function ``deal``. Raises ``ValueError``."""
     try:
         parts = [np.sort(np.asarray(part)) for part in deal(labels, num_clients, rng)]
-    except (Exception, SystemExit) as error:  # a user's function raises what it likes
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         raise ValueError(f"partition '{name}' fails: {error_text(error)}") from error
     if len(parts) != num_clients:
         raise ValueError(f"partition '{name}' returns {len(parts)} parts, allowed: one per client, {num_clients}")
@@ -112,9 +112,9 @@ def dealt(
 
 
 def _check_dataset(name: str, data: Dataset, public_scale: bool) -> Dataset:
-    """Return a dataset that a plug-in made itself, if it is as all others are.
+    """Check a :class:`Dataset` that a plug-in returned, and return it.
 
-    With ``public_scale`` constants that were measured are replaced by public ones.
+    With ``public_scale`` measured constants are replaced by public ones.
     """
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         is_labelled = labels.shape == (len(images),) and ((labels >= 0) & (labels < data.num_classes)).all()
@@ -190,7 +190,7 @@ def _part(name: str, split: str, part: Any, form: Form) -> _Part:
             labels = np.asarray(labels)
         except ValueError:  # lists of several lengths
             labels = np.asarray(labels, object)
-    except Exception as error:  # a user's dataset raises what it likes
+    except Exception as error:  # a user's dataset may raise anything
         raise ValueError(
             f"dataset '{name}': the {split} part, of type {type(part).__name__}, cannot be read as examples with "
             f"labels: {error_text(error)}"
@@ -205,7 +205,7 @@ def _part(name: str, split: str, part: Any, form: Form) -> _Part:
 
 
 def _examples(part: Any, keys: tuple[Any, Any], labels: list[Any]) -> Iterator[Any]:
-    """Yield the examples of a dataset that is read item by item, and add their labels to ``labels``."""
+    """Yield a dataset's examples item by item, and append their labels to ``labels``."""
     for i in range(len(part)):
         item = part[i]
         labels.append(item[keys[1]])
@@ -230,8 +230,8 @@ def _checked_labels(name: str, split: str, labels: NDArray[Any]) -> NDArray[Any]
 def _columns(names: list[str], features: Mapping[str, object], form: Form) -> tuple[str, str]:
     """Return the column of the examples and the column of the labels.
 
-    Where no column has the usual name, it is the only one of its kind, or has to be named. Raises ``ValueError`` with
-    the columns that it may be.
+    If no column has the usual name, the only one of its type is used. Raises ``ValueError`` with the candidates if
+    there is no such column.
     """
     columns = []
     for usual, column, kind in (("image", form.image_column, "Image"), ("label", form.label_column, "ClassLabel")):
@@ -246,10 +246,9 @@ def _columns(names: list[str], features: Mapping[str, object], form: Form) -> tu
 
 
 def _undecoded(part: Any) -> Any:
-    """Return a dataset of Hugging Face whose pictures are still files, for :func:`open_picture`; others as they are.
+    """Return Hugging Face's dataset with its pictures as files, for :func:`open_picture`; other datasets unchanged.
 
-    A format of arrays would make the indices of a palette of them. A function of the user's that makes items of rows
-    stays.
+    A format of arrays would turn a palette into its indices. A user's own transformation of rows is kept.
     """
     features = getattr(part, "features", None) or {}
     names = [name for name, feature in features.items() if type(feature).__name__ == "Image"]

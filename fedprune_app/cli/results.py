@@ -1,4 +1,4 @@
-"""Commands that show or take what runs left, and ``audit``, which attacks a private configuration."""
+"""Commands for the results and models of runs, and ``audit``, which attacks a private configuration."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rich.text import Text
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import Placement, given_in, trusted_code
+from fedprune_app.preflight.inputs import Placement, inputs_in, trusted_code
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import Plugins, Terminal, console, print_rows, say
+from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
 
 app = typer.Typer()
-_MOST_TOKENS = 64  # that `predict` adds to a text
+_MOST_TOKENS = 64  # of a text that `predict` continues
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
@@ -51,9 +51,9 @@ def report(
     left_out: list[str] = []
     write_report(runs, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
-        say(f" {reason}", "left out:", "yellow")
+        echo(f" {reason}", "left out:", "yellow")
     count = len(runs) - len(left_out)
-    say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
+    echo(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
 
 
 @app.command()
@@ -98,14 +98,14 @@ def table(
         typer.echo(text, nl=False)
         return
     replace_file(output, text.encode())
-    say(f": {output.resolve()}", "written", "green")
+    echo(f": {output.resolve()}", "written", "green")
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
-    """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
+    """Write a page that reloads itself, every few seconds, until no run in ``folders`` is running."""
     from fedprune_app.results.report import each_once, is_any_running, run_folders, write_report
 
-    quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
+    quiet = 0  # looks in a row without a running run: between the runs of a sweep there is none for a moment
     with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
         while quiet < _QUIET_LOOKS:
             runs = each_once(run for folder in folders for run in run_folders(folder))
@@ -144,7 +144,7 @@ def export(
     """Write the smallest model of a client, or the global model.
 
     RUN is the folder of a completed run.
-    The command prints what the model saves, compared with the dense model.
+    The command prints the model's costs beside those of the dense model.
     For a language model the format is packed, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
@@ -185,7 +185,7 @@ def export(
     ]
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _export_imatrix(folder: Path, output: Path, force: bool) -> None:
@@ -193,8 +193,8 @@ def _export_imatrix(folder: Path, output: Path, force: bool) -> None:
 
     with console.status(Text(f"writing {output}")):
         segments = export_imatrix(folder, output, force=force)
-    say(f": {output.resolve()}, of {segments} segments that stayed with their clients", "exported", "green")
-    say(f"llama-quantize --imatrix {output} model.gguf model-q4.gguf Q4_K_M", "use:", "green")
+    echo(f": {output.resolve()}, of {segments} segments that stayed with their clients", "exported", "green")
+    echo(f"llama-quantize --imatrix {output} model.gguf model-q4.gguf Q4_K_M", "use:", "green")
 
 
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
@@ -204,7 +204,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
         packed_model = pack_model(folder, output.expanduser(), force=force)
     rows = [("bytes on disk", packed_model.dense_bytes, packed_model.packed_bytes, ",.0f")]
     Terminal().print(_costs(f"density {packed_model.density:.2f}", "packed", rows))
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
@@ -225,11 +225,11 @@ def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
     ollama = f"echo FROM {output.resolve()} > Modelfile && ollama create {output.stem} -f Modelfile"
     here = f'fedprune predict {output} "Once upon a time"'
     print_rows((("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded), ("here", here)))
-    say(f": {output.resolve()}", "exported", "green")
+    echo(f": {output.resolve()}", "exported", "green")
 
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
-    """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
+    """Return a table of the costs of a dense model and an exported one; a row ends with its number format."""
     from fedprune_app.exports.formats import machine
 
     table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
@@ -254,7 +254,7 @@ def predict(
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
-    Otherwise a FILE is an image, which is brought to the model's size.
+    Otherwise a FILE is an image, which is resized for the model.
     For a model of tables, it is a CSV or Parquet table with the same columns.
     """
     from fedprune_app import plugins
@@ -278,7 +278,7 @@ def predict(
     elif results:
         _print_predictions(results)
     for error in errors:
-        say(f" {error}", "error:", "red")
+        echo(f" {error}", "error:", "red")
     if errors:
         raise typer.Exit(2)
 
@@ -334,7 +334,7 @@ def audit(
     CONFIG is a run-config file, or the name of a shipped one.
     Each KEY=VALUE is a setting.
     The bound comes from one run.
-    The command prints the bound beside the ε that the ledger claims.
+    The command prints the bound and the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
     from fedprune_app.files import replace_file
@@ -344,8 +344,8 @@ def audit(
     from fedprune_app.testing.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
-    given = given_in(files, [text for text in settings if "=" in text], plugin)
-    prepared = prepare(given, Placement("inprocess", clients))
+    inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
+    prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
     question = Question(canaries, guesses, delta, confidence, client, without_noise)
     if json_file is not None and not force:
@@ -364,8 +364,8 @@ def audit(
     ):
         table.add_row(name, text)
     Terminal().print(table)
-    if json_file is not None:  # nothing is lost where it cannot be written
+    if json_file is not None:  # after the table, so that a failed write loses nothing
         replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)
-    say(f": {finding.verdict}", "passed", "green")
+    echo(f": {finding.verdict}", "passed", "green")

@@ -14,19 +14,19 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.results.declarations import MEASURES
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.figures import figures
 from fedprune_app.results.groups import group_runs
-from fedprune_app.results.measures import (
+from fedprune_app.results.metrics import (
+    ClientMetric,
     Column,
     Curve,
+    Declarations,
+    FieldKind,
     InLine,
     InTable,
-    Kind,
-    Measure,
-    Measures,
     Recorded,
-    Reply,
+    ReplyKind,
     Title,
 )
 from fedprune_app.results.reader import load_run
@@ -38,9 +38,9 @@ from fedprune_app.results.texts import progress_line, summary_line
 from fedprune_app.running import RunProgress
 from tests.conftest import tampered_app
 
-SHARPNESS = Measure(
+SHARPNESS = ClientMetric(
     "sharpness",
-    required=frozenset({Reply.TRAINING}),
+    required=frozenset({ReplyKind.TRAINING}),
     least=0,
     most=1,
     view=Title("Sharpness"),
@@ -60,9 +60,9 @@ SHARPNESS = Measure(
 
 @pytest.fixture
 def declared(monkeypatch):
-    more = Measures((*MEASURES, SHARPNESS))
-    for module in [each for each in [*sys.modules.values()] if vars(each).get("MEASURES") is MEASURES]:
-        monkeypatch.setattr(module, "MEASURES", more)
+    more = Declarations((*DECLARATIONS, SHARPNESS))
+    for module in [each for each in [*sys.modules.values()] if vars(each).get("DECLARATIONS") is DECLARATIONS]:
+        monkeypatch.setattr(module, "DECLARATIONS", more)
 
 
 def says_sharpness(request, reply, partition):
@@ -102,18 +102,18 @@ def test_a_number_that_is_declared_is_checked_recorded_and_shown_without_another
 
 
 def test_every_name_is_declared_once():
-    columns = [c.name for each in MEASURES for c in (each.columns if isinstance(each, Measure) else (each,))]
-    own = [each.name for each in MEASURES if isinstance(each, Measure)]
+    columns = [c.name for each in DECLARATIONS for c in (each.columns if isinstance(each, ClientMetric) else (each,))]
+    own = [each.name for each in DECLARATIONS if isinstance(each, ClientMetric)]
     for names in (columns, own):
         assert [name for name, count in Counter(names).items() if count > 1] == []
-    for reply in Reply:
-        fields = [(each.wire_name, each.by) for each in MEASURES.told_in(reply)]
+    for reply in ReplyKind:
+        fields = [(each.wire_name, each.by) for each in DECLARATIONS.in_reply(reply)]
         assert len(set(fields)) == len(fields)
 
 
 def test_titles_and_keys_of_tables_and_figures_are_used_once():
     parts = [
-        [getattr(column, part) for column in MEASURES.columns.values() if getattr(column, part)]
+        [getattr(column, part) for column in DECLARATIONS.columns.values() if getattr(column, part)]
         for part in ("table", "view", "curve", "lost")
     ]
     for of_part in parts:
@@ -139,15 +139,15 @@ def training(**changes):
 )
 def test_a_number_out_of_bounds_is_refused_by_its_field(changes, says):
     with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
-        row_of(Reply.TRAINING, training(**changes))
+        row_of(ReplyKind.TRAINING, training(**changes))
 
 
 def test_what_a_private_run_withholds_is_not_looked_at():
-    assert row_of(Reply.TRAINING, training(loss="secret"), private=True)["loss"] is None
+    assert row_of(ReplyKind.TRAINING, training(loss="secret"), private=True)["loss"] is None
 
 
 def test_a_field_that_nobody_declared_is_not_in_the_row():
-    assert "mood" not in row_of(Reply.TRAINING, training(mood=1.0))
+    assert "mood" not in row_of(ReplyKind.TRAINING, training(mood=1.0))
 
 
 def test_a_count_is_an_integer_and_its_bound_may_depend_on_the_run():
@@ -158,10 +158,10 @@ def test_a_count_is_an_integer_and_its_bound_may_depend_on_the_run():
 
 def test_numbers_by_layer_are_taken_of_the_layers_asked_for_alone():
     fields = {"density": 0.5, "inference-flops": 1.0, "density/a": 0.25, "density/c": 1.0}
-    row = row_of(Reply.EVALUATION, fields, layers={"b", "a"})
+    row = row_of(ReplyKind.EVALUATION, fields, layers={"b", "a"})
     assert row["density_by_layer"] == {"a": 0.25}
     with pytest.raises(ValueError, match="field 'density/a' is 2, allowed: 0 to 1"):
-        row_of(Reply.EVALUATION, {**fields, "density/a": 2}, layers={"a"})
+        row_of(ReplyKind.EVALUATION, {**fields, "density/a": 2}, layers={"a"})
 
 
 def test_columns_are_taken_over_the_clients_that_have_the_number():
@@ -171,7 +171,7 @@ def test_columns_are_taken_over_the_clients_that_have_the_number():
         {"accuracy_personal": None},
         {},
     ]
-    found = round_columns(rows, Reply.EVALUATION)
+    found = round_columns(rows, ReplyKind.EVALUATION)
     assert found["accuracy_personal_mean"] == pytest.approx(0.4)
     assert found["accuracy_personal_std"] == pytest.approx(0.2)
     assert found["accuracy_personal_worst_decile"] == 0.2
@@ -182,20 +182,20 @@ def test_columns_are_taken_over_the_clients_that_have_the_number():
 def test_accuracies_of_some_clients_have_their_number_and_their_noise_beside_them():
     told = {"accuracy_personal": 0.2, "accuracy_global": 0.5, "accuracy_noise": 0.03}
     rows = [told, {**told, "accuracy_noise": 0.04}, {"accuracy_global": 0.5, "accuracy_noise": 0.05}]
-    found = round_columns(rows, Reply.EVALUATION)
+    found = round_columns(rows, ReplyKind.EVALUATION)
     names = ("accuracy_personal_mean", "accuracy_personal_worst_decile")
     assert found["clients_by_column"] == dict.fromkeys(names, 2)
     assert "accuracy_personal_worst_decile" not in found, "the worst of noised numbers are those with the worst noise"
     assert found["noise_by_column"] == {"accuracy_personal_mean": pytest.approx(0.025)}
     assert found["accuracy_noise"] == pytest.approx(math.sqrt(50) / 300)
-    assert not {"clients_by_column", "noise_by_column"} & round_columns(rows[:2], Reply.EVALUATION).keys()
+    assert not {"clients_by_column", "noise_by_column"} & round_columns(rows[:2], ReplyKind.EVALUATION).keys()
 
 
 def test_a_number_of_training_and_evaluation_counts_when_it_is_evaluated():
     row = {"loss": 2.0, "density": 0.5, "flops": 3.0}
-    assert round_columns([row, row], Reply.TRAINING) == {"loss_mean": 2.0, "flops": 6.0}
-    assert round_columns([row], Reply.EVALUATION)["density_mean"] == 0.5
-    assert round_columns([], Reply.TRAINING) == {"loss_mean": None, "flops": 0}
+    assert round_columns([row, row], ReplyKind.TRAINING) == {"loss_mean": 2.0, "flops": 6.0}
+    assert round_columns([row], ReplyKind.EVALUATION)["density_mean"] == 0.5
+    assert round_columns([], ReplyKind.TRAINING) == {"loss_mean": None, "flops": 0}
 
 
 def test_what_an_evaluation_lacks_is_taken_from_the_training_of_the_same_round():
@@ -259,7 +259,7 @@ def test_a_round_is_told_in_one_line_of_the_numbers_that_it_has(numbers, log, te
 
 
 def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
-    epsilons = [column for name, column in MEASURES.columns.items() if name.startswith("epsilon_") and column.table]
+    epsilons = [column for name, column in DECLARATIONS.columns.items() if name.startswith("epsilon_") and column.table]
     assert len(epsilons) == 5
     for column in epsilons:
         assert column.remarked({column.name: 2.0, "epsilon_simulated": 1.0}) == " (simulated)"
@@ -267,7 +267,9 @@ def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
 
 
 def test_every_accuracy_that_people_read_says_how_much_of_it_is_noise():
-    accuracies = [column for name, column in MEASURES.columns.items() if name.startswith("accuracy_") and column.table]
+    accuracies = [
+        column for name, column in DECLARATIONS.columns.items() if name.startswith("accuracy_") and column.table
+    ]
     assert len(accuracies) == 6
     for column in accuracies:
         assert column.remarked({column.name: 0.5}) == ""
@@ -286,25 +288,25 @@ def test_the_noise_of_a_mean_falls_with_the_number_of_clients():
 @pytest.mark.parametrize("name", ["personal", "validation", "received", "global"])
 def test_an_accuracy_passes_its_bounds_by_noise_alone(name):
     fields = {"density": 1.0, "inference-flops": 1.0, f"accuracy-{name}": 1.5}
-    assert row_of(Reply.EVALUATION, fields, private=True)[f"accuracy_{name}"] == 1.5
+    assert row_of(ReplyKind.EVALUATION, fields, private=True)[f"accuracy_{name}"] == 1.5
     with pytest.raises(ValueError, match=f"accuracy-{name}"):
-        row_of(Reply.EVALUATION, fields)
+        row_of(ReplyKind.EVALUATION, fields)
     with pytest.raises(ValueError, match=f"accuracy-{name}"):
-        row_of(Reply.EVALUATION, fields | {f"accuracy-{name}": -1.01}, private=True)
+        row_of(ReplyKind.EVALUATION, fields | {f"accuracy-{name}": -1.01}, private=True)
 
 
 def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():
     assert recorded_of_client({"round": 1, "density": 0.5, "relative_error": 0.1}) == {"round": 1, "density": 0.5}
-    assert "relative_error" not in MEASURES.client_fields
+    assert "relative_error" not in DECLARATIONS.client_fields
 
 
 def test_a_field_of_either_file_holds_one_kind_of_thing():
-    kinds = MEASURES.kinds
+    kinds = DECLARATIONS.kinds
     assert sum(map(len, kinds.values())) == len(set().union(*kinds.values()))
     by_column = {"clients_by_column", "noise_by_column"}
-    assert kinds[Kind.BY_NAME] == {"accuracy_by_class", "density_by_layer", "perplexity"} | by_column
+    assert kinds[FieldKind.BY_NAME] == {"accuracy_by_class", "density_by_layer", "perplexity"} | by_column
 
 
 def test_declarations_are_values_that_compare():
     assert dataclasses.replace(SHARPNESS, most=1) == SHARPNESS
-    assert Measures((Column("x", recorded=Recorded.WHERE_MEASURED),)).round_fields == ()
+    assert Declarations((Column("x", recorded=Recorded.WHERE_MEASURED),)).round_fields == ()

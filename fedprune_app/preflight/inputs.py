@@ -1,4 +1,4 @@
-"""What somebody gives: the settings of files and of a command line or a call, and the folder of the run."""
+"""The inputs of a run: settings of files and of a command line or call, its folder, and its placement."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from fedprune_app.core.named import Values
 
 
 @dataclass(frozen=True)
-class Given:
-    """These settings are given, and this is asked of a run with them.
+class RunInputs:
+    """A user's settings by source, the run's folder, and whether to resume it.
 
-    ``base`` has settings that nobody gives now: those of a run that has begun. ``files`` win over it, later files over
-    earlier ones, and the command line wins over all. ``out`` is the run's folder; with ``resume`` the run in it
-    continues. ``is_whole`` says that the settings are all that there are: a resumed run takes none from its run.json.
-    ``where`` is named in errors.
+    ``base`` has the settings of a run that has begun. ``files`` override it, later files override earlier ones, and the
+    command line overrides all. ``out`` is the run's folder; with ``resume`` the run in it continues. With ``is_whole``
+    the settings are complete: a resumed run takes none from its run.json. ``where`` is named in errors.
     """
 
     base: Mapping[str, object] = field(default_factory=dict)
@@ -56,14 +55,14 @@ class Given:
         sources = (*self.files, self.on_command_line)
         return paths_from_here({key: value for source in sources for key, value in source.items()})
 
-    def for_run_in(self, out: Path, *, resume: bool = False, accept_loss: bool = False) -> Given:
+    def for_run_in(self, out: Path, *, resume: bool = False, accept_loss: bool = False) -> RunInputs:
         return replace(self, out=out, resume=resume, accept_loss=accept_loss)
 
 
-def given_in(
+def inputs_in(
     files: Sequence[Path] | None, overrides: Sequence[str] | None, more_plugins: Sequence[str] | None = None
-) -> Given:
-    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``, the last of a key.
+) -> RunInputs:
+    """Return the settings in run-config files (or shipped ones by name) and texts ``key=value``; the last one counts.
 
     ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
     """
@@ -75,31 +74,31 @@ def with_plugins(
     files: Sequence[Mapping[str, Scalar]],
     on_command_line: Mapping[str, Scalar],
     more_plugins: Sequence[str] | None = None,
-) -> Given:
-    given = Given(files=files, on_command_line=on_command_line)
+) -> RunInputs:
+    inputs = RunInputs(files=files, on_command_line=on_command_line)
     if more_plugins:
-        names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
-        given = replace(given, on_command_line={**on_command_line, "plugins": names})
-    plugins.load(given.chosen)
-    for key in on_command_line:  # before anything heavy is imported
+        names = ",".join(dict.fromkeys([*plugins.names_in(inputs.chosen), *more_plugins]))
+        inputs = replace(inputs, on_command_line={**on_command_line, "plugins": names})
+    plugins.load(inputs.chosen)
+    for key in on_command_line:  # fails before slow imports
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
-    return given
+    return inputs
 
 
 def trusted_code(names: Sequence[str] | None) -> list[str]:
-    """Load the plug-ins of these names, and return them with absolute paths."""
+    """Load these plug-ins, and return their names with absolute paths."""
     return plugins.names_in(with_plugins([], {}, names).chosen)
 
 
-def of_run(info: Values, trusted: Collection[str]) -> Given:
-    """Return the settings that a run.json holds, whose code may be loaded where ``trusted`` names it."""
+def of_run(info: Values, trusted: Collection[str]) -> RunInputs:
+    """Return the settings in a run.json; its code may be loaded only if ``trusted`` names it."""
     plugins.check_named(info["config"], {"plugins": ",".join(trusted)})
-    return Given(info["config"], where=made_by(info))
+    return RunInputs(info["config"], where=origin_of(info))
 
 
-def made_by(info: Values) -> str:
-    """Return where settings of a run.json are from: another version may have keys that are gone."""
+def origin_of(info: Values) -> str:
+    """Return the source of a run.json's settings for errors, with its version, whose keys may no longer exist."""
     return f"run of fedprune {info['versions']['fedprune']}"
 
 
@@ -112,7 +111,7 @@ _ON_RAY = ("ray", "flower")
 
 @dataclass(frozen=True)
 class Placement:
-    """A placement says where a run takes place."""
+    """Where a run takes place: engine, workers, or real nodes."""
 
     engine: str = "ray"
     num_clients: int | None = None  # by default as many as a resumed run has, or 20
@@ -124,12 +123,12 @@ class Placement:
 
     @property
     def is_simulation(self) -> bool:
-        """A placement is a simulation unless it has real nodes: those of a SuperLink, or those of a deployment here."""
+        """Whether there are no real nodes: neither those of a SuperLink nor of a deployment on this machine."""
         return not (self.superlink or self.nodes)
 
     @property
     def shares_data(self) -> bool:
-        """The clients share data if each of them has its part of data that is on this machine too."""
+        """Whether each client has a part of data that is also on this machine."""
         return not (self.superlink or self.ray_address or any(map(_has_own_data, self.nodes)))
 
     def __post_init__(self) -> None:
@@ -154,10 +153,10 @@ class Placement:
 
     @property
     def clients(self) -> int:
-        return 20 if self.num_clients is None else int(self.num_clients)  # it may be a number of NumPy
+        return 20 if self.num_clients is None else int(self.num_clients)  # from a NumPy integer, too
 
     def resumed(self, info: Values) -> Placement:
-        """Return the placement of a run whose run.json is ``info``, or of a new one where that is empty.
+        """Return the placement of a run whose run.json is ``info``; of a new one if that is empty.
 
         Raises :class:`ConfigError` for another number of clients than before.
         """
@@ -171,21 +170,21 @@ class Placement:
         return replace(self, num_clients=self.num_clients or num_recorded or None)
 
     def with_nodes_for(self, config: Config) -> Placement:
-        """Return the placement whose nodes have what their operators would give them for a run with ``config``."""
+        """Return the placement with complete node-configs, as operators would write them for a run with ``config``."""
         nodes = (_node_for(config, node, k, len(self.nodes)) for k, node in enumerate(self.nodes))
         return replace(self, nodes=tuple(nodes))
 
 
 def _node_for(config: Config, node: Mapping[str, Scalar], number: int, count: int) -> Mapping[str, Scalar]:
-    """Return the node-config of a rehearsal's node. A node that has a policy says for itself what it allows."""
+    """Return the node-config of a rehearsal's node. A node with a policy file of its own gets no default policy."""
     policy: dict[str, Scalar] = {}
     place: dict[str, Scalar] = {"data-dir": config.data_dir} if config.data_dir else {}
     place |= {"partition-id": number, "num-partitions": count}
     if targets := ",".join(dict.fromkeys(code.target for code in plugins.code_in(config.to_dict()))):
-        policy["allowed-plugins"] = targets  # the nodes are the user's own
+        policy["allowed-plugins"] = targets  # the user operates these nodes
     if config.dp.enabled and _has_own_data(node):
         policy["allowed-label-columns"] = config.label_column
-    elif config.dp.enabled:  # the hash is that of the same run in this process
+    elif config.dp.enabled:  # for the same hash as that of the run in this process
         policy["secure-rng"] = config.dp.secure_rng
     return {**({} if _has_own_data(node) else place), **({} if POLICY_FILE in node else policy), **node}
 
@@ -195,12 +194,12 @@ def _has_own_data(node: Mapping[str, Scalar]) -> bool:
 
 
 def clients_of(info: Values) -> int:
-    """Return how many clients a recorded run began with, those that were left out included; 0 if that is unknown."""
+    """Return a recorded run's initial number of clients, including those left out; 0 if unknown."""
     return info.get("num_partitions") or len(info.get("partition") or [])
 
 
 def recorded_clients(folders: Iterable[Path]) -> int:
-    """Return how many clients the first run in these folders began with; 0 if no run says that."""
+    """Return the initial number of clients of the first run in these folders that records it; 0 if none does."""
     from fedprune_app.results.reader import read_info
     from fedprune_app.results.recorder import holds_run
 
@@ -208,7 +207,7 @@ def recorded_clients(folders: Iterable[Path]) -> int:
 
 
 def _check_ray_address(address: str) -> None:
-    """Raise :class:`ConfigError` unless something listens at ``address``; Ray itself would wait for a long time."""
+    """Raise :class:`ConfigError` unless a server listens at ``address``; Ray itself would wait for a long time."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()

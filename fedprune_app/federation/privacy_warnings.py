@@ -1,13 +1,13 @@
-"""What makes a private run less than its settings seem to say; each is a line for the user."""
+"""Warnings of a private run about δ, budgets and noised accuracies; each is a line for the user."""
 
 from fedprune_app.config import Config
-from fedprune_app.core.bounds import most_said
+from fedprune_app.core.bounds import rounded_up_text
 from fedprune_app.federation.clients import Roster
 from fedprune_app.results.statistics import noise_of_mean
 
 
-def privacy_doubts(config: Config, clients: Roster, headline: str) -> list[str]:
-    """Return doubts about δ, budgets and noised accuracies; ``headline`` is the number that the system is judged by."""
+def privacy_warnings(config: Config, clients: Roster, headline: str) -> list[str]:
+    """Return the warnings; ``headline`` is the metric by which the system is judged."""
     dp = config.dp
     if not dp.enabled:
         return []
@@ -15,7 +15,7 @@ def privacy_doubts(config: Config, clients: Roster, headline: str) -> list[str]:
     lines = [
         f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} {unit}s: with so large a δ "
         f"the promise even allows that one {unit} is published; a meaningful δ is below "
-        f"{most_said(1 / largest.num_examples)}"
+        f"{rounded_up_text(1 / largest.num_examples)}"
         for key, delta in {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}.items()
         if delta * largest.num_examples >= 1
     ]
@@ -24,11 +24,11 @@ def privacy_doubts(config: Config, clients: Roster, headline: str) -> list[str]:
             f"dp.epsilon-budget is {dp.epsilon_budget:g}, less than dp.target-epsilon {dp.target_epsilon:g}: the "
             "noise is chosen for the target, and clients stop at the budget"
         )
-    return [*lines, *_doubts_of_noise(config, clients, headline)]
+    return [*lines, *_noise_warnings(config, clients, headline)]
 
 
-def _doubts_of_noise(config: Config, clients: Roster, headline: str) -> list[str]:
-    """Say how much of a noised accuracy is noise, if that is more than a point of the mean over the clients."""
+def _noise_warnings(config: Config, clients: Roster, headline: str) -> list[str]:
+    """Return a warning about the noise of accuracies, if it moves their mean by a point or more."""
     if config.dp.accuracies != "noised" or not config.evaluate_every or not headline.startswith("accuracy"):
         return []
     tests_per_example = config.test_fraction / (1 - config.test_fraction) / (1 - config.validation_fraction)
