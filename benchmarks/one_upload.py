@@ -35,7 +35,7 @@ from fedprune_app.learning.language_models import language_model, perplexities
 from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.differences import Difference, Paired, difference
-from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.reader import load_run, read_info
 from strategies.merging import Compression
 from strategies.pruned_model import PrunedModel
@@ -234,7 +234,6 @@ def rows_of(model: Model, seed: int, out: Path) -> list[dict[str, str]]:
             perplexity = {text: each["global"] for text, each in measured.items()}
     sent = load_run(out / f"{next(name for name in UPLOADS if _comes_from(model, name))}-{seed}")
     megabytes = sum(each["bytes_up"] for each in sent.rounds) / MEGABYTE / len(sent.info["partition"])
-    size = file.stat().st_size if (file := folder / "model.gguf").exists() else 0
     return [
         {
             "model": model.name,
@@ -243,7 +242,6 @@ def rows_of(model: Model, seed: int, out: Path) -> list[dict[str, str]]:
             "seed": str(seed),
             "text": text,
             "perplexity": f"{value:.3f}",
-            "megabytes_of_file": f"{size / MEGABYTE:.1f}" if size else "",
             "megabytes_of_a_client": f"{megabytes:.1f}",
             "minutes": f"{seconds / 60:.1f}",
             "final_sha256": info.get("final_sha256", ""),
@@ -296,12 +294,12 @@ def claims_table() -> str:
 
 
 def models_table() -> str:
-    """What seed 0's sums gave: perplexities by text, the file's size, and what a client sent."""
+    """What seed 0's sums gave: perplexities by text, and what a client sent."""
     rows = [row for row in read_rows(DATA) if row["seed"] == "0"]
     texts = sorted({row["text"] for row in rows}, reverse=True)
     lines = [
-        f"| model | bits | MB of the file | {' | '.join(texts)} | MB that a client sent |",
-        f"| --- | ---: | ---: |{' ---: |' * len(texts)} ---: |",
+        f"| model | bits | {' | '.join(texts)} | MB that a client sent |",
+        f"| --- | ---: |{' ---: |' * len(texts)} ---: |",
     ]
     for model in MODELS:
         of_text = {row["text"]: row for row in rows if row["model"] == model.name}
@@ -309,7 +307,7 @@ def models_table() -> str:
             row = next(iter(of_text.values()))
             said = model.shape + ("" if model.changes or not model.source else ", rounded to nearest")
             numbers = [f"{float(of_text[text]['perplexity']):.1f}" for text in texts]
-            cells = [said, row["bits"], row["megabytes_of_file"] or "–", *numbers, row["megabytes_of_a_client"]]
+            cells = [said, row["bits"], *numbers, row["megabytes_of_a_client"]]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
