@@ -58,8 +58,13 @@ def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | 
     for key, value in layout.config().items():
         getattr(writer, f"add_{key}")(value)
     add_keys(writer, model.folder, model.config.vocab_size)
-    for name, tensor in layout.tensors():
-        writer.add_tensor(layout.name(name), layout.packed(name, tensor), raw_dtype=layout.kind(name, tensor))
+    try:
+        for name, tensor in layout.tensors():
+            writer.add_tensor(layout.name(name), layout.packed(name, tensor), raw_dtype=layout.kind(name, tensor))
+    except ValueError:
+        if writer.temp_file is not None:
+            writer.temp_file.close()
+        raise
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
