@@ -162,7 +162,7 @@ class Session(ExitStack):
                 self._link = self.enter_context(local_deployment(place, placement.nodes)).link
         return self._link
 
-    def tell(self, notes: Iterable[str]) -> None:
+    def show_notes(self, notes: Iterable[str]) -> None:
         """Print notes on a run, each once per session."""
         for line in notes:
             if line not in self._printed_notes:
@@ -176,7 +176,7 @@ class Session(ExitStack):
         :class:`LaunchError` with the run's own error if the run does not complete.
         """
         config, place = prepared.config, prepared.placement
-        self.tell(prepared.notes)
+        self.show_notes(prepared.notes)
         if not place.superlink:  # real nodes have their own models
             can_start.prepare_models([config], self.console)
         if place.deployment is not None:

@@ -102,7 +102,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         strategy = build_strategy(RunContext(config, roster, recorder, checkpoints, run_key, point))
         if choice is not None:
             # nothing is written before this line: a run that cannot resume is not changed
-            _go_on(recorder, config, earlier_info, choice, state)
+            _continue_record(recorder, config, earlier_info, choice, state)
             checkpoints.drop_after(point.round)
             if state is not None:
                 strategy.restore(state)
@@ -191,7 +191,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
     return roster
 
 
-def _go_on(recorder: Recorder, config: Config, earlier_info: Values, choice: Choice, state: State | None) -> None:
+def _continue_record(recorder: Recorder, config: Config, earlier_info: Values, choice: Choice, state: State | None) -> None:
     """Reopen the run folder: from this call on the run differs from the stopped one."""
     values = config.to_dict()
     changes: ValueDict = {"config": {**values, "resume-from": "", "accept-loss": False}}

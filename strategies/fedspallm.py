@@ -101,7 +101,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def begin(self, round: Round) -> None:
         if not self.work.number:
-            self._go_on()
+            self._restore_progress()
         self.work = LayerRound(round.number)
         if round.number > self.options.pruning_rounds(self.config):
             self.work.layer = self.dense.num_layers - 1
@@ -328,7 +328,7 @@ class FedSpaLLM(FederatedStrategy):
         versions = state.meta["versions"]
         self.global_model.versions = {int(layer): int(version) for layer, version in versions.items()}
 
-    def _go_on(self) -> None:
+    def _restore_progress(self) -> None:
         """Restore the point from which the run resumes; clients whose state was lost begin anew."""
         point = self.context.point
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)

@@ -109,13 +109,13 @@ class RayGrid(SimulatedGrid):
     def _start(self) -> None:
         """Assign messages to idle workers: a suspect alone, the others in cohorts of equal size."""
         while self._idle and self._suspects:
-            self._give(self._suspects, 1)
+            self._assign(self._suspects, 1)
         if self._idle and self._pending:
             size = messages_per_worker(len(self._pending), len(self._idle) + len(self._at_work), self._largest_cohort)
             while self._idle and self._pending:
-                self._give(self._pending, size)
+                self._assign(self._pending, size)
 
-    def _give(self, queue: dict[str, Message], size: int) -> None:
+    def _assign(self, queue: dict[str, Message], size: int) -> None:
         """Assign up to ``size`` messages of the queue to a worker."""
         ids = list(queue)[:size]
         cohort = _Cohort(self._idle.pop(0), ids, {message_id: queue.pop(message_id) for message_id in ids})
@@ -131,10 +131,10 @@ class RayGrid(SimulatedGrid):
             if not ready:
                 return
             for stream in ready:
-                self._take(stream)
+                self._collect_next(stream)
             seconds = 0
 
-    def _take(self, replies: Any) -> None:
+    def _collect_next(self, replies: Any) -> None:
         """Process the next reply of a cohort, or its end."""
         cohort = self._at_work[replies]
         try:

@@ -62,7 +62,7 @@ _KINDS: Mapping[str, ReplyKind] = {
 _LEAVES_MODEL = type(None)  # the return type of a hook whose result is self.model
 _OF_SERVER: Mapping[str, type] = {
     "state": State,
-    "doubts": list,
+    "warnings": list,
     "expect": wire.Schema,
     "send": Iterable,
     "prepare": _LEAVES_MODEL,

@@ -36,9 +36,9 @@ def test_clients_whose_process_has_not_started_are_not_at_work(monkeypatch):
     grid._replies, grid._forgotten = {}, {"5"}
     monkeypatch.setattr(ray_grid, "ray", SimpleNamespace(get=lambda each: each))
     assert grid.begun() == {}
-    grid._take(replies)
+    grid._collect_next(replies)
     assert grid.begun().keys() == {"4", "5"}
-    grid._take(replies)
+    grid._collect_next(replies)
     assert grid.begun().keys() == {"4"}
 
 

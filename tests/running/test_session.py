@@ -23,7 +23,7 @@ def test_a_run_checks_nothing_that_was_prepared_and_its_record_has_the_prepared_
     told = io.StringIO()
     with Session(Console(file=told)) as session:
         info = session.run(replace(prepared, notes=("mine",)), tmp_path / "run")
-        session.tell(["mine"])
+        session.show_notes(["mine"])
     assert info["config"] == prepared.config.to_dict()
     assert told.getvalue().count("note: mine") == 1
 
