@@ -179,7 +179,7 @@ def forget(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
     """Take clients out of the sums that a run kept, and make its model anew.
 
     RUN is the folder of a completed run with fedspallm.keep-sums=true.
-    CLIENTS is the folder of a run in which these clients alone send the same sums again.
+    CLIENTS is the folder of a run in which they alone sent the same sums again.
     The model is the one that a run of the others makes.
     """
     from fedprune_app.exports.compressed import combine
