@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -187,6 +188,7 @@ def make(model: Model, seed: int, out: Path, given: Mapping[str, str]) -> None:
     if not model.source:
         upload(model.name, seed, folder, given)
     elif model.changes:
+        shutil.rmtree(folder, ignore_errors=True)  # what was interrupted is made anew
         fedprune("compress", str(source), *model.changes, "-o", str(folder))
     else:
         start = time.monotonic()
