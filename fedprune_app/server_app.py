@@ -191,7 +191,9 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
     return roster
 
 
-def _continue_record(recorder: Recorder, config: Config, earlier_info: Values, choice: Choice, state: State | None) -> None:
+def _continue_record(
+    recorder: Recorder, config: Config, earlier_info: Values, choice: Choice, state: State | None
+) -> None:
     """Reopen the run folder: from this call on the run differs from the stopped one."""
     values = config.to_dict()
     changes: ValueDict = {"config": {**values, "resume-from": "", "accept-loss": False}}

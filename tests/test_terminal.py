@@ -16,7 +16,7 @@ import pytest
 from fedprune_app.cli.results import _print_predictions
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.exports.predict import Prediction
-from fedprune_app.terminal import Terminal, print_rows, say
+from fedprune_app.terminal import Terminal, echo, print_rows
 from tests.results.conftest import made_up_run
 
 RED, SHOWN = "\x1b[31m\u202e", r"\x1b[31m\u202e"  # a command to the terminal, and what is shown of it
@@ -63,7 +63,7 @@ def test_a_sweep_in_a_folder_of_a_strange_name_with_a_run_that_fails(fedprune, t
         (["run", "system=fedspallm", "dataset=stdlib", f"model={STRANGE}"], STRANGE),
         (["sweep", STRANGE], f"matrix is '{STRANGE}'"),
         (["report", STRANGE], f"run folder is '{STRANGE}'"),
-        (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run folder"),
+        (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run"),
         (["run", f"--{STRANGE}"], STRANGE),
         (["run", "--clients", STRANGE], STRANGE),
         ([STRANGE], STRANGE),
@@ -95,7 +95,7 @@ def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
 def test_what_strangers_call_their_classes_and_files_does_not_command_the_terminal(tmp_path, capsys):
     print_rows([("classes", f"a, b{RED}")])
     _print_predictions([Prediction(tmp_path / f"{RED}.png", None, [(f"b{RED}", 1.0)])])
-    say(f" no class b{RED}", "error:", "red")
+    echo(f" no class b{RED}", "error:", "red")
     said = capsys.readouterr()
     assert f"a, b{SHOWN}" in said.out
     assert f"error: no class b{SHOWN}" in said.err

@@ -332,6 +332,20 @@ class CommonOptions:
     min_replies: int = option(
         1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
     )
+    secure_sums: bool = option(
+        False,
+        "If true, the server learns the sum of the clients' updates and none of them: docs/privacy.md says how. The "
+        "result is the same.",
+        changes_results=False,
+    )
+    secure_sums_threshold: int = option(
+        0,
+        "The number of clients whose updates a secure sum needs, more than half of those that a round asks. 0 means "
+        "the larger of 3 and the majority.",
+        least=0,
+        changes_results=False,
+        needs={"secure-sums": (True,)},
+    )
     out_dir: str = execution_option(
         "",
         "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",

@@ -43,6 +43,8 @@ def check_system(config: Config) -> Config:
     system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
         raise ConfigError(reason)
+    if config.secure_sums and (reason := system.client.why_not_summed(config)):
+        raise ConfigError(reason)
     if config.dataset == "table" and config.augmentation != "none":
         raise ConfigError(
             "augmentation", config.augmentation, "none", condition="with dataset 'table'", hint="a row is no image"

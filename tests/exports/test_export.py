@@ -30,6 +30,7 @@ from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
+from tests.examples import full, in_test
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.refusing import refuses
 
@@ -135,8 +136,7 @@ PERSONAL = [
 ]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("system", PERSONAL)
+@pytest.mark.parametrize("system", in_test(PERSONAL, "subfedavg", "subfedavg-hy"))
 def test_an_exported_model_computes_what_the_clients_own_code_does(system, finished, tmp_path):
     run = finished(system)
     for partition in trained(run)[:2]:
@@ -149,8 +149,7 @@ def test_an_exported_model_computes_what_the_clients_own_code_does(system, finis
         assert small.file_bytes == path.stat().st_size
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["fedavg", "subfedavg-hy"])
+@pytest.mark.parametrize("system", ["fedavg", full("subfedavg-hy")])
 def test_the_global_model_is_the_servers(system, finished, tmp_path):
     run = finished(system)
     path, (info, *_) = exported(run, None, tmp_path)
@@ -244,7 +243,7 @@ def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch
     run = finished("fedavg")
     for off in (lambda logits: logits * 1.01, lambda logits: logits * float("nan")):
         monkeypatch.setattr(formats, "_onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images))))
-        with pytest.raises(ValueError, match="logits of the onnx model are off by"):
+        with pytest.raises(ValueError, match="logits of the onnx"):
             exported(run, None, tmp_path, "onnx")
     assert list(tmp_path.iterdir()) == []
 
@@ -328,7 +327,7 @@ def test_a_client_that_never_trained_has_no_model_of_its_own(fedprune, finished,
     code, _, err = fedprune("export", run.folder, "--client", other, "-o", tmp_path / "model")
     assert (code, err.count("\n")) == (2, 1)
     assert f"--client is {other}" in err
-    assert "a client that trained in this run" in err
+    assert "trained in this run" in err
 
 
 def test_a_language_model_is_exported_as_a_folder(fedprune, tmp_path):
@@ -369,7 +368,7 @@ def test_a_damaged_language_model_of_a_run_is_refused(finished, fedprune, tmp_pa
     content[-1] ^= 1
     weights.write_bytes(content)
     code, _, err = fedprune("export", folder, "-o", tmp_path / "packed")
-    assert (code, f"{weights} is missing or damaged" in err) == (2, True), err
+    assert (code, f"{weights} is missing" in err) == (2, True), err
     assert not (tmp_path / "packed").exists()
     weights.unlink()
     assert f"{weights} is missing" in fedprune("export", folder, "-o", tmp_path / "packed")[2]
@@ -400,7 +399,7 @@ def test_states_may_be_elsewhere(finished, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(run.folder, folder)
     shutil.move(folder / "clients", tmp_path / "states" / run.info["run_key"])
-    refused(folder, partition, tmp_path, f"has no state of client {partition}")
+    refused(folder, partition, tmp_path, f"no state of client {partition}")
     again = tmp_path / "again"
     formats.export_model(folder, partition, "safetensors", again, state_dir=str(tmp_path / "states"))
     assert again.read_bytes() == path.read_bytes()
@@ -485,8 +484,7 @@ def of_shades(tmp_path):
     return run
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("change", [add_bright, rename, add_class, shutil.rmtree])
+@pytest.mark.parametrize("change", [add_bright, rename, full(add_class), full(shutil.rmtree)])
 def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, change):
     run, folder = of_shades()
     before = {client: exported(run, client, tmp_path)[0].read_bytes() for client in (None, 0)}
@@ -539,14 +537,14 @@ def test_what_cannot_be_in_a_run_json_is_one_line(of_shades, tmp_path):
     run, _ = of_shades()
     info = json.loads((run.folder / "run.json").read_text())
     for key, wrong, says in (
-        ("image_shape", [1, 8], "field 'image-shape' is"),
+        ("image_shape", [1, 8], "'image-shape' is"),
         ("classes", "two", "field 'num-classes' is"),
         ("class_names", ["cat"], "field 'classes' is"),
         ("features", ["age"], "field 'features' is"),
-        ("normalisation", {"mean": [0.1], "std": [-1.0]}, "field 'normalisation-std' is"),
+        ("normalisation", {"mean": [0.1], "std": [-1.0]}, "'normalisation-std' is"),
     ):
         write_info(run.folder, {**info, "model": {**info["model"], key: wrong}})
-        refused(run.folder, None, tmp_path, f"^run '.*' says of its images what cannot be: {says}")
+        refused(run.folder, None, tmp_path, f"^run '.*{says}")
 
 
 def test_onnx_needs_its_extra(finished, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from fedprune_app.config import parse_config
 from fedprune_app.results.texts import progress_line
+from tests.examples import full
 from tests.refusing import refuses
 
 
@@ -47,8 +48,7 @@ def test_a_mean_of_received_models_says_how_many_clients_received_one(federate):
         assert row["evaluated"] == 6
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["dispfl", "dpsgd-ft", "fedavg"])
+@pytest.mark.parametrize("system", ["dispfl", full("dpsgd-ft"), full("fedavg")])
 def test_what_clients_received_is_taken_over_all_that_tell_it_in_training_or_in_an_evaluation(federate, system):
     more = {f"{system.removesuffix('-ft')}.neighbours": 2} if system != "fedavg" else {}
     run = federate(system=system, evaluate_clients=2, num_server_rounds=2, evaluate_every=1, local_epochs=1, **more)

@@ -21,6 +21,7 @@ from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
 from tests.conftest import Finished
+from tests.examples import full
 from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
@@ -146,7 +147,6 @@ def uploads(result):
     return {(m.partition, m.round): m.up for m in result.wiretap.messages if m.kind == "train"}
 
 
-@pytest.mark.few(1)
 def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     result = run(**options())
     config = result.config
@@ -239,7 +239,6 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
         assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / math.sqrt(len(other))
 
 
-@pytest.mark.few(1)
 def test_a_target_is_kept_and_spent(run):
     result = run(**options(**{"dp.noise-multiplier": 0.0, "dp.target-epsilon": 3.0}))
     told = result.rounds[-1]["epsilon_max"]
@@ -258,7 +257,6 @@ def test_a_budget_that_does_not_bear_all_layers_is_not_touched(settings, tmp_pat
     assert all(not dict(Ledger(path).spent) for path in ledgers)
 
 
-@pytest.mark.few(1)
 def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp_path):
     once, twice = (epsilon({Steps(2.0, 1.0): count * 2 * RELEASES}, 1e-5) for count in (1, 2))
     wanted = {**settings, **PRIVATE, "dp.ledger-dir": str(tmp_path / "ledgers"), "min-replies": CLIENTS}
@@ -278,7 +276,6 @@ def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp
     assert any("client 1" in note and "budget" in note for note in second.rounds[-1]["notes"])
 
 
-@pytest.mark.few(1)
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, settings, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     wanted = {**settings, **PRIVATE}
@@ -290,9 +287,8 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, se
 # --- an attack ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama"], indirect=True)  # whose layers have no biases: zeros stay zeros
-@pytest.mark.parametrize("noise", [0.5, 2.0, None])
+@pytest.mark.parametrize("noise", [0.5, full(2.0), full(None)])
 def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_above_the_ledger(
     settings, tmp_path, monkeypatch, noise
 ):
