@@ -428,6 +428,7 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
             ["--num-server-rounds", "3"],
             "there is no option --num-server-rounds; settings are given as KEY=VALUE: num-server-rounds=...",
         ),
+        (["--rounds", "3"], "there is no option --rounds; settings are given as KEY=VALUE: num-server-rounds=..."),
         full(["--nonsense"], "there is no option --nonsense"),
         full(["--clients", "-3"], "--clients is -3"),
     ],

@@ -36,6 +36,27 @@ def test_two_plain_runs_get_numbers_and_a_link_leads_to_the_last_one(fedprune, t
     assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "latest"]
 
 
+def test_a_run_ends_with_what_it_reached_and_with_the_next_two_commands(fedprune):
+    code, said = fedprune("run", *QUICK, "system=subfedavg")
+    assert code == 0, said
+    last = said.splitlines()[-3:]
+    assert re.fullmatch(r"personal [\d.]+ %.*  density [\d.]+  [\d.]+ MB of training traffic", last[0]), last
+    assert [line.split()[-4:] for line in last[1:]] == [
+        ["report", "runs/1", "-o", "report.html"],
+        ["--client", "0", "-o", "client-0.onnx"],
+    ]
+
+
+def test_a_system_is_listed_with_its_page_and_twelve_settings_its_own_first(capsys):
+    cli.app(["list", "dispfl"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "Decentralized" in said
+    keys = re.findall(r"^([a-z-]+(?:\.[a-z-]+)?) = ", said, re.MULTILINE)[1:]  # after the heading
+    assert len(keys) == 12
+    assert keys[0].startswith("dispfl.")
+    assert "dataset" in keys
+
+
 def test_a_refused_run_takes_no_number_and_moves_no_link(fedprune, tmp_path):
     assert fedprune("run", *QUICK, "system=fedavg")[0] == 0
     assert fedprune("run", *QUICK, "system=fedavg", "partition=classes", "classes-per-client=11")[0] == 2

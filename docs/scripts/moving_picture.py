@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-import fedprune_app as fedprune
+import fedprune
 from fedprune_app.core.masks import mask_distance
 
 ROUNDS, CLIENTS = 20, 20

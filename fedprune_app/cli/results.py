@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,21 +17,24 @@ from rich.text import Text
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.inputs import Placement, inputs_in, trusted_code
+from fedprune_app.preflight.inputs import Placement, inputs_in, of_run, trusted_code
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
+    from fedprune_app.results.groups import Group
 
 app = typer.Typer()
-_MOST_TOKENS = 64  # of a text that `predict` continues
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+_MOST_TOKENS = 64  # that `predict` adds to a text
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
     watch: Annotated[
@@ -58,7 +62,7 @@ def report(
 
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write this file: .tex, .csv or .md. Default: print it.")
     ] = None,
@@ -72,7 +76,7 @@ def table(
         bool,
         typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a table for a paper.
 
@@ -80,11 +84,8 @@ def table(
     Each DIR is a run folder, or a folder of run folders.
     """
     from fedprune_app.files import replace_file
-    from fedprune_app.results.groups import group_runs
     from fedprune_app.results.ownership import check_new_file
-    from fedprune_app.results.reader import load_run
-    from fedprune_app.results.report import each_once, run_folders
-    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
+    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, table_text
 
     suffix = ".md" if output is None else output.suffix
     if suffix not in (".tex", ".csv", ".md"):
@@ -92,13 +93,58 @@ def table(
     if output is not None:
         check_new_file(output, force)
     keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
-    groups = group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
-    text = paper_table(suffix, *paper_rows(groups, keys, intervals, best_bold))
+    text = table_text(suffix, *paper_rows(_groups(folders), keys, intervals, best_bold))
     if output is None:
         typer.echo(text, nl=False)
         return
     replace_file(output, text.encode())
     echo(f": {output.resolve()}", "written", "green")
+
+
+@app.command()
+def figure(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR... FIGURE")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file: .pdf, .svg or .png.")],
+    view: Annotated[str, typer.Option("--view", help="A view of the figure, such as Personal. Default: first.")] = "",
+    force: Force = False,
+) -> None:
+    """Write a FIGURE of the report to a file, such as accuracy-by-bytes.
+
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.files import replace_file
+    from fedprune_app.results.ownership import check_new_file
+    from fedprune_app.results.paper import check_figure_file, drawn
+
+    check_figure_file(output)
+    check_new_file(output, force)
+    replace_file(output, drawn(_groups(folders[:-1]), str(folders[-1]), output.suffix[1:], view))
+    echo(f": {output.resolve()}", "written", "green")
+
+
+@app.command()
+def paper(
+    folders: Folders,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the files.")] = Path("paper"),
+    force: Force = False,
+) -> None:
+    """Write what a paper takes from runs.
+
+    The files are a figure, a table, a paragraph on the settings, and references.
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.results.paper import write_paper
+
+    for path in write_paper(_groups(folders), output, force):
+        echo(f": {path.resolve()}", "written", "green")
+
+
+def _groups(folders: Iterable[Path]) -> list[Group]:
+    from fedprune_app.results.groups import group_runs
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.report import each_once, run_folders
+
+    return group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
@@ -124,13 +170,16 @@ def export(
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
-        typer.Option("--format", help="safetensors, sparse, onnx or gguf. Default: as the file's suffix says."),
+        typer.Option("--format", help="safetensors or onnx; packed or gguf. Default: as the file's suffix says."),
     ] = "",
     type: Annotated[
         str,
         typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    imatrix: Annotated[
+        bool, typer.Option("--imatrix", help="Write llama.cpp's importance matrix by kept sums, in place of the model.")
+    ] = False,
+    force: Force = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
     ] = "",
@@ -144,17 +193,20 @@ def export(
 
     RUN is the folder of a completed run.
     The command prints the model's costs beside those of the dense model.
-    With format sparse, a CPU computes only with the kept weights.
-    For a language model the format is sparse, or gguf for llama.cpp and Ollama.
+    For a language model the format is packed, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
     from fedprune_app.exports.formats import check_options, export_model, format_of, is_gguf, is_language_model
 
     if type and not is_gguf(output):
         raise ConfigError("--type", type, "none, since it has no effect", condition=f"with --output {str(output)!r}")
+    if imatrix and (type or not is_gguf(output) or not is_language_model(folder)):
+        raise ConfigError("--imatrix", True, "with RUN of a language model and -o FILE.gguf, without --type")
     if is_language_model(folder):
         check_options(output, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugin)
-        if is_gguf(output):
+        if imatrix:
+            _export_imatrix(folder, output.expanduser(), force)
+        elif is_gguf(output):
             _export_gguf(folder, output.expanduser(), type, force)
         else:
             _export_language_model(folder, output, force)
@@ -187,20 +239,22 @@ def export(
     echo(f": {output.resolve()}", "exported", "green")
 
 
+def _export_imatrix(folder: Path, output: Path, force: bool) -> None:
+    from fedprune_app.exports.language import export_imatrix
+
+    with console.status(Text(f"writing {output}")):
+        segments = export_imatrix(folder, output, force=force)
+    echo(f": {output.resolve()}, of {segments} segments that stayed with their clients", "exported", "green")
+    echo(f"llama-quantize --imatrix {output} model.gguf model-q4.gguf Q4_K_M", "use:", "green")
+
+
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     from fedprune_app.exports.formats import pack_model
 
     with console.status(Text(f"packing {folder}")):
         packed_model = pack_model(folder, output.expanduser(), force=force)
-    dense, sparse = packed_model.dense, packed_model.sparse
-    rows = [
-        ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
-        ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
-        ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
-    ]
-    table = _costs(f"density {packed_model.density:.2f}", "sparse", rows)
-    table.add_row("sparse linear layers", "0", str(packed_model.sparse_layers), f"of {packed_model.layers}")
-    Terminal().print(table)
+    rows = [("bytes on disk", packed_model.dense_bytes, packed_model.packed_bytes, ",.0f")]
+    Terminal().print(_costs(f"density {packed_model.density:.2f}", "packed", rows))
     echo(f": {output.resolve()}", "exported", "green")
 
 
@@ -309,10 +363,8 @@ def _print_predictions(results: Sequence[Prediction]) -> None:
 def audit(
     settings: Annotated[list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...")],
     canaries: Annotated[
-        int,
-        typer.Option("--canaries", help="How many canaries. 0: half of the client's examples, at most 1000.", min=0),
+        int, typer.Option("--canaries", help="How many canaries. 0: all of the client's examples or groups.", min=0)
     ] = 0,
-    guesses: Annotated[int, typer.Option("--guesses", help="How many canaries to guess. 0: half of them.", min=0)] = 0,
     delta: Annotated[
         float, typer.Option("--delta", help="The δ of the bound and the claim. 0: dp.delta.", min=0, max=1)
     ] = 0.0,
@@ -321,37 +373,46 @@ def audit(
         str, typer.Option("--client", help="The client whose data hold the canaries: a number or a name.")
     ] = "0",
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
-    without_noise: Annotated[
-        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise. The audit should then fail.")
-    ] = False,
+    noise_share: Annotated[
+        float,
+        typer.Option(
+            "--noise-share", help="Add this share of the noise that is charged. Below 1 the audit should fail.", min=0
+        ),
+    ] = 1.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the --json file even if no audit wrote it.")] = False,
     plugin: Plugins = None,
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    CONFIG is a run-config file, or the name of a shipped one.
+    CONFIG is a run-config file, the name of a shipped one, or a run's folder.
     Each KEY=VALUE is a setting.
-    The bound comes from one run.
+    One client's noised sums in one run are looked at, step by step.
     The command prints the bound and the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
     from fedprune_app.data.splits import owner_names
+    from fedprune_app.exports.release import settings_digest
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.results.ownership import check_json_file
-    from fedprune_app.results.reader import client_number
+    from fedprune_app.results.reader import client_number, read_info
     from fedprune_app.testing.audit import Question
     from fedprune_app.testing.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
-    inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
+    if len(files) == 1 and (files[0] / "run.json").is_file():
+        info = read_info(files.pop())
+        inputs = of_run(info, trusted_code(plugin))
+        clients = int(info.get("num_partitions") or clients)
+    else:
+        inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
     number = client_number(owner_names(config), client)
-    question = Question(canaries, guesses, delta, confidence, number, without_noise)
+    question = Question(canaries, delta, confidence, number, noise_share)
     if json_file is not None and not force:
-        check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
+        check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "made"})
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
         finding = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
@@ -360,14 +421,63 @@ def audit(
         ("ε that the ledger claims", f"{finding.claim:.3f}"),
         ("δ", f"{finding.delta:g}"),
         ("canaries", f"{finding.canaries}"),
-        ("guesses", f"{finding.guesses}"),
-        ("correct", f"{finding.correct} ({finding.correct / finding.guesses:.1%})"),
+        ("noised sums", f"{finding.tally.steps}"),
+        ("found where they are in", f"{finding.tally.found} of {finding.tally.present}"),
+        ("cleared where they are not", f"{finding.tally.cleared} of {finding.tally.absent}"),
         ("confidence", f"{finding.confidence:.1%}"),
     ):
         table.add_row(name, text)
     Terminal().print(table)
-    if json_file is not None:  # after the table, so that a failed write loses nothing
-        replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
+    content = {
+        **finding.to_dict(),
+        "settings": settings_digest(config),
+        "made": datetime.now(UTC).isoformat(),
+    }
+    if json_file is not None:  # nothing is lost where it cannot be written
+        replace_file(json_file.expanduser().resolve(), json.dumps(content, indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)
     echo(f": {finding.verdict}", "passed", "green")
+
+
+@app.command()
+def release(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False)] = None,
+    client: Annotated[
+        int | None, typer.Option("--client", help="Release this client's model, not the common one.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this new folder.")] = Path("pack"),
+    audit_file: Annotated[
+        Path | None, typer.Option("--audit", help="The file that `fedprune audit RUN --json FILE` wrote.")
+    ] = None,
+    policy: Annotated[Path | None, typer.Option("--policy", help="The policy file of the sites' nodes.")] = None,
+    ledger: Annotated[
+        list[Path] | None,
+        typer.Option("--ledger", help="A client's ledger that is not in the run's folder. You may repeat the option."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="Release in spite of this refusal, in red. You may repeat the option."),
+    ] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check this pack, and write nothing.")] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Pack a private run's model for whoever decides whether it may leave.
+
+    The pack has the model, the promise, attacks and provenance, and README.html, a page to read and sign.
+    It is refused where something lacks, such as an audit of the settings.
+    """
+    from fedprune_app.exports import release as releases
+
+    if verify is not None:
+        for number, value in releases.verify(verify).items():
+            echo(f" {number}: ε = {value:.4g}", "ledger", "green")
+        echo(f": {verify.resolve()}", "verified", "green")
+        return
+    if run is None:
+        raise ConfigError("RUN", ..., "a run folder, or --verify", which="is not given")
+    for name in allow or ():
+        if name not in releases.REFUSALS:
+            raise ConfigError("--allow", name, ", ".join(releases.REFUSALS))
+    question = releases.Question(run, client, audit_file, policy, ledger or (), allow or (), trusted_code(plugin))
+    echo(f": {releases.release(question, output.expanduser()).resolve()}", "released", "green")

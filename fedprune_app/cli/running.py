@@ -1,15 +1,14 @@
 """Commands that start runs: ``run``, ``check``, ``check-data`` and ``sweep``."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from fedprune_app.core.named import Values
-from fedprune_app.files import next_folder
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.files import LATEST, folder_for
 from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.terminal import (
@@ -27,7 +26,6 @@ from fedprune_app.terminal import (
 )
 
 app = typer.Typer()
-LATEST = Path("runs/latest")  # the link to the run that was started last without --out
 _MOST_LINES = 10  # of one kind that are printed at the end of a run
 
 
@@ -61,11 +59,11 @@ def run(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
-    is_numbered = out is None and not (superlink or resume)
-    with next_folder(LATEST.parent) if is_numbered else nullcontext(out or LATEST) as folder:
+    is_new = not (superlink or resume)
+    with folder_for(out, is_new) as folder:
         inputs = inputs_in(config, overrides, plugin)
         inputs = inputs.for_run_in(folder, resume=resume, accept_loss=accept_loss)
-        run_once(prepare(inputs, placement), folder, LATEST if is_numbered else None)
+        run_once(prepare(inputs, placement), folder, LATEST if out is None and is_new else None)
 
 
 @app.command(name="check")
@@ -144,6 +142,11 @@ def sweep(
     outcome.check()
 
 
+NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")]
+SumsRun = Annotated[Path, typer.Argument(metavar="RUN")]
+ClientsRun = Annotated[Path, typer.Argument(metavar="CLIENTS")]
+
+
 @app.command()
 def advise(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
@@ -185,21 +188,57 @@ def advise(
 
 
 @app.command()
-def compress(
-    folder: Annotated[Path, typer.Argument(metavar="RUN")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],
-    overrides: Overrides = None,
-) -> None:
-    """Make another model from the sums that a run kept, without its clients.
+def compress(folder: SumsRun, output: NewFolder, overrides: Overrides = None) -> None:
+    """Make another model of the sums that a run kept, without its clients.
 
     RUN is the folder of a completed run with fedspallm.keep-sums=true.
     KEY=VALUE is of density, fedspallm.bits, .pattern or .refine.
     """
     from fedprune_app.exports.compressed import compress as made
 
-    info = made(folder, inputs_in(None, overrides).on_command_line, output)
+    _print_made(made(folder, inputs_in(None, overrides).on_command_line, output), output)
+
+
+@app.command()
+def join(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
+    """Add clients to the sums that a run kept, and make its model anew.
+
+    RUN is the folder of a completed run with fedspallm.keep-sums=true.
+    CLIENTS is the folder of another one, in which these clients took part.
+    The model is the one that a run of all of them makes.
+    """
+    from fedprune_app.exports.compressed import combine
+
+    _print_made(combine(folder, clients, output), output)
+
+
+@app.command()
+def forget(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
+    """Take clients out of the sums that a run kept, and make its model anew.
+
+    RUN is the folder of a completed run with fedspallm.keep-sums=true.
+    CLIENTS is the folder of a run in which they alone sent the same sums again.
+    The model is the one that a run of the others makes.
+    """
+    from fedprune_app.exports.compressed import combine
+
+    info = combine(folder, clients, output, forgets=True)
+    _print_made(info, output)
+    numbers = ", ".join(map(str, info["forgotten"]))
+    echo(
+        f" that client {numbers} took part, in {output / 'run.json'}, and models that were given away",
+        "left:",
+        "yellow",
+    )
+    echo(f" all of {numbers} until you delete the folders {folder} and {clients}", "left:", "yellow")
+
+
+def _print_made(info: Values, output: Path) -> None:
     for name, value in info["perplexity"].items():
         echo(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
+    if info["epsilon_paid"] is not None:
+        echo(f" {info['epsilon_paid']:.2f} at most was paid for the sums, and nothing for this model", "ε:", "green")
+    echo(f"models: sha256 {info['final_sha256'][:16]}…")
     print_sizes(info, output)
 
 
@@ -218,8 +257,24 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
     if "final_sha256" in info:
         echo(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
         print_sizes(info, out)
+        _print_next_steps(out)
     else:
         echo("results: in the ServerApp's run folder, on its machine")
+
+
+def _print_next_steps(out: Path) -> None:
+    from fedprune_app.results.columns import traffic_of
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.texts import progress_line
+
+    run = load_run(out)
+    last: ValueDict = {}
+    for row in run.rounds:
+        last |= {name: value for name, value in row.items() if value is not None}
+    echo(f"{progress_line(last)}{(traffic_of(run) or 0) / 1e6:,.1f} MB of training traffic")
+    whose = "-o model" if run.headline.startswith("perplexity") else "--client 0 -o client-0.onnx"
+    echo(f"next: fedprune report {out} -o report.html")
+    echo(f"      fedprune export {out} {whose}")
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.exports.predict import predictions
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.tables import markdown
+from fedprune_app.results.tables import final_rows
 from tests.examples import full
 from tests.refusing import refuses
 
@@ -428,7 +428,7 @@ def test_what_is_charged_follows_the_number_of_patients(fedprune, visits, tmp_pa
         assert first["unit"] == "patient"
         assert (steps["sample_rate"], steps["count"]) == (5 / sizes["train"], 2 * -(-sizes["train"] // 5))
         assert sizes["train"] < len(splits._split_indices(dealt, client, 2)["train"])
-    assert "(per patient, simulated)" in markdown(group_runs([load_run(tmp_path / "run")]))
+    assert "(per patient, simulated)" in str(final_rows(group_runs([load_run(tmp_path / "run")])))
 
 
 def test_a_run_whose_groups_have_one_row_each_is_one_of_examples_to_the_last_bit(fedprune, clinics, tmp_path):

@@ -129,6 +129,8 @@ class Checker:
             "exports.language.export_gguf",
             "exports.compressed.compress",
             "exports.predict.predictions",
+            "exports.release.release",
+            "exports.release.verify",
             "sweeps.sweep.find",
             "sweeps.advise.advise",
             "preflight.describe.data_found",

@@ -32,7 +32,7 @@ from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.tables import markdown, perplexity_rows
+from fedprune_app.results.tables import final_rows, perplexity_rows
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.refusing import refuses
@@ -522,7 +522,7 @@ def test_what_nodes_call_their_own_test_files_does_not_matter_and_no_servers_tex
     assert measured[f"own texts: {windows} × 32 tokens, standalone"] == f"{np.mean(own_perplexities):.2f}"
     assert not any("own texts" in title and "standalone" not in title for title in header)
     assert not any("first" in title and "standalone" in title for title in header)
-    assert "standalone" not in markdown(groups)
+    assert "standalone" not in str(final_rows(groups))
 
 
 @pytest.mark.full

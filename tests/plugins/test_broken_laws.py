@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -139,6 +140,58 @@ def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, sa
     path = write(tmp_path / "broken.py", BROKEN.format(strategy=strategy, client=client))
     with pytest.raises(BrokenLawError, match=said):
         check_system("broken", plugins=path)
+
+
+def test_an_option_that_nobody_reads_is_told_by_its_key(tmp_path):
+    text = """
+from dataclasses import dataclass
+from fedprune_app.extend import *
+
+@dataclass(frozen=True)
+class Options(Table):
+    used: float = option(1.0, "Is used.")
+    idle_one: float = option(1.0, "Is not.")
+
+class Client(FedAvgClient):
+    def begin(self, task, state):
+        assert self.config.table(Options).used
+        return super().begin(task, state)
+
+register_system("idle", strategy=FedAvg, client=Client, summary="reads one", options=Options)
+"""
+    with pytest.raises(BrokenLawError, match=r"every option that the system declares is read: idle\.idle-one is not"):
+        check_system("idle", plugins=write(tmp_path / "idle.py", text))
+
+
+MASKED = """def masks(self, task, state):
+        weights = {n: p for n, p in self.model.named_parameters() if n in self.prunable}
+        return {n: torch.arange(p.numel()).view(p.shape) % 2 == 0 for n, p in weights.items()}
+
+    def begin(self, task, state):
+        return dict(Payload.pruned(super().begin(task, state), self.masks(task, state)).tensors)
+
+    def train(self, task, **how):
+        return super().train(task, **{**how, "masks": self.masks(task, None)})"""
+
+
+def test_a_client_that_prunes_and_sends_a_dense_model_ends_the_laws(tmp_path):
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy="pass", client=MASKED))
+    with pytest.raises(Exception, match=r"what is pruned is not sent: '.*' is sent with its zeros"):
+        check_system("broken", plugins=path)
+
+
+def test_a_new_plugin_is_that_of_the_page_and_keeps_the_laws(fedprune, tmp_path):
+    assert fedprune("new", "my-prune")[0] == 0
+    folder = tmp_path / "my-prune"
+    assert sorted(path.name for path in folder.iterdir()) == ["matrix.yaml", "my_prune.py", "test_my_prune.py"]
+    page = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
+    text = page.partition("```python\n# half.py\n")[2].partition("```")[0]
+    written = (folder / "my_prune.py").read_text()
+    assert written == text.replace("half", "my-prune").replace("Half", "MyPrune")
+    check_system("my-prune", plugins=str(folder / "my_prune.py"), settings={"my-prune.kept": 0.3})
+    assert "my_prune.py" in (folder / "test_my_prune.py").read_text()
+    assert fedprune("new", "my-prune")[0] == 2
+    assert fedprune("new", "../elsewhere")[0] == 2
 
 
 @pytest.mark.parametrize("hook", ["train", "send"])

@@ -17,7 +17,7 @@ from fedprune_app.learning.parts import Changes
 from fedprune_app.learning.sgd import SGD, sgd_step
 from fedprune_app.learning.train import train
 from fedprune_app.models.vision import build_model
-from fedprune_app.privacy.dpsgd import DPSGD, _Step
+from fedprune_app.privacy.dpsgd import DPSGD, Step
 from fedprune_app.privacy.noise import KeyedNoise, Noise, noisy_count
 from tests.examples import in_test
 
@@ -52,7 +52,7 @@ def product_rule(sigma: float, clip: float, rate: float) -> Rule:
     def rule(before: Tensor, total: Tensor, draws: Tensor) -> Tensor:
         gradient = total.clone()
         how = DPSGD(sigma, clip, 1.0, 1, RunInputs(draws))
-        _Step(how, dict, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
+        Step(how, dict, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
         return update(before, gradient, rate)
 
     return rule

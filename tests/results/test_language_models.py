@@ -13,7 +13,7 @@ from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import final_rows, markdown, perplexity_rows, write_tables
+from fedprune_app.results.tables import final_rows, perplexity_rows, table_text, write_tables
 
 
 def language_run(folder, density, seed=0, value=7.5, rounds=1, more=""):
@@ -59,7 +59,8 @@ def runs(tmp_path):
 
 
 def test_the_table_has_perplexities_and_no_accuracy(runs):
-    header, _, *rows = markdown(group_runs([load_run(each) for each in runs])).splitlines()[:4]
+    groups = group_runs([load_run(each) for each in runs])
+    header, _, *rows = table_text(".md", *final_rows(groups)).splitlines()[:4]
     assert "erplexity" in header
     assert "ccuracy" not in header
     assert "8.00 ± 0.71" in rows[0]

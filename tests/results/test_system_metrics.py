@@ -20,7 +20,7 @@ from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import write_report
 from fedprune_app.results.system_metrics import SystemMetric
-from fedprune_app.results.tables import comma_separated, final_rows, markdown
+from fedprune_app.results.tables import comma_separated, final_rows, table_text
 from fedprune_app.testing import BrokenLawError, check_system
 from tests.conftest import tampered_app
 from tests.examples import full
@@ -87,7 +87,7 @@ def test_one_name_of_two_meanings_stands_in_two_columns(run):
     shown = [[row[column] for column in columns] for row in rows]
     assert [cells.count("–") for cells in shown] == [1] * len(rows)
     assert ",drift_2_mean," in comma_separated(groups)
-    assert "A \\| \\<i\\>drift\\</i\\> in & (%)" in markdown(groups)
+    assert "A \\| \\<i\\>drift\\</i\\> in & (%)" in table_text(".md", *final_rows(groups), num_texts=3)
     assert {"own-drift", "own-drift_2"} <= {figure.key for figure in figures(groups)}
 
 

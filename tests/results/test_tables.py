@@ -12,18 +12,16 @@ from scipy.stats import ttest_1samp
 
 from fedprune_app.config import OPTIONS
 from fedprune_app.results.columns import best_on_validation, columns, paper_bytes
-from fedprune_app.results.groups import Statistic, group_runs
+from fedprune_app.results.groups import Statistic, differing_settings, group_runs
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     PAPER_COLUMNS,
-    _latex_cell,
     comma_separated,
     final_rows,
-    latex,
-    markdown,
+    latex_text,
     paper_rows,
-    paper_table,
     statistics_of,
+    table_text,
     write_tables,
 )
 from tests.refusing import refuses
@@ -281,7 +279,7 @@ def test_megabytes_are_a_million_bytes_over_all_rounds():
     rows = ({"round": 1, "bytes_up": 1_500_000}, {"round": 2, "bytes_up": 1_000_000})
     (group,) = group_runs([Run(Path("x"), run().info, rows, ())])
     assert statistics_of(group)["megabytes_up"].mean == 2_500_000
-    assert "| 2.50 |" in markdown([group])
+    assert "| 2.50 |" in table_text(".md", *final_rows([group]), num_texts=3)
 
 
 def table_of_rounds(*rows: dict) -> dict[str, str]:
@@ -319,8 +317,8 @@ def test_every_column_is_in_the_tables_for_papers_and_programs(make_run):
     groups = group_runs([load_run(make_run("run", "dispfl", rounds=2, peers=True))])
     shown = {column.key: column.title for column in columns(groups)}
     for key in ("paper_busiest_megabytes", "node_megabytes", "gigaflops"):
-        assert shown[key] in markdown(groups)
-        assert shown[key] in latex(groups)
+        assert shown[key] in table_text(".md", *final_rows(groups), num_texts=3)
+        assert shown[key] in table_text(".tex", *final_rows(groups), num_texts=3)
     (row,) = csv.DictReader(io.StringIO(comma_separated(groups)))
     run = load_run(groups[0].runs[0].folder)
     assert float(row["busiest_megabytes_mean"]) == pytest.approx(run.mean("busiest_node_bytes") / 1e6)
@@ -330,15 +328,36 @@ def test_every_column_is_in_the_tables_for_papers_and_programs(make_run):
     assert float(row["gigaflops_mean"]) == pytest.approx(run.mean("flops") / 10 / 1e9)
 
 
+def test_a_label_says_in_words_what_privacy_a_run_has():
+    def private(enabled, epsilon, noise):
+        return run("a", **{"dp.enabled": enabled, "dp.target-epsilon": epsilon, "dp.noise-multiplier": noise})
+
+    rows = [private(False, 0.0, 0.0), private(True, 8.0, 0.0), private(True, 0.0, 2.0)]
+    assert labels(*rows) == ["a · not private", "a · ε 8", "a · noise 2"]
+    assert labels(*rows[::2]) == ["a · not private", "a · noise 2"]
+    assert labels(run("a", refine=True), run("a", refine=False)) == ["a · refine", "a · no refine"]
+
+
+def test_no_label_has_a_path_of_the_machine(make_run, tmp_path):
+    groups = group_runs([load_run(make_run(name, rounds=0, status="failed")) for name in ("one", "two")])
+    assert [group.label for group in groups] == [f"subfedavg (failed) · seed 0 · {name}" for name in ("one", "two")]
+
+
+def test_what_differs_between_groups_is_only_what_has_an_effect_there():
+    sparse = run("dispfl", density=0.3, momentum=0.9, **{"dispfl.neighbours": 5})
+    dense = run("fedavg", density=0.5, momentum=0.5, **{"dispfl.neighbours": 10})
+    assert differing_settings(group_runs([sparse, dense])) == [("momentum", ["0.9", "0.5"])]
+
+
 def test_the_latex_table_escapes_what_tex_would_run():
-    text = latex(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")]))
+    text = table_text(".tex", *final_rows(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")])), num_texts=3)
     assert r"a\&b\_\%\textbackslash{}input\{x\}\$\textasciitilde{}\textasciicircum{} & d\#1 & -- & 1" in text
     assert text.count("\\\\\n") == 2
     assert "\\toprule" in text
 
 
 def test_the_markdown_table_keeps_its_columns_whatever_a_name_holds():
-    text = markdown(group_runs([run("a|b\n<i>", dataset="x")]))
+    text = table_text(".md", *final_rows(group_runs([run("a|b\n<i>", dataset="x")])), num_texts=3)
     header, rule, row = text.splitlines()
     assert row.startswith(r"| a\|b \<i\> | x |")
     assert header.count("|") == rule.count("|") == row.count("|") - 1
@@ -365,7 +384,7 @@ def test_the_tables_of_real_run_folders_are_written(make_run, tmp_path):
 def test_a_table_for_latex_has_no_character_that_latex_does_not_know():
     titles = [column.title for column in columns([])]
     assert any("δ" in title for title in titles)
-    assert all(_latex_cell(title).isascii() for title in (*titles, "ptb: first 64 of 900 × 128 tokens"))
+    assert all(latex_text(title).isascii() for title in (*titles, "ptb: first 64 of 900 × 128 tokens"))
 
 
 def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is_clearly_ahead(make_run):
@@ -382,10 +401,10 @@ def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is
     assert rows[0][1] == f"{sum(own) / 3:.2f} ± {half:.2f}"
     deviations = paper_rows(groups, ("personal_accuracy",), intervals=False, best_bold=False)[1]
     assert deviations[0][1] == f"{sum(own) / 3:.2f} ± {stdev(own):.2f}"
-    tex = paper_table(".tex", header, rows, bold)
+    tex = table_text(".tex", header, rows, bold)
     assert "\\textbf{fedavg} & \\textbf{" in tex
     assert "\nsubfedavg & " in tex
-    assert "| **fedprox** | **" in paper_table(".md", header, rows, bold)
-    assert next(csv.reader(io.StringIO(paper_table(".csv", header, rows, bold)))) == header
+    assert "| **fedprox** | **" in table_text(".md", header, rows, bold)
+    assert next(csv.reader(io.StringIO(table_text(".csv", header, rows, bold)))) == header
     with refuses("--columns", "acuracy"):
         paper_rows(groups, ("acuracy",), intervals=True, best_bold=False)
