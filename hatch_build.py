@@ -1,4 +1,4 @@
-"""How a wheel is built: the packages ``strategies`` and ``clients`` go below ``fedprune_app``.
+"""How a wheel is built: the packages ``strategies``, ``clients`` and ``gallery`` go below ``fedprune_app``.
 
 In a checkout, and in the bundle that Flower ships, the three packages stand beside each other. At the top of
 site-packages the names ``strategies`` and ``clients`` would collide with anybody's. So a wheel holds them as
@@ -7,6 +7,9 @@ site-packages the names ``strategies`` and ``clients`` would collide with anybod
 The libraries in C are compiled here, with the compiler ``$CC``, else ``cc``. They use nothing of Python's or PyTorch's,
 so one wheel serves every Python of a platform. Without a compiler the wheel is for any platform, linear layers stay
 dense, and sums over clients take longer.
+
+The licence gets its SPDX name here, which an index asks for: Flower's bundles insist on a file in pyproject.toml. With
+``FEDPRUNE_SOURCE``, the address of the repository's files at this release, README's pictures and links lead there.
 """
 
 from __future__ import annotations
@@ -23,11 +26,29 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_INNER = ("strategies", "clients")
+_INNER = ("strategies", "clients", "gallery")
 _FROM = re.compile(r"^(\s*)from (strategies|clients)(?=[.\s])", re.MULTILINE)
 _IMPORT = re.compile(r"^(\s*)import (strategies|clients)$", re.MULTILINE)
 _OTHER = re.compile(r"^\s*(?:import\s.*\b|from\s+)(strategies|clients)\b", re.MULTILINE)
+
+
+_RELATIVE = re.compile(r"(\]\()(?![a-z]+:|#)(?=[^)]+\))")
+
+
+class MetadataHook(MetadataHookInterface):  # type: ignore[misc]  # hatchling is there when a wheel is built
+    """The hook completes what pyproject.toml cannot say."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        metadata["license"] = "Apache-2.0"
+        text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
+        if source := os.environ.get("FEDPRUNE_SOURCE", "").rstrip("/"):
+            text = _RELATIVE.sub(rf"\1{source}/", text)
+            metadata["urls"]["Source"] = source
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 class WheelHook(BuildHookInterface):  # type: ignore[misc, type-arg]  # hatchling is there when a wheel is built
@@ -47,6 +68,8 @@ class WheelHook(BuildHookInterface):  # type: ignore[misc, type-arg]  # hatchlin
         for name in _INNER:
             shutil.copytree(root / name, package / name, ignore=ignored)
         shutil.copytree(root / "configs", package / "configs", ignore=ignored)
+        for config in (root / "gallery").glob("*.toml"):  # by its name, as `-c ssfl`
+            shutil.copy(config, package / "configs")
         for module in package.rglob("*.py"):
             module.write_text(below_fedprune(module.read_text(encoding="utf-8")), encoding="utf-8")
         if compile_libraries(package / "core" / "native"):

@@ -1,8 +1,8 @@
-"""The functions of ``import fedprune_app``: the command line's commands, for scripts and notebooks.
+"""The functions of ``import fedprune``: the command line's commands, for scripts and notebooks.
 
 Examples:
-    >>> import fedprune_app
-    >>> run = fedprune_app.run(system="fedavg", clients=3, engine="inprocess", out="runs/x")  # doctest: +SKIP
+    >>> import fedprune
+    >>> run = fedprune.run(system="fedavg", clients=3, engine="inprocess", out="runs/x")  # doctest: +SKIP
     >>> run.frame().tail(1)  # doctest: +SKIP
 
 Errors are those of the command line, but name Python's arguments instead of options:
@@ -17,8 +17,10 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -28,18 +30,22 @@ from torch import nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.config.toml import config_file
-from fedprune_app.core.named import TensorDict
+from fedprune_app.core.named import TensorDict, Values
 from fedprune_app.data import splits
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
+from fedprune_app.files import LATEST, folder_for
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.preflight.inputs import Placement, RunInputs, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
+from fedprune_app.results.groups import group_runs
+from fedprune_app.results.paper import drawn
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
 from fedprune_app.results.report import run_folders, write_report
+from fedprune_app.results.tables import final_rows
 from fedprune_app.terminal import Terminal
 
 __all__ = [
@@ -111,32 +117,52 @@ def run(
     config: AnyPath | Settings | None = None,
     /,
     *,
-    out: AnyPath,
+    out: AnyPath | None = None,
     clients: int | None = None,
     workers: int | None = None,
     engine: str = "ray",
     ray_address: str = "",
     resume: bool = False,
     progress: bool = True,
+    on_round: Callable[[Values], object] | None = None,
     **settings: object,
 ) -> Run:
     """Run one federation in the folder ``out`` to its end, and return the recorded run.
 
+    Without ``out`` it is runs/1, runs/2, ... in the current folder, and runs/latest leads there.
+
     ``config`` is a run-config file, the name of a shipped one (``"subfedavg"``), or a mapping of keys to values.
     ``settings`` override it. They are keys with underscores, and tables as mappings: ``learning_rate=0.1,
     dispfl={"topology": "ring"}``. Relative paths start at the current folder. The other arguments are the options of
-    ``fedprune run``: by default 20 ``clients``, or as many as a resumed run has.
+    ``fedprune run``: by default 20 ``clients``, or as many as a resumed run has. ``on_round`` is called with each row
+    of rounds.jsonl as soon as it is written; with ``engine="inprocess"`` another thread calls it.
 
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` for a run that
     fails.
     """
     from fedprune_app.running import run as run_prepared
 
-    folder = _path("out", out).resolve()
-    inputs = _given(config, settings).for_run_in(folder, resume=resume)
-    prepared = prepare(inputs, Placement(engine, clients, workers, ray_address=ray_address))
-    run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress))
-    return load_run(folder)
+    link = LATEST if out is None and not resume else None
+    with folder_for(None if out is None else _path("out", out), not resume) as place:
+        folder = place.resolve()
+        inputs = _given(config, settings).for_run_in(folder, resume=resume)
+        prepared = prepare(inputs, Placement(engine, clients, workers, ray_address=ray_address))
+        run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress), link, on_round)
+        return load_run(folder)
+
+
+def _shown(run: Run) -> str:
+    groups = group_runs([run])
+    header, (row,) = final_rows(groups)
+    pairs = zip(map(escape, header), map(escape, row), strict=True)
+    cells = "".join(f"<tr><th>{title}</th><td>{cell}</td></tr>" for title, cell in pairs)
+    with suppress(ConfigError):  # without Matplotlib, or where no accuracy was measured
+        picture = drawn(groups, "accuracy-by-round", "svg").decode()
+        return f"{picture[picture.index('<svg') :]}<table>{cells}</table>"
+    return f"<table>{cells}</table>"
+
+
+Run._repr_html_ = _shown  # type: ignore[attr-defined]  # notebooks ask for it; tables and figures are made of runs
 
 
 @_in_python
@@ -253,7 +279,7 @@ def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, fo
 @_in_python
 def model(
     run: Run | AnyPath,
-    client: int | None = None,
+    client: int | str | None = None,
     *,
     state_dir: AnyPath = "",
     data_dir: AnyPath = "",
@@ -272,7 +298,7 @@ def model(
 @_in_python
 def masks(
     run: Run | AnyPath,
-    client: int | None = None,
+    client: int | str | None = None,
     *,
     full: bool = False,
     state_dir: AnyPath = "",
@@ -294,7 +320,7 @@ def _folder(name: str, run: object) -> Path:
 
 
 def _exportable(
-    run: Run | AnyPath, client: int | None, state_dir: AnyPath, data_dir: AnyPath, plugins: str | Sequence[str]
+    run: Run | AnyPath, client: int | str | None, state_dir: AnyPath, data_dir: AnyPath, plugins: str | Sequence[str]
 ) -> Exportable:
     from fedprune_app.exports.find import find_model
 
@@ -316,7 +342,7 @@ def export(
     run: Run | AnyPath,
     output: AnyPath,
     *,
-    client: int | None = None,
+    client: int | str | None = None,
     format: str = "",
     force: bool = False,
     state_dir: AnyPath = "",

@@ -17,7 +17,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -221,6 +221,14 @@ def next_folder(parent: Path) -> Iterator[Path]:
         with suppress(OSError):
             folder.rmdir()
             parent.rmdir()
+
+
+LATEST = Path("runs/latest")  # the link to the run that was started last without a folder of its own
+
+
+def folder_for(out: Path | None, is_new: bool) -> AbstractContextManager[Path]:
+    """Return what gives a run's folder: ``out``, or without it the next one in runs/, or the latest if it goes on."""
+    return next_folder(LATEST.parent) if out is None and is_new else nullcontext(out or LATEST)
 
 
 def point_to(link: Path, folder: Path) -> None:

@@ -20,6 +20,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
@@ -34,6 +35,7 @@ from fedprune_app.preflight.inputs import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import mark
+from fedprune_app.results.reader import read_rows
 from fedprune_app.results.recorder import write_info
 from fedprune_app.results.texts import progress_line
 
@@ -41,20 +43,26 @@ from fedprune_app.results.texts import progress_line
 class RunProgress:
     """A live bar of a run's progress, read from its folder: round, accuracy, bytes, time left."""
 
-    def __init__(self, config: Config, folder: Path, console: Console) -> None:
+    def __init__(
+        self, config: Config, folder: Path, console: Console, on_round: Callable[[Values], object] | None = None
+    ) -> None:
         self._folder = folder
+        self._on_round = on_round
         self._file = folder / "rounds.jsonl"
         self._counts_rounds = True
         self._offset = self._file.stat().st_size if config.resume_from and self._file.exists() else 0
         self._accuracy = ""
-        self._bytes = 0
+        self._bytes = 0.0
+        if self._offset:
+            self._bytes = sum(_bytes_of(row) for row in read_rows(self._file))
         self._is_live = console.is_terminal or console.is_jupyter
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", markup=False),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if console.width > 100 else 8),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}", markup=False),
+            # all other columns stay whole in a narrow terminal
+            TextColumn("{task.fields[said]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             TextColumn("{task.fields[failed]}", style="yellow", markup=False),
             TimeRemainingColumn(),
             console=console,
@@ -97,16 +105,23 @@ class RunProgress:
             self._show(json.loads(line))
 
     def _show(self, row: Values) -> None:
-        self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
+        self._bytes += _bytes_of(row)
         if numbers := progress_line(row):
             self._accuracy = numbers
+        elif self._accuracy and "(round " not in self._accuracy:
+            self._accuracy = f"{self._accuracy.rstrip()} (round {row['round'] - 1})  "
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
+        for line in row.get("notes") or ():
+            if line.endswith(("heartbeat", "is back")):
+                self._console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
         completed = row["round"] if self._counts_rounds else None  # None keeps the old value
         self._bar.update(self._task, completed=completed, said=text, failed=failed)
         if not self._is_live:
             line = f"{self._system}: round {row['round']} of {self._rounds}  {text}  {failed}".rstrip()
             self._console.print(line, soft_wrap=True)
+        if self._on_round is not None:
+            self._on_round(row)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
@@ -126,9 +141,19 @@ class RunProgress:
             watcher.join()
 
 
-def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> ValueDict:
+def _bytes_of(row: Values) -> float:
+    return float(row.get("bytes_up") or 0) + float(row.get("bytes_down") or 0)
+
+
+def run(
+    prepared: Prepared,
+    folder: Path,
+    console: Console,
+    link: Path | None = None,
+    on_round: Callable[[Values], object] | None = None,
+) -> ValueDict:
     with Session(console) as session:
-        return session.run(prepared, folder, link)
+        return session.run(prepared, folder, link, on_round)
 
 
 class Session(ExitStack):
@@ -169,11 +194,18 @@ class Session(ExitStack):
                 self._printed_notes.add(line)
                 self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
 
-    def run(self, prepared: Prepared, folder: Path, link: Path | None = None) -> ValueDict:
+    def run(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        link: Path | None = None,
+        on_round: Callable[[Values], object] | None = None,
+    ) -> ValueDict:
         """Run a federation to its end in ``folder`` and return its run.json; no settings are checked any more.
 
-        The language model that the run needs is first trained or downloaded. ``link`` then points to the folder. Raises
-        :class:`LaunchError` with the run's own error if the run does not complete.
+        The language model that the run needs is first trained or downloaded. ``link`` then points to the folder. Each
+        row of rounds.jsonl is passed to ``on_round``.
+        Raises :class:`LaunchError` with the run's own error if the run does not complete.
         """
         config, place = prepared.config, prepared.placement
         self.show_notes(prepared.notes)
@@ -185,7 +217,7 @@ class Session(ExitStack):
             point_to(link, folder)
         earlier_info = read_json(folder / "run.json")
         read_setting_error(folder)  # discard an error left for a launcher that died
-        with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console) as progress:
+        with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console, on_round) as progress:
             try:
                 if not place.is_simulation:
                     self._run_on_nodes(prepared, folder, progress)

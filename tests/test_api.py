@@ -15,12 +15,14 @@ import torch
 from flwr.supercore.exit import exit_handler
 from PIL import Image
 
+import fedprune
 import fedprune_app
 from fedprune_app import server_app
 from fedprune_app.data import splits
 from fedprune_app.exports.file import read_export_info
 from fedprune_app.exports.predict import predictions
 from fedprune_app.results.recorder import write_info
+from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.refusing import refuses
 from tests.results.conftest import made_up_run
@@ -49,6 +51,31 @@ def test_a_run_is_returned_with_its_rounds_and_settings(finished):
     assert [row["round"] for row in finished.rounds] == [1]
     assert {row["partition"] for row in finished.clients} == {0, 1, 2}
     assert fedprune_app.load_run(finished.folder).rounds == finished.rounds
+
+
+def test_the_short_name_has_the_same_functions_and_changes_nothing_else():
+    assert fedprune.run is fedprune_app.run
+    assert {"run", "report", "model"} <= set(dir(fedprune))
+    with pytest.raises(AttributeError):
+        fedprune.nothing  # noqa: B018
+
+
+def test_a_run_without_a_folder_is_numbered_and_tells_each_round_as_it_is_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    settings = {"system": "fedavg", "num_server_rounds": 2, "local_epochs": 1, "on_round": told.append}
+    run = fedprune.run(**settings, **QUICK)
+    assert run.folder == tmp_path / "runs" / "1"
+    assert (tmp_path / "runs" / "latest").resolve() == run.folder
+    assert [row["round"] for row in told] == [1, 2]
+    assert told[-1]["bytes_up"] == run.rounds[-1]["bytes_up"]
+
+
+def test_a_notebook_shows_a_run_as_a_picture_and_a_table(tmp_path):
+    shown = fedprune.load_run(made_up_run(tmp_path / "run"))._repr_html_()
+    assert shown.startswith("<svg")
+    assert "<th>Personal (%)</th>" in shown
+    assert "<script" not in shown
 
 
 def test_a_run_has_the_hash_of_the_same_run_on_the_command_line(finished, fedprune, tmp_path):
@@ -137,7 +164,7 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
     path = fedprune_app.export(folder, tmp_path / "packed")
     assert fedprune_app.load_packed(path, sparse=True).config.num_hidden_layers == 3
     for given in ({"client": 1}, {"format": "onnx"}, {"state_dir": "s"}, {"plugins": ["p"]}):
-        with refuses(*next(iter(given.items())), condition="with a language model"):
+        with refuses(*next(iter(given.items())), condition="language model"):
             fedprune_app.export(folder, tmp_path / "x", **given)
 
 
@@ -431,8 +458,7 @@ def load(data_dir):
 """
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), ("uint8", 255, "images")])
+@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), full("uint8", 255, "images")])
 def test_an_exported_model_knows_whether_it_takes_images_of_8_bits(tmp_path, dtype, most, inputs):
     (tmp_path / "own.py").write_text(LOADER.format(dtype=dtype, most=most))
     dataset = f"{tmp_path / 'own.py'}:load"

@@ -12,6 +12,7 @@ import typer
 from fedprune_app import __version__
 from fedprune_app.cli import demo, deploying, results, running
 from fedprune_app.config import OPTIONS, ConfigError
+from fedprune_app.config.errors import OTHER_WORDS
 from fedprune_app.core.texts import one_line
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.errors import LaunchError, RunDetached
@@ -63,6 +64,7 @@ def main(commands: typer.Typer = app) -> None:
         code = commands(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
+        key = OTHER_WORDS.get(key, key)
         advice = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""
         echo(f" there is no option {error.option_name}{advice}", "error:", "red")
         sys.exit(2)

@@ -1,6 +1,10 @@
 """Commands for a first look: ``list`` and ``demo``, which takes three minutes on two cores."""
 
+import inspect
 import json
+import re
+import sys
+from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +16,7 @@ from rich.text import Text
 from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
+from fedprune_app.files import replace_file
 from fedprune_app.preflight.inputs import Placement, RunInputs, inputs_in
 from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.ownership import check_free, is_marked
@@ -22,6 +27,10 @@ DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
 LLM_CLIENTS = 4
 LLM_DENSITIES = (0.5, 0.3)
+_COMMON = (
+    "dataset", "partition", "model", "num-server-rounds", "fraction-train", "local-epochs", "learning-rate",
+    "batch-size", "density", "seed", "dp.enabled",
+)  # fmt: skip
 
 
 def demo_settings(system: str) -> dict[str, Scalar]:
@@ -84,7 +93,8 @@ def list_(
 ) -> None:
     """List all systems, datasets, partitions and models.
 
-    With --keys and SYSTEM: the settings that have an effect with that system.
+    With SYSTEM: what it is, and its twelve most common settings.
+    With --keys and SYSTEM: all settings that have an effect with that system.
     """
     from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
     from fedprune_app.models.names import MODELS
@@ -94,8 +104,8 @@ def list_(
 
     if plugin or system not in ("", *SYSTEMS):
         inputs_in(None, [f"system={system}"] if system else None, plugin)
-    if system and (not keys or system not in SYSTEMS):
-        raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
+    if system and system not in SYSTEMS:
+        raise not_allowed("SYSTEM", system, SYSTEMS)
     options = {
         key: option
         for key, option in OPTIONS.items()
@@ -124,7 +134,11 @@ def list_(
         typer.echo(json.dumps({**kinds, "measures": metrics, "keys": settings}, indent=1))
         return
     out = Terminal()
-    if keys:
+    if system and not keys:
+        out.print(f"{inspect.getdoc(sys.modules[SYSTEMS[system].strategy.__module__])}\n", soft_wrap=True)
+        own = sorted(options, key=lambda key: (not key.startswith(f"{system}."), key not in _COMMON))
+        options = {key: options[key] for key in own[:12]}
+    if keys or system:
         table = Table(box=None, pad_edge=False)
         table.add_column("key = default", no_wrap=True)
         table.add_column("meaning")
@@ -149,6 +163,23 @@ def _meaning(option: Option) -> Group:
     for choice, words in option.choices.items():
         choices.add_row(f"  {choice}:", words)
     return Group(Text(option.help + allowed), *([choices] if option.choices else []))
+
+
+@app.command()
+def new(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+    """Make a plug-in to start from: a system that prunes, its test, and a matrix.
+
+    NAME is the name of the system, and of the new folder.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or Path(name).exists():
+        raise ConfigError("NAME", name, "lower-case letters, digits and dashes, and no folder that exists")
+    module = name.replace("-", "_")
+    files = {"plugin.txt": f"{module}.py", "test.txt": f"test_{module}.py", "matrix.txt": "matrix.yaml"}
+    for template, file in files.items():
+        text = resources.files("fedprune_app.plugins").joinpath("new", template).read_text(encoding="utf-8")
+        text = text.replace("MODULE", module).replace("half", name).replace("Half", name.title().replace("-", ""))
+        replace_file(Path(name) / file, text.encode())
+    echo(f": {name}; next: cd {name} && pytest test_{module}.py", "made", "green")
 
 
 @app.command()

@@ -23,15 +23,18 @@ from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
+    from fedprune_app.results.groups import Group
 
 app = typer.Typer()
-_MOST_TOKENS = 64  # of a text that `predict` continues
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
+_MOST_TOKENS = 64  # that `predict` adds to a text
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
     watch: Annotated[
@@ -59,7 +62,7 @@ def report(
 
 @app.command()
 def table(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    folders: Folders,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write this file: .tex, .csv or .md. Default: print it.")
     ] = None,
@@ -73,7 +76,7 @@ def table(
         bool,
         typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
 ) -> None:
     """Write a table for a paper.
 
@@ -81,11 +84,8 @@ def table(
     Each DIR is a run folder, or a folder of run folders.
     """
     from fedprune_app.files import replace_file
-    from fedprune_app.results.groups import group_runs
     from fedprune_app.results.ownership import check_new_file
-    from fedprune_app.results.reader import load_run
-    from fedprune_app.results.report import each_once, run_folders
-    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, paper_table
+    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, table_text
 
     suffix = ".md" if output is None else output.suffix
     if suffix not in (".tex", ".csv", ".md"):
@@ -93,13 +93,58 @@ def table(
     if output is not None:
         check_new_file(output, force)
     keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
-    groups = group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
-    text = paper_table(suffix, *paper_rows(groups, keys, intervals, best_bold))
+    text = table_text(suffix, *paper_rows(_groups(folders), keys, intervals, best_bold))
     if output is None:
         typer.echo(text, nl=False)
         return
     replace_file(output, text.encode())
     echo(f": {output.resolve()}", "written", "green")
+
+
+@app.command()
+def figure(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR... FIGURE")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file: .pdf, .svg or .png.")],
+    view: Annotated[str, typer.Option("--view", help="A view of the figure, such as Personal. Default: first.")] = "",
+    force: Force = False,
+) -> None:
+    """Write a FIGURE of the report to a file, such as accuracy-by-bytes.
+
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.files import replace_file
+    from fedprune_app.results.ownership import check_new_file
+    from fedprune_app.results.paper import check_figure_file, drawn
+
+    check_figure_file(output)
+    check_new_file(output, force)
+    replace_file(output, drawn(_groups(folders[:-1]), str(folders[-1]), output.suffix[1:], view))
+    echo(f": {output.resolve()}", "written", "green")
+
+
+@app.command()
+def paper(
+    folders: Folders,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the files.")] = Path("paper"),
+    force: Force = False,
+) -> None:
+    """Write what a paper takes from runs.
+
+    The files are a figure, a table, a paragraph on the settings, and references.
+    Each DIR is a run folder, or a folder of run folders.
+    """
+    from fedprune_app.results.paper import write_paper
+
+    for path in write_paper(_groups(folders), output, force):
+        echo(f": {path.resolve()}", "written", "green")
+
+
+def _groups(folders: Iterable[Path]) -> list[Group]:
+    from fedprune_app.results.groups import group_runs
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.report import each_once, run_folders
+
+    return group_runs([load_run(run) for run in each_once(run for folder in folders for run in run_folders(folder))])
 
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
@@ -119,7 +164,9 @@ def _watch(folders: list[Path], output: Path, force: bool) -> None:
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this file, or for a language model folder.")],
-    client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
+    client: Annotated[
+        str | None, typer.Option("--client", help="Export the personal model of this client: a number or a name.")
+    ] = None,
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
@@ -129,7 +176,7 @@ def export(
         str,
         typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    force: Force = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
     ] = "",
@@ -180,6 +227,9 @@ def export(
     ]
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
+    if format == "onnx" and small.zeros:
+        zeros = f"{small.zeros:,} pruned weights are zeros in the file, and its runtimes do not skip zeros"
+        echo(f" {zeros}; system=subfedavg-hy removes channels, which saves bytes and time", "note:", "yellow")
     echo(f": {output.resolve()}", "exported", "green")
 
 
@@ -245,7 +295,7 @@ def predict(
 ) -> None:
     """Classify images, or rows of tables, with an exported model.
 
-    MODEL is a file that `fedprune export --format safetensors` wrote.
+    MODEL is a file of `fedprune export`: of safetensors, or of ONNX.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
     Otherwise a FILE is an image, which is resized for the model.
     For a model of tables, it is a CSV or Parquet table with the same columns.
@@ -311,7 +361,9 @@ def audit(
         float, typer.Option("--delta", help="The δ of the bound and the claim. 0: dp.delta.", min=0, max=1)
     ] = 0.0,
     confidence: Annotated[float, typer.Option("--confidence", help="The confidence of the bound.")] = 0.95,
-    client: Annotated[int, typer.Option("--client", help="The client whose data hold the canaries.")] = 0,
+    client: Annotated[
+        str, typer.Option("--client", help="The client whose data hold the canaries: a number or a name.")
+    ] = "0",
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
     noise_share: Annotated[
         float,
@@ -331,11 +383,12 @@ def audit(
     The command prints the bound and the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
+    from fedprune_app.data.splits import owner_names
     from fedprune_app.exports.release import settings_digest
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.results.ownership import check_json_file
-    from fedprune_app.results.reader import read_info
+    from fedprune_app.results.reader import client_number, read_info
     from fedprune_app.testing.audit import Question
     from fedprune_app.testing.audit import audit as run_audit
 
@@ -348,7 +401,8 @@ def audit(
         inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
-    question = Question(canaries, delta, confidence, client, noise_share)
+    number = client_number(owner_names(config), client)
+    question = Question(canaries, delta, confidence, number, noise_share)
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "made"})
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):

@@ -1,15 +1,14 @@
 """Commands that start runs: ``run``, ``check``, ``check-data`` and ``sweep``."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from fedprune_app.core.named import Values
-from fedprune_app.files import next_folder
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.files import LATEST, folder_for
 from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import Prepared, prepare
 from fedprune_app.terminal import (
@@ -27,7 +26,6 @@ from fedprune_app.terminal import (
 )
 
 app = typer.Typer()
-LATEST = Path("runs/latest")  # the link to the run that was started last without --out
 _MOST_LINES = 10  # of one kind that are printed at the end of a run
 
 
@@ -61,11 +59,11 @@ def run(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
-    is_numbered = out is None and not (superlink or resume)
-    with next_folder(LATEST.parent) if is_numbered else nullcontext(out or LATEST) as folder:
+    is_new = not (superlink or resume)
+    with folder_for(out, is_new) as folder:
         inputs = inputs_in(config, overrides, plugin)
         inputs = inputs.for_run_in(folder, resume=resume, accept_loss=accept_loss)
-        run_once(prepare(inputs, placement), folder, LATEST if is_numbered else None)
+        run_once(prepare(inputs, placement), folder, LATEST if out is None and is_new else None)
 
 
 @app.command(name="check")
@@ -145,6 +143,46 @@ def sweep(
 
 
 @app.command()
+def advise(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="How long it may take, in about.")] = 20.0,
+    epsilon: Annotated[
+        float, typer.Option("--epsilon", help="Run private methods too, with this ε for each example.", min=0)
+    ] = 0.0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for page, models and runs.")] = Path(
+        "advice"
+    ),
+    engine: Engine = "inprocess",
+) -> None:
+    """Say whether to federate, how to prune, and what privacy costs, on data of your own.
+
+    DIR has <site>/<class>/* (images), or train.csv with a column of sites.
+    Each KEY=VALUE is a setting of all runs, such as owner-column=clinic label-column=outcome.
+    A few methods run with three seeds.
+    """
+    from fedprune_app.results.report import write_report
+    from fedprune_app.sweeps.advise import advise as make
+
+    output = output.expanduser().resolve()
+    found = make(
+        folder.expanduser().resolve(),
+        inputs_in(None, overrides).chosen,
+        output,
+        console,
+        minutes=minutes,
+        epsilon=epsilon,
+        engine=engine,
+    )
+    runs = [run.folder for group in found.methods.values() for run in group.runs]
+    page = write_report(runs, output / "advice.html", advice=found)
+    for answer in found.answers:
+        print_rows([(answer.question, answer.answer), *(("", detail) for detail in answer.details)])
+    print_notes(found.notes)
+    echo(f": open {page}", "done", "green")
+
+
+@app.command()
 def compress(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],
@@ -178,8 +216,24 @@ def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
     if "final_sha256" in info:
         echo(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
         print_sizes(info, out)
+        _print_next_steps(out)
     else:
         echo("results: in the ServerApp's run folder, on its machine")
+
+
+def _print_next_steps(out: Path) -> None:
+    from fedprune_app.results.columns import traffic_of
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.texts import progress_line
+
+    run = load_run(out)
+    last: ValueDict = {}
+    for row in run.rounds:
+        last |= {name: value for name, value in row.items() if value is not None}
+    echo(f"{progress_line(last)}{(traffic_of(run) or 0) / 1e6:,.1f} MB of training traffic")
+    whose = "-o model" if run.headline.startswith("perplexity") else "--client 0 -o client-0.onnx"
+    echo(f"next: fedprune report {out} -o report.html")
+    echo(f"      fedprune export {out} {whose}")
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -69,7 +69,7 @@ def refused(text: str) -> str:
 
 
 # Common words of other programs, and the keys that they mean.
-_OTHER_WORDS = {
+OTHER_WORDS = {
     "lr": "learning-rate",
     "rounds": "num-server-rounds",
     "num-rounds": "num-server-rounds",
@@ -89,6 +89,8 @@ _OTHER_WORDS = {
     "data": "data-dir",
     "data-path": "data-dir",
     "noise-multiplier": "dp.noise-multiplier",
+    "epsilon": "dp.target-epsilon",
+    "eps": "dp.target-epsilon",
     "sigma": "dp.noise-multiplier",
     "clip": "dp.clip-norm",
 }
@@ -108,7 +110,7 @@ def unknown_key(key: str, keys: Collection[str]) -> ConfigError:
 def _suggestion_for(key: str, keys: Collection[str]) -> str:
     if key in _COMMAND_LINE:
         return f"it is the command's option {_COMMAND_LINE[key]}"
-    meant = [_OTHER_WORDS[key]] if key in _OTHER_WORDS else [name for name in keys if f".{name}".endswith(f".{key}")]
+    meant = [OTHER_WORDS[key]] if key in OTHER_WORDS else [name for name in keys if f".{name}".endswith(f".{key}")]
     meant = meant or difflib.get_close_matches(key, keys, n=1)
     return f"did you mean {' or '.join(map(repr, meant))}?" if meant else "see `fedprune list --keys`"
 

@@ -17,6 +17,19 @@ from fedprune_app.results.system_metrics import SystemMetric
 _place = attrgetter("place")
 
 
+def table_key(name: str) -> str:
+    """Return the key in tables of a column of rounds.jsonl; empty for one that stands in none."""
+    column = DECLARATIONS.columns.get(name)
+    return column.table.key if column and column.table else ""
+
+
+ACCURACIES = {
+    "accuracy",
+    "best_accuracy",
+    *(table_key(name) for name in DECLARATIONS.columns if name.startswith("accuracy")),
+}
+
+
 @dataclass(frozen=True)
 class Column:
     """Shows one value of a run in the final table.
@@ -72,7 +85,7 @@ def _declared_columns(is_cost: bool) -> Iterator[Column]:
     for name, column in DECLARATIONS.columns.items():
         if (in_table := column.table) and in_table.is_cost == is_cost:
             value = partial(_OF_ROUNDS[in_table.of_rounds], field=name)
-            footnote = partial(_last_footnote, name=name)
+            footnote = partial(last_footnote, name=name)
             yield Column(
                 in_table.key, in_table.title, value, in_table.scale, in_table.decimals, in_table.place, footnote
             )
@@ -102,7 +115,8 @@ def _own_value(run: Run, metric: SystemMetric) -> float | None:
     return _OF_ROUNDS[metric.over_rounds](run, metric.column) if metric in run.system_metrics else None
 
 
-def _last_footnote(runs: Sequence[Run], name: str) -> str:
+def last_footnote(runs: Sequence[Run], name: str) -> str:
+    """Return the footnote on the last numbers of these runs in a column of rounds.jsonl, to stand behind their mean."""
     column = DECLARATIONS.columns.get(name)
     last_rows = []
     for run in runs:
@@ -112,12 +126,12 @@ def _last_footnote(runs: Sequence[Run], name: str) -> str:
 
 
 def _headline_footnote(runs: Sequence[Run]) -> str:
-    return _last_footnote(runs, runs[0].headline)
+    return last_footnote(runs, runs[0].headline)
 
 
 def epsilon_footnote(groups: Groups) -> str:
     """Return the footnote on the epsilons of all these runs, for a title; possibly empty."""
-    return _last_footnote([run for group in groups for run in group.runs], "epsilon_max")
+    return last_footnote([run for group in groups for run in group.runs], "epsilon_max")
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}

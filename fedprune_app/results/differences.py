@@ -96,6 +96,12 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
     return Difference(float(differences.mean()), float(low), float(high), ahead, pairs, by_seed)
 
 
+def between(first: Group, second: Group) -> Difference | None:
+    """Return how far the first group's clients are ahead of the second's; None for fewer than two pairs."""
+    found = difference(personal_accuracies(first), personal_accuracies(second), of_other_seeds=True)
+    return found and replace(found, noise=noise_between(first, second))
+
+
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
     rng, rows = np.random.default_rng(_SEED), max(1, _DRAWN_AT_ONCE // len(values))
     shapes = ((min(rows, DRAWS - done), len(values)) for done in range(0, DRAWS, rows))
@@ -127,9 +133,8 @@ def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
     best = max(candidates, key=lambda group: means[group.label])
     distances = []
     for group in candidates:
-        distance = difference(accuracies[best.label], accuracies[group.label], of_other_seeds=True)
-        if group is not best and distance is not None:
-            distances.append((group, replace(distance, noise=noise_between(best, group))))
+        if group is not best and (distance := between(best, group)) is not None:
+            distances.append((group, distance))
     return best.label, distances
 
 

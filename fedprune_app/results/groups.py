@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedprune_app.config import OPTIONS
+from fedprune_app.config import OPTIONS, is_used
 from fedprune_app.config.common import PUBLISHED
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.results.reader import Run
@@ -20,6 +21,8 @@ NOT_MEASURED = "–"
 
 
 _DATA = ("dataset", "data-dir", "data", "partition", "clients", "model")
+_PRIVACY = {"dp.target-epsilon": "ε {:g}", "dp.noise-multiplier": "noise {:g}", "dp.enabled": "private"}
+_FIRST = (*_DATA, *_PRIVACY)
 
 
 # Keys for a run's folders and execution, which do not change its results.
@@ -83,7 +86,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     labels = [_label(group[0], values) for group, values in zip(groups, settings, strict=True)]
     for distinctions in (
         [f"seed {group[0].seed}" for group in groups],
-        [str(group[0].folder) for group in groups],
+        folder_names([group[0].folder for group in groups]),
     ):
         count = Counter(labels)
         pairs = zip(labels, distinctions, strict=True)
@@ -136,7 +139,7 @@ def _settings(run: Run, runs: Sequence[Run]) -> ValueDict:
     keys = {key for peer in peers for key in peer}
     chosen_keys: list[str] = []
     classes = 1
-    for key in sorted(keys, key=lambda key: (_DATA.index(key) if key in _DATA else len(_DATA), "." not in key, key)):
+    for key in sorted(keys, key=lambda key: (_FIRST.index(key) if key in _FIRST else len(_FIRST), "." not in key, key)):
         values = {repr(peer[key]) for peer in peers if peer.get(key) is not None}
         split = len({tuple(repr(peer.get(name)) for name in (*chosen_keys, key)) for peer in peers})
         if len(values) > 1 and split > classes:
@@ -146,8 +149,41 @@ def _settings(run: Run, runs: Sequence[Run]) -> ValueDict:
 
 
 def _label(run: Run, settings: Values) -> str:
-    parts = [f"{key.rpartition('.')[2]} {value_text(value)}" for key, value in settings.items()]
-    return " · ".join([run.system, *parts]) + (f" ({run.flaw})" if run.flaw else "")
+    parts = dict.fromkeys(_words(key, value, run.config) for key, value in settings.items())
+    return " · ".join(filter(None, [run.system, *parts])) + (f" ({run.flaw})" if run.flaw else "")
+
+
+def _words(key: str, value: Any, config: Values) -> str:
+    if key in _PRIVACY:
+        if not config.get("dp.enabled"):
+            return "not private"
+        return _PRIVACY[key].format(value) if value else ""
+    name = key.rpartition(".")[2]
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {value_text(value)}"
+
+
+def differing_settings(groups: Groups) -> list[tuple[str, list[str]]]:
+    """Return each setting that is not the same for all groups, with its value in each; – where it has no effect."""
+    settings = [
+        {key: value_text(value) for key, value in compared_settings(group.first).items() if _has_effect(key, group)}
+        for group in groups
+    ]
+    keys = sorted({key for values in settings for key in values} - {"system"})
+    varied = [key for key in keys if len({values[key] for values in settings if key in values}) > 1]
+    return [(key, [values.get(key, NOT_MEASURED) for values in settings]) for key in varied]
+
+
+def _has_effect(key: str, group: Group) -> bool:
+    systems = OPTIONS[key].needs.get("system") if key in OPTIONS else None
+    return systems is None or group.system in systems or is_used(group.system, key)
+
+
+def folder_names(folders: Sequence[Path]) -> list[str]:
+    """Return the folders without what all of their paths begin with, which would tell of one's machine."""
+    common = os.path.commonpath([folder.absolute().parent for folder in folders]) if folders else ""
+    return [os.path.relpath(folder, common) for folder in folders]
 
 
 def value_text(value: Any) -> str:

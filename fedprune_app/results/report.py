@@ -1,7 +1,9 @@
 """A report is one self-contained HTML page that compares runs: it needs no server and no network."""
 
 import base64
+import itertools
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -17,16 +19,25 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
-from fedprune_app.results.columns import Column, columns, cost, outcome, traffic_of
+from fedprune_app.results.advice import Advice
+from fedprune_app.results.columns import ACCURACIES, Column, cost, last_footnote, outcome, table_key, traffic_of
 from fedprune_app.results.declarations import DECLARATIONS
-from fedprune_app.results.differences import OWN, difference_tables, is_noise, noise_between, of_the_same_data
+from fedprune_app.results.differences import OWN, between, difference_tables, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
-from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, short_name
+from fedprune_app.results.groups import (
+    NOT_MEASURED,
+    Group,
+    Groups,
+    Statistic,
+    differing_settings,
+    group_runs,
+    short_name,
+)
 from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run, read_info
-from fedprune_app.results.tables import MODELS, compared_by, final_rows, formatted, perplexity_rows, statistics_of
+from fedprune_app.results.tables import MODELS, accuracy_words, compared_by, final_rows, formatted, perplexity_rows
 from fedprune_app.results.texts import windows_of_text
 
 
@@ -40,11 +51,15 @@ def filled(package: str, template: str, **values: Any) -> str:
     return environment.from_string(text).render(**values)
 
 
-COLOURS = 8  # of the page's palette
+# On a light page; the template has them for a dark one.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5569a", "#c28800", "#3f9fd6", "#6b5b95", "#6f7780")
+# Places in the palette that systems have in every report.
+_OWN_PLACES = ("fedavg", "subfedavg", "dispfl", "fedp3", "fedltp", "fedavg-ft", "ditto", "standalone")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-_DASH_ARRAYS = dict(zip(DASHES, ("", "7 4", "2 4", "7 4 2 4", "12 4"), strict=True))
 _CARDS_UP_TO = 12
+_FOLDERS = re.compile(r"(?<![^=, ])/([^/,=]+/)+")  # of a path of this machine
 _HUNDREDTHS = Column("", "", lambda run: None, 1, 2)
+_PERCENT = replace(_HUNDREDTHS, scale=100)
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,6 @@ class Series:
     seeds: int
     colour: int
     dash: str
-    dash_array: str
 
 
 def check_page_name(out: Path, option: str = "--output") -> None:
@@ -92,13 +106,14 @@ def write_report(
     force: bool = False,
     on_left_out: Callable[[str], object] | None = None,
     refresh_seconds: int = 0,
+    advice: Advice | None = None,
 ) -> Path:
     """Write the page that compares the runs in ``folders`` to ``out`` in one step, and return ``out``.
 
     A folder without a readable run is left out. The page says so in one line that names the file, and ``on_left_out``
-    is called with the same line. With ``refresh_seconds`` a browser loads the page anew as often. Raises
-    ``ValueError`` for no folders, where no folder is readable, for an ``out`` that is no name of a page, and for one
-    that exists and is no report, unless ``force`` says to replace it.
+    is called with the same line. With ``refresh_seconds`` a browser loads the page anew as often, and ``advice`` stands
+    first. Raises ``ValueError`` for no folders, where no folder is readable, for an ``out`` that is no name of a page,
+    and for one that exists and is no report, unless ``force`` says to replace it.
     """
     check_page_name(Path(out))
     folders = each_once(folders)
@@ -117,7 +132,7 @@ def write_report(
     if on_left_out is not None:
         for reason in left_out:
             on_left_out(reason)
-    page = render(runs, left_out, refresh_seconds)
+    page = render(runs, left_out, refresh_seconds, advice)
     replace_file(Path(out), page.encode("utf-8", errors="replace"))  # JSON may hold half of a surrogate pair
     return Path(out)
 
@@ -130,7 +145,9 @@ def is_any_running(folders: Sequence[Path]) -> bool:
     return False
 
 
-def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: int = 0) -> str:
+def render(
+    runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: int = 0, advice: Advice | None = None
+) -> str:
     """Return the page as HTML; the same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
@@ -139,6 +156,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         __package__,
         "templates/report.html",
         title=_title(runs),
+        advice=advice,
         refresh_seconds=refresh_seconds,
         facts=_facts(runs),
         words=comparison(groups) if len(groups) <= _CARDS_UP_TO else [],
@@ -153,11 +171,13 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
             "What it cost": _table(groups, cost()),
         },
         differences=difference_tables(groups),
+        settings=differing_settings(groups),
         figures=all_figures,
         formulas={run.system: text for run in runs if (text := run.info.get("paper_bytes_formula"))},
         lost_titles=list(DECLARATIONS.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
+        palette=COLOURS,
         data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in all_figures]},
         plotly=_packed_plotly(),
     )
@@ -177,22 +197,35 @@ def _packed_plotly() -> str:
 def appearance(groups: Groups) -> list[Series]:
     """Return a series for each group: colours tell systems apart, and dashes tell settings apart.
 
-    With a single system, colours tell the settings apart.
+    A system that has a place in the palette has it in every report. With a single system, colours tell the settings
+    apart.
     """
     systems = list(dict.fromkeys(group.system for group in groups))
     places = [(group.system if len(systems) > 1 else group.label) for group in groups]
-    slots = list(dict.fromkeys(places))
+    slots = _slots(list(dict.fromkeys(places)))
     series = []
     for index, group in enumerate(groups):
-        slot, earlier = slots.index(places[index]), places[:index].count(places[index])
-        dash = DASHES[(earlier + slot // COLOURS) % len(DASHES)]
-        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash]))
+        slot, earlier = slots[places[index]], places[:index].count(places[index])
+        dash = DASHES[(earlier + slot // len(COLOURS)) % len(DASHES)]
+        series.append(Series(group.label, len(group.runs), slot % len(COLOURS), dash))
     return series
+
+
+def _slots(names: Sequence[str]) -> dict[str, int]:
+    """Return a slot for each name: its own one, if it has one, or else the first free one."""
+    slots: dict[str, int] = {}
+    for name in sorted(names, key=lambda name: name not in _OWN_PLACES):
+        free = (slot for slot in itertools.count() if slot not in slots.values())
+        slots[name] = _OWN_PLACES.index(name) if name in _OWN_PLACES else next(free)
+    return slots
 
 
 def _table(groups: Groups, shown_columns: Sequence[Column], *, is_first: bool = False) -> ValueDict:
     """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown_columns)
+    compared = set(compared_by(groups).values())
+    main = table_key(compared.pop()) if len(compared) == 1 else "accuracy"
+    others = {column.title for column in shown_columns if column.key in ACCURACIES - {main}}
     common_titles = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
     redundant_titles = common_titles if is_first else {"Dataset", "Partition", "Seeds"}
     indices = [i for i, title in enumerate(header) if title not in redundant_titles]
@@ -200,13 +233,14 @@ def _table(groups: Groups, shown_columns: Sequence[Column], *, is_first: bool = 
         "header": [header[i] for i in indices],
         "rows": [[row[i] for i in indices] for row in rows],
         "texts": len({"System", "Dataset", "Partition"} - redundant_titles),
+        "others": [place for place, i in enumerate(indices) if header[i] in others],  # behind a switch
         "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
 
 def _perplexity_table(groups: Groups) -> ValueDict:
     header, rows = perplexity_rows(groups)
-    return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
+    return {"header": header, "rows": rows, "texts": 1, "others": [], "measured": bool(rows)}
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -231,35 +265,38 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 def _cards(groups: Groups) -> list[ValueDict]:
     by_label = compared_by(groups)
     return [
-        _language_card(group)
-        if group.first.headline.startswith("perplexity")
-        else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "global_accuracy")
+        _language_card(group) if group.first.headline.startswith("perplexity") else _card(group, by_label[group.label])
         for group in groups
     ]
 
 
 def _language_card(group: Group) -> ValueDict:
-    tables = [run.last_table("perplexity_by_text") for run in group.runs]
-    text = next((text for text, entry in tables[0].items() if entry.get("global") is not None), "")
-    statistics = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
+    text, dense, own, pruned = _perplexities(group)
     facts = {
-        "Dense model": statistics["dense"],
-        "Clients' own, mean": statistics["personal_mean"],
+        "Dense model": dense,
+        "Clients' own, mean": own,
         "Density, pruned matrices": group.last("density_global"),
     }
-    fact_texts = {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()}
-    main = "perplexity, global model" + (f"; {windows_of_text(text, tables[0][text])}" if text else "")
     return {
-        "number": formatted(statistics["global"], _HUNDREDTHS),
+        "number": formatted(pruned, _HUNDREDTHS),
         "unit": "",
-        "main": main,
-        "facts": fact_texts | _traffic(group),
+        "main": f"perplexity, global model; {text}".removesuffix("; "),
+        "facts": {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()} | _traffic(group),
     }
 
 
-def _short(statistic: Statistic | None, column: Column, unit: str = "") -> str:
+def _perplexities(group: Group) -> tuple[str, Statistic | None, Statistic | None, Statistic | None]:
+    """Return the first text on which the global model was measured, and the perplexities there of :data:`MODELS`."""
+    tables = [run.last_table("perplexity_by_text") for run in group.runs]
+    text = next((text for text, entry in tables[0].items() if entry.get("global") is not None), "")
+    words = windows_of_text(text, tables[0][text]) if text else ""
+    dense, own, pruned = (Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS)
+    return words, dense, own, pruned
+
+
+def _short(statistic: Statistic | None, column: Column) -> str:
     """Return a mean alone: a card is short, and the table tells spread and remarks."""
-    return NOT_MEASURED if statistic is None else formatted(replace(statistic, std=None), column) + unit
+    return NOT_MEASURED if statistic is None else formatted(replace(statistic, std=None), column)
 
 
 def _traffic(group: Group) -> dict[str, str]:
@@ -269,20 +306,12 @@ def _traffic(group: Group) -> dict[str, str]:
 
 
 def _card(group: Group, accuracy: str) -> ValueDict:
-    numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
-    titles = {
-        "personal_accuracy": "Own models",
-        "global_accuracy": "Global model",
-        "received_accuracy": "Received models",
-        "worst_decile": "Worst tenth",
+    return {
+        "number": formatted(group.last(accuracy), _PERCENT),
+        "unit": "%",
+        "main": f"accuracy, {accuracy_words(accuracy)}{last_footnote(group.runs, accuracy)}",
+        "facts": {"Density": _short(group.last("density_mean"), _HUNDREDTHS), **_traffic(group)},
     }
-    measured = [key for key in titles if key != accuracy and numbers[key] is not None]
-    facts = {titles[key]: _short(numbers[key], column[key], " %") for key in measured}
-    facts |= {"Density": _short(numbers["density"], column["density"]), **_traffic(group)}
-    main = f"accuracy, {titles[accuracy].lower()}"
-    if numbers[accuracy]:
-        main += column[accuracy].footnote(group.runs)
-    return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
 
 
 def _losses(runs: Sequence[Run]) -> list[ValueDict]:
@@ -306,7 +335,9 @@ def _details(run: Run) -> ValueDict:
         "run": run,
         "facts": {key: value for key, value in facts.items() if value is not None},
         "versions": info.get("versions") or {},
-        "config": run.config,
+        "config": {
+            key: _FOLDERS.sub("…/", value) if isinstance(value, str) else value for key, value in run.config.items()
+        },
     }
 
 
@@ -317,10 +348,13 @@ REFERENCE = "fedavg"
 def comparison(groups: Groups) -> list[str]:
     """Return sentences on the clients' own models of each group, beside those of FedAvg or of the most accurate group.
 
-    Groups whose clients have the same data are compared, and runs that did not complete are left out.
+    Groups whose clients have the same data are compared. Of a language model a sentence says what pruning cost. Runs
+    that did not complete are left out.
     """
-    complete_groups = [group for group in groups if not group.first.flaw and own_accuracy(group)]
-    return [line for family in of_the_same_data(complete_groups) if len(family) > 1 for line in _sentences(family)]
+    complete_groups = [group for group in groups if not group.first.flaw]
+    families = of_the_same_data([group for group in complete_groups if own_accuracy(group)])
+    lines = [line for family in families if len(family) > 1 for line in _sentences(family)]
+    return lines + list(_on_text(complete_groups))
 
 
 def own_accuracy(group: Group) -> Statistic | None:
@@ -333,44 +367,52 @@ def traffic(group: Group) -> Statistic | None:
 
 def _sentences(groups: Groups) -> Iterator[str]:
     accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
-    columns_by_key = {column.key: column for column in columns(groups)}
-    standalone_groups = [group for group in groups if group.system == "standalone"]
-    federated_groups = [group for group in groups if group not in standalone_groups]
-    for group in standalone_groups:
-        footnote = columns_by_key["personal_accuracy"].footnote(group.runs)
-        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average{footnote}."
-    best = max(federated_groups or standalone_groups, key=lambda group: accuracy[group.label])
+    federated_groups = [group for group in groups if group.system != "standalone"] or groups
+    best = max(federated_groups, key=lambda group: accuracy[group.label])
     reference = next((group for group in federated_groups if group.system == REFERENCE), best)
-    reference_accuracy = accuracy[reference.label]
-    if reference in federated_groups:
-        footnote = columns_by_key["personal_accuracy"].footnote(reference.runs)
-        yield f"With {reference.label}, clients' own models have {reference_accuracy:.1f} %{footnote}."
-    for group in federated_groups:
+    footnote = last_footnote(reference.runs, OWN)
+    yield f"With {reference.label}, clients' own models have {accuracy[reference.label]:.1f} %{footnote}."
+    for group in groups:
         if group is not reference:
-            points, noise = accuracy[group.label] - reference_accuracy, 100 * noise_between(group, reference)
-            if is_noise(points, noise):
-                yield f"{group.label} cannot be told apart from it: the difference has noise of ± {noise:.0f} points."
-                continue
-            beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
+            beside = f"{_distance(group, reference)}{_cost(group, reference)}"
             yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
     count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"
     yield f"{count}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
 
 
+def _distance(group: Group, reference: Group) -> str:
+    distance = between(group, reference)
+    if distance is None or distance.doubt:
+        return f"not told apart from {reference.label} ({distance.doubt if distance else 'one client'})"
+    return f"{abs(100 * distance.mean):.1f} points {'above' if distance.mean > 0 else 'below'} {reference.label}"
+
+
 def _cost(group: Group, reference: Group) -> str:
     operations = [Statistic.of(run.total("flops") for run in side.runs) for side in (group, reference)]
-    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
+    pairs = (("traffic", traffic(group), traffic(reference)), ("computation", operations[0], operations[1]))
     shares = [
-        f"{_times(ours.mean / theirs.mean)} the {quantity}"
-        for quantity, ours, theirs in pairs
-        if ours and theirs and theirs.mean
+        _times(ours.mean / theirs.mean, quantity) for quantity, ours, theirs in pairs if ours and theirs and theirs.mean
     ]
-    return f", for {' and '.join(shares)}" if shares else ""
+    return f", with {' and '.join(shares)}" if shares else ""
 
 
-def _times(ratio: float) -> str:
+def _times(ratio: float, quantity: str) -> str:
     if ratio < 0.005:
-        return "next to none of"
+        return f"next to no {quantity}"
     if 0.995 <= ratio < 1.005:
-        return "all of"
-    return f"{ratio:.2f} of" if ratio < 1.95 else f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:.0f} times"
+        return f"the same {quantity}"
+    if ratio < 1.95:
+        return f"{abs(100 * (1 - ratio)):.0f} % {'less' if ratio < 1 else 'more'} {quantity}"
+    return f"{ratio:.{0 if ratio >= 9.95 else 1}f} times the {quantity}"
+
+
+def _on_text(groups: Groups) -> Iterator[str]:
+    for group in groups:
+        text, dense, own, pruned = _perplexities(group)
+        density = group.last("density_global")
+        if dense and pruned and density:
+            alone = f", and the clients' own models have {own.mean:.2f}" if own else ""
+            yield (
+                f"{group.label}: with {100 * density.mean:.0f} % of the weights in its pruned matrices, the global "
+                f"model has perplexity {pruned.mean:.2f} on {text}; the dense model has {dense.mean:.2f}{alone}."
+            )

@@ -123,32 +123,6 @@ def _fewer_footnote(entries: Sequence[Mapping[str, float]]) -> str:
     return f" ({num_models} of {num_asked} clients)" if num_models < num_asked else ""
 
 
-def markdown(groups: Groups) -> str:
-    return _markdown(*final_rows(groups), num_texts=3)
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
-    return _markdown_table(
-        list(map(_markdown_cell, header)), [list(map(_markdown_cell, row)) for row in rows], num_texts
-    )
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
-    alignment = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
-    return "".join(f"| {' | '.join(line)} |\n" for line in [header, alignment, *rows])
-
-
-def latex(groups: Groups) -> str:
-    header, rows = final_rows(groups)
-    return _latex([*map(_latex_cell, header)], [[*map(_latex_cell, row)] for row in rows], num_texts=3)
-
-
-def _latex(titles: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
-    lines = [f"\\begin{{tabular}}{{{'l' * num_texts}{'r' * (len(titles) - num_texts)}}}", "\\toprule"]
-    lines += [" & ".join(titles) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in rows)]
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
-
-
 def comma_separated(groups: Groups) -> str:
     """Return the final numbers for programs: accuracies as shares, bytes / 1e6, empty if not measured.
 
@@ -178,10 +152,15 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
-    texts = {"table.md": markdown(groups), "table.csv": comma_separated(groups), "table.tex": latex(groups)}
+    final = final_rows(groups)
+    texts = {
+        "table.md": table_text(".md", *final, num_texts=3),
+        "table.csv": comma_separated(groups),
+        "table.tex": table_text(".tex", *final, num_texts=3),
+    }
     header, rows = perplexity_rows(groups)
     if rows:
-        texts["perplexity.md"] = _markdown(header, rows, num_texts=1)
+        texts["perplexity.md"] = table_text(".md", header, rows)
     for name, text in texts.items():
         replace_file(out_dir / name, text.encode("utf-8", errors="replace"))
     return [out_dir / name for name in texts]
@@ -225,16 +204,32 @@ def _best_labels(groups: Groups) -> set[str]:
     return labels
 
 
-def paper_table(suffix: str, header: Sequence[str], rows: Sequence[Sequence[str]], bold: Collection[str]) -> str:
-    """Return the table as LaTeX, CSV or Markdown, by the suffix of a file; CSV has no bold."""
+def table_text(
+    suffix: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    bold: Collection[str] = (),
+    *,
+    num_texts: int = 1,
+) -> str:
+    """Return the table as LaTeX, CSV or Markdown, as the suffix of a file says; CSV has no bold.
+
+    The first ``num_texts`` columns are of text, and rows that begin with a text in ``bold`` are in bold.
+    """
     if suffix == ".csv":
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
         return text.getvalue()
-    escaped, form = (_latex_cell, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
-    lines = [[(form if row[0] in bold else "{}").format(escaped(cell)) for cell in row] for row in rows]
-    write = _latex if suffix == ".tex" else _markdown_table
-    return write([escaped(cell) for cell in header], lines, 1)
+    escaped, form = (latex_text, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
+    titles = [escaped(cell) for cell in header]
+    cells = [[(form if row[0] in bold else "{}").format(escaped(cell)) for cell in row] for row in rows]
+    num_numbers = len(header) - num_texts
+    if suffix == ".md":
+        rule = ["---"] * num_texts + ["---:"] * num_numbers
+        return "".join(f"| {' | '.join(line)} |\n" for line in [titles, rule, *cells])
+    lines = [f"\\begin{{tabular}}{{{'l' * num_texts}{'r' * num_numbers}}}", "\\toprule"]
+    lines += [" & ".join(titles) + " \\\\", "\\midrule", *(" & ".join(row) + " \\\\" for row in cells)]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
 def _markdown_cell(text: str) -> str:
@@ -251,7 +246,7 @@ _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
 }  # fmt: skip
 
 
-def _latex_cell(text: str) -> str:
+def latex_text(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 

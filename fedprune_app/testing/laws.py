@@ -10,13 +10,16 @@ The laws are those of fedprune's own systems:
 * A run that was killed after any round resumes to the same models and records.
 * Replies that are late, malformed, not finite, huge, for another message or sent twice have no effect.
 * After the last round every client trains once more, held-out clients for the first time.
+* Every option is read, and no pruned tensor is sent as a dense one.
 
 All runs are real ones, in this process, by default on the embedded digits.
 """
 
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +30,9 @@ from torch import Tensor
 from clients.base import Update
 from clients.node import ReplyType as ReplyKind
 from clients.node import fields_of, undeclared
-from fedprune_app.config import ConfigError, Scalar, Settings, has_effect, paths_from_here
+from fedprune_app.config import ConfigError, Scalar, Settings, Table, has_effect, paths_from_here
+from fedprune_app.core.named import Tensors
+from fedprune_app.core.payload import Payload
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.engine.store import State
@@ -78,6 +83,7 @@ _OF_CLIENT: Mapping[str, type] = {
     "evaluation": tuple,
 }
 """What the hooks that a plug-in's system may override return."""
+_HANDING_ON = ("/fedprune_app/config/", "dataclasses.py", "<string>")  # code that reads all options alike
 
 
 class BrokenLawError(AssertionError):
@@ -102,6 +108,7 @@ def check_system(
         values: dict[str, Scalar] = {**(settings or {}), "system": name, "plugins": ",".join(files)}
         laws = _Laws(folder, {**QUICK, **paths_from_here(values)})
         laws.completes()
+        laws.options_are_read()
         laws.all_train_in_the_end()
         laws.replies_are_declared()
         laws.is_deterministic()
@@ -116,8 +123,16 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        with _check_returns(prepare(RunInputs(settings)).system):
+        system = prepare(RunInputs(settings)).system
+        with _check_returns(system), _names_read(system.options) as self._names_read:
             self._whole = self._run(_ALL_REPLY)
+
+    def options_are_read(self) -> None:
+        prepared = prepare(RunInputs(self._settings))
+        names = [field.name for field in fields(prepared.system.options) if field.name not in self._names_read]
+        keys = [f"{prepared.config.system}.{name.replace('_', '-')}" for name in names]
+        unread = [key for key in keys if has_effect(key, prepared.config)]
+        _must(not unread, "every option that the system declares is read", f"{', '.join(unread)} is not")
 
     def _run(self, changes: Settings | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
         self._count += 1
@@ -248,6 +263,8 @@ def _check_returns(system: System) -> Iterator[None]:
             elif not isinstance(value, kind):
                 result = "nothing" if value is None else f"a value of type {type(value).__name__}"
                 raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
+            elif isinstance(value, Update):
+                _check_zeros(value.payload, arguments[0].masks(*arguments[1:]))
             return value
 
         return call
@@ -260,10 +277,33 @@ def _check_returns(system: System) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _names_read(options: type[Table]) -> Iterator[set[str]]:
+    """Collect the names of the options that a system's own code reads, until the block ends."""
+    names = set[str]()
+
+    def read(self: Table, name: str) -> Any:
+        file = sys._getframe(1).f_code.co_filename
+        if not any(part in file for part in _HANDING_ON):
+            names.add(name)
+        return object.__getattribute__(self, name)
+
+    with mock.patch.object(options, "__getattribute__", read):
+        yield names
+
+
 def _check_model(model: object, method: str) -> None:
     if not (isinstance(model, dict) and all(isinstance(tensor, Tensor) for tensor in model.values())):
         text = reprlib.repr(model)
         raise TypeError(f"{method} leaves self.model as {text}, allowed: a dict of tensors by name")
+
+
+def _check_zeros(sent: Payload, masks: Tensors) -> None:
+    """Raise :class:`BrokenLawError` for a pruned tensor that is sent as if it were dense: its zeros cost bytes."""
+    for name, mask in masks.items():
+        is_sent = name in sent.tensors and sent.tensors[name].shape == mask.shape and name not in sent.masks
+        is_pruned = is_sent and not mask.all() and not sent.tensors[name][~mask].any()
+        _must(not is_pruned, "what is pruned is not sent", f"{name!r} is sent with its zeros: Payload(tensors, masks)")
 
 
 def _must(holds: bool, law: str, finding: str) -> None:

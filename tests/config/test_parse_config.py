@@ -159,6 +159,7 @@ def test_the_record_says_which_test_split_was_taken(given, taken):
     ("typed", "answer"),
     [
         ("lr", "did you mean 'learning-rate'?"),
+        ("epsilon", "did you mean 'dp.target-epsilon'?"),
         ("rounds", "did you mean 'num-server-rounds'?"),
         ("Learning_Rate", "did you mean 'learning-rate'?"),
         ("alpha", "did you mean 'dirichlet-alpha'?"),
@@ -166,7 +167,7 @@ def test_the_record_says_which_test_split_was_taken(given, taken):
         ("target-rate", "did you mean 'subfedavg.target-rate'?"),
         ("clients", "it is the command's option --clients"),
         ("densty", "did you mean 'density'?"),
-        ("xyzzy", "see `fedprune list --keys`"),
+        ("xyzzy", "list --keys"),
     ],
 )
 def test_a_key_that_people_type_is_answered_with_the_one_that_is_meant(typed, answer):
@@ -175,8 +176,8 @@ def test_a_key_that_people_type_is_answered_with_the_one_that_is_meant(typed, an
 
 
 def test_every_other_word_for_a_key_stands_for_one_that_there_is():
-    assert errors._OTHER_WORDS.keys().isdisjoint(OPTIONS)
-    assert set(errors._OTHER_WORDS.values()) <= OPTIONS.keys()
+    assert errors.OTHER_WORDS.keys().isdisjoint(OPTIONS)
+    assert set(errors.OTHER_WORDS.values()) <= OPTIONS.keys()
     assert errors._COMMAND_LINE.keys().isdisjoint(OPTIONS)
 
 

@@ -27,7 +27,8 @@ from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.exports.predict import predictions
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.tables import markdown
+from fedprune_app.results.tables import final_rows
+from tests.examples import full
 from tests.refusing import refuses
 
 
@@ -284,7 +285,7 @@ def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
             "has 300 missing values in column 'age'",
         ),
         (lambda t: t.assign(label="x"), {"owner_column": "clinic"}, "has one label, 'x', allowed: at least two"),
-        (lambda t: t.assign(age=1e300), {"owner_column": "clinic"}, "too large for float32"),
+        (lambda t: t.assign(age=1e300), {"owner_column": "clinic"}, "for float32"),
         (lambda t: t.iloc[:0], {}, "train.csv' has no rows, allowed: at least one"),
         (lambda t: t, {"label_column": ""}, "has no column '', which label-column names"),
     ],
@@ -398,8 +399,7 @@ def test_a_damaged_table_is_refused(clinics, change, settings):
         load_dataset("table", clinics, needs_test=False, **settings)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["fedavg", "subfedavg", "fedp3"])
+@pytest.mark.parametrize("system", ["fedavg", full("subfedavg"), full("fedp3")])
 def test_a_run_on_a_table(fedprune, clinics, tmp_path, system):
     given = ("dataset=table", f"data-dir={clinics}", "owner-column=clinic", "partition=owners", f"system={system}")
     quick = ("num-server-rounds=4", "--clients", "3", "--engine", "inprocess", "--out", "run")
@@ -428,7 +428,7 @@ def test_what_is_charged_follows_the_number_of_patients(fedprune, visits, tmp_pa
         assert first["unit"] == "patient"
         assert (steps["sample_rate"], steps["count"]) == (5 / sizes["train"], 2 * -(-sizes["train"] // 5))
         assert sizes["train"] < len(splits._split_indices(dealt, client, 2)["train"])
-    assert "(per patient, simulated)" in markdown(group_runs([load_run(tmp_path / "run")]))
+    assert "(per patient, simulated)" in str(final_rows(group_runs([load_run(tmp_path / "run")])))
 
 
 def test_a_run_whose_groups_have_one_row_each_is_one_of_examples_to_the_last_bit(fedprune, clinics, tmp_path):
@@ -450,8 +450,7 @@ def test_a_run_whose_groups_have_one_row_each_is_one_of_examples_to_the_last_bit
 ON_CLINICS = ("owner-column=clinic", "partition=owners", "--clients", "3", "--engine", "inprocess", "--out", "run")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("whose", [("--client", "1"), ("--global",)])
+@pytest.mark.parametrize("whose", [("--client", "1"), full(("--global",))])
 def test_a_table_is_predicted_by_the_names_of_its_columns(fedprune, clinics, tmp_path, whose, capsys):
     run = fedprune("run", "system=fedavg", "dataset=table", f"data-dir={clinics}", "num-server-rounds=2", *ON_CLINICS)
     assert run[0] == 0, run[1]
@@ -497,7 +496,7 @@ def test_a_run_does_not_go_on_with_columns_in_another_order(fedprune, clinics, t
     splits.clear_cache()
     code, said = fedprune(*run, "num-server-rounds=2", "--resume")
     assert code != 0
-    assert "the columns of the tables differ, or their order" in " ".join(said.split()), said
+    assert "columns of the tables" in " ".join(said.split()), said
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])

@@ -132,6 +132,7 @@ class Checker:
             "exports.release.release",
             "exports.release.verify",
             "sweeps.sweep.find",
+            "sweeps.advise.advise",
             "preflight.describe.data_found",
             "results.report.write_report",
             "results.reader.load_run",

@@ -1,4 +1,4 @@
-"""An installed wheel: nothing of it at the top of site-packages but fedprune_app, beside packages of the same names."""
+"""An installed wheel: its parts have names of their own, beside packages of somebody else."""
 
 from __future__ import annotations
 
@@ -52,11 +52,35 @@ def python(site: Path, folder: Path, code: str) -> str:
 
 
 @pytest.mark.programs
-def test_a_wheel_has_one_package_at_the_top(site):
+def test_a_wheel_has_the_api_the_package_and_its_metadata_at_the_top(site):
     tops = {path.name for path in site.iterdir()} - {"clients.py", "strategies"}
-    assert sorted(name.partition("-")[0] for name in tops) == ["fedprune", "fedprune_app"]
+    assert sorted(name.partition("-")[0] for name in tops) == ["fedprune", "fedprune", "fedprune_app"]
     assert (site / "fedprune_app" / "strategies" / "dispfl.py").exists()
     assert (site / "fedprune_app" / "configs" / "subfedavg.toml").exists()
+
+
+@pytest.mark.programs
+def test_a_wheel_has_the_api_by_its_short_name_and_the_gallery_by_the_names_of_its_methods(site, tmp_path):
+    code = "import sys, fedprune; assert 'torch' not in sys.modules; print(fedprune.run.__module__, fedprune.__file__)"
+    assert python(site, tmp_path, code).split() == ["fedprune_app.api", str(site / "fedprune" / "__init__.py")]
+    code = (
+        "import sys, fedprune_app.cli\n"
+        "sys.argv = 'fedprune check --plugin fedprune_app.gallery.ssfl -c ssfl --clients 3'.split()\n"
+        "fedprune_app.cli.main()\n"
+    )
+    assert "SSFL" in python(site, tmp_path, code)
+
+
+@pytest.mark.programs
+def test_an_index_is_told_the_licence_by_its_name_and_where_the_pictures_are(tmp_path):
+    wheel = built(tmp_path, FEDPRUNE_SOURCE="https://example.org/fedprune/")
+    with zipfile.ZipFile(wheel) as file:
+        (name,) = (name for name in file.namelist() if name.endswith("dist-info/METADATA"))
+        metadata = file.read(name).decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "Project-URL: Source, https://example.org/fedprune" in metadata
+    assert "(https://example.org/fedprune/docs/assets/masks.webp)" in metadata
+    assert "](docs/" not in metadata
 
 
 @pytest.mark.programs

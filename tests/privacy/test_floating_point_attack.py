@@ -19,6 +19,7 @@ from fedprune_app.learning.train import train
 from fedprune_app.models.vision import build_model
 from fedprune_app.privacy.dpsgd import DPSGD, Step
 from fedprune_app.privacy.noise import KeyedNoise, Noise, noisy_count
+from tests.examples import in_test
 
 EXAMPLES = 16  # a power of two, so that dividing by it is exact
 TRIALS = 40
@@ -130,8 +131,7 @@ def guess(rule: Rule, before: Tensor, totals: dict[bool, Tensor], released: Tens
     return possible[0] if len(possible) == 1 else None
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("sigma", "clip", "rate"), SETTINGS)
+@pytest.mark.parametrize(("sigma", "clip", "rate"), in_test(SETTINGS, SETTINGS[0]))
 def test_the_attack_is_always_right_where_noise_is_added_in_float32(sigma, clip, rate):
     totals, world = example_in_and_out(clip)
     before, rule = flat(world(True)[0]), float32_rule(sigma, clip, rate)

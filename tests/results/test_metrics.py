@@ -88,7 +88,7 @@ def test_a_number_that_is_declared_is_checked_recorded_and_shown_without_another
     drawn = {figure.key: figure for figure in figures(groups)}
     assert drawn["sharpness"].title == "Sharpness by round"
     assert drawn["sharpness"].variants[0].traces[0]["y"] == pytest.approx([0.2, 0.2])
-    assert "Sharp" in [view.name for view in drawn["accuracy"].variants]
+    assert "Sharp" in [view.name for view in drawn["accuracy-by-round"].variants]
     assert "Sharpness" in [view.name for view in drawn["clients"].variants]
     page = write_report([sharp.folder], tmp_path / "report.html").read_text()
     assert "Sharpness (%)</th>" in page

@@ -48,7 +48,7 @@ class Elements(HTMLParser):
         if self._inside == "script":
             self.scripts[-1] += data
         elif self._inside != "style":
-            self.text += data
+            self.text += data.replace("\xa0", " ")
 
 
 def page_of(folders: list[Path], out: Path) -> str:
@@ -58,7 +58,9 @@ def page_of(folders: list[Path], out: Path) -> str:
 def test_the_page_needs_nothing_from_the_network(six, tmp_path):
     page = page_of(six, tmp_path / "report.html")
     assert not re.search(r"https?://|//cdn|url\(|@import", page)
-    assert not [attributes for _, attributes in Elements(page).tags if attributes.keys() & {"src", "href", "action"}]
+    tags = [attributes for _, attributes in Elements(page).tags]
+    assert not [attributes for attributes in tags if attributes.keys() & {"src", "action"}]
+    assert all(attributes.get("href", "#").startswith("#") for attributes in tags)
     assert "default-src 'none'" in page
 
 
@@ -147,7 +149,7 @@ def test_a_run_that_recorded_no_round_still_has_a_page(make_run, tmp_path):
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least one run folder"):
+    with pytest.raises(ValueError, match="one run folder"):
         write_report([], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 
@@ -162,9 +164,9 @@ def drawn(folders) -> dict:
 
 def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
     expected = {
-        "accuracy",
-        "efficiency",
-        "tradeoff",
+        "accuracy-by-round",
+        "accuracy-by-bytes",
+        "accuracy-by-cost",
         "settings",
         "clients",
         "bytes",
@@ -177,10 +179,17 @@ def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
     assert drawn([make_run("empty", rounds=0)]).keys() == {"partition"}
 
 
-def test_colour_is_the_system_and_dash_the_setting(six):
+def test_colour_is_the_system_the_same_in_every_report_and_dash_the_setting(six, make_run):
     series = appearance(groups_of(six))
-    assert [each.colour for each in series] == [0, 0, 0, 1, 2]
+    assert [each.colour for each in series] == [1, 1, 1, 0, 4]
     assert [each.dash for each in series] == ["solid", "dash", "dot", "solid", "solid"]
+
+
+def test_a_system_without_a_colour_of_its_own_takes_none_that_another_one_has(make_run):
+    names = ("mine", "fedavg", "yours", "subfedavg", "fedspallm")
+    places = [each.colour for each in appearance(groups_of([make_run(name, name, rounds=0) for name in names]))]
+    assert (places[1], places[3]) == (0, 1)
+    assert len(set(places)) == len(names)
 
 
 def test_with_a_single_system_colour_is_the_setting(six):
@@ -195,7 +204,7 @@ def test_every_setting_looks_different_up_to_forty(make_run):
 
 def test_accuracy_over_traffic_ends_at_the_bytes_that_were_measured(six):
     run = load_run(six[0])
-    trace = drawn(six[:1])["efficiency"].variants[0].traces[0]
+    trace = drawn(six[:1])["accuracy-by-bytes"].variants[0].traces[0]
     total = sum(row["bytes_up"] + row["bytes_down"] for row in run.rounds) / 1e6
     assert trace["x"][-1] == pytest.approx(total)
     assert trace["y"][-1] == run.rounds[-1]["accuracy_personal_mean"]
@@ -203,7 +212,7 @@ def test_accuracy_over_traffic_ends_at_the_bytes_that_were_measured(six):
 
 def test_where_models_go_from_peer_to_peer_their_traffic_counts_and_not_the_relays(peers):
     run = load_run(peers[0])
-    trace = drawn(peers[:1])["efficiency"].variants[0].traces[0]
+    trace = drawn(peers[:1])["accuracy-by-bytes"].variants[0].traces[0]
     assert trace["x"][-1] == pytest.approx(run.total("peer_bytes") / 1e6)
     assert run.total("peer_bytes") != run.total("bytes_up") + run.total("bytes_down")
 
@@ -219,31 +228,30 @@ def private(make_run) -> list[Path]:
 
 
 def test_accuracy_over_epsilon_ends_at_what_was_spent(private):
-    (trace,) = drawn(private[2:])["privacy"].variants[0].traces  # the run without privacy has none
+    (trace,) = drawn(private[2:])["accuracy-by-epsilon"].variants[0].traces  # the run without privacy has none
     last = load_run(private[2]).rounds[-1]
     assert (trace["x"][-1], trace["y"][-1]) == (last["epsilon_max"], last["accuracy_personal_mean"])
 
 
-def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_joined_by_system(private):
+def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic(private):
     runs = [load_run(folder) for folder in private]
-    by_name = {view.name: view for view in drawn(private)["tradeoff"].variants}
-    line, strong, weak = by_name["Privacy"].traces
+    by_name = {view.name: view for view in drawn(private)["accuracy-by-cost"].variants}
+    strong, weak = by_name["Privacy"].traces
     epsilons = [run.last("epsilon_max") for run in runs[:2]]
     reached = [run.last("accuracy_personal_mean") for run in runs[:2]]
     assert strong["x"] == [pytest.approx(sum(epsilons) / 2)]
     assert strong["y"] == [pytest.approx(sum(reached) / 2)]
     assert strong["error_y"]["array"] == [pytest.approx(abs(reached[0] - reached[1]) / math.sqrt(2))]
     assert (weak["x"], weak["y"]) == ([runs[2].last("epsilon_max")], [runs[2].last("accuracy_personal_mean")])
-    assert list(line["x"]) == [*weak["x"], *strong["x"]]  # in the order of what was spent
-    assert list(line["y"]) == [*weak["y"], *strong["y"]]
-    points = [trace for trace in by_name["Traffic"].traces if trace["mode"] == "markers"]
+    points = by_name["Traffic"].traces
+    assert {trace["mode"] for trace in points} == {"markers"}  # a line would join settings that differ in much else
     spent = (runs[3].total("bytes_up") + runs[3].total("bytes_down")) / 1e6
     assert [trace["series"] for trace in points] == [0, 1, 2]
     assert points[2]["x"] == [pytest.approx(spent)]
 
 
 def test_one_setting_shows_no_trade(private):
-    assert "tradeoff" not in drawn(private[:2])
+    assert "accuracy-by-cost" not in drawn(private[:2])
 
 
 def test_a_sweep_is_drawn_against_the_setting_that_it_varies(make_run):
@@ -320,7 +328,10 @@ def test_every_epsilon_of_seeded_noise_is_marked_where_people_read_it(make_run, 
         assert next(csv.DictReader(comma_separated(groups).splitlines()))["epsilon_footnote"] == mark.strip(" ()")
         figures_drawn = drawn(folders[share])
         assert figures_drawn["epsilon"].variants[0].layout["yaxis"]["title"]["text"] == f"ε{mark}"
-        assert figures_drawn["privacy"].variants[0].layout["xaxis"]["title"]["text"] == f"Largest ε so far{mark}"
+        assert (
+            figures_drawn["accuracy-by-epsilon"].variants[0].layout["xaxis"]["title"]["text"]
+            == f"Largest ε so far{mark}"
+        )
         page = write_report(folders[share], tmp_path / f"{share}.html").read_text()
         assert ("simulated)</td>" in page) == bool(mark)
     mixed = group_runs([load_run(folders[1.0][0]), load_run(folders[0.0][1])])
@@ -355,7 +366,7 @@ def test_of_very_many_clients_only_some_have_an_epsilon_of_their_own_and_it_is_s
 
 def test_seeds_are_drawn_as_their_mean_within_their_range(six):
     runs = [load_run(folder) for folder in six[3:5]]
-    low, high, line = drawn(six[3:5])["accuracy"].variants[0].traces
+    low, high, line = drawn(six[3:5])["accuracy-by-round"].variants[0].traces
     last = [run.rounds[-1]["accuracy_global"] for run in runs]
     assert (low["y"][-1], high["y"][-1]) == (min(last), max(last))
     assert line["y"][-1] == pytest.approx(sum(last) / 2)
@@ -364,12 +375,12 @@ def test_seeds_are_drawn_as_their_mean_within_their_range(six):
 def test_systems_that_are_judged_by_different_models_are_compared_by_their_clients_own(six, tmp_path):
     both = [six[0], six[3]]
     assert {load_run(folder).headline for folder in both} == {"accuracy_personal_mean", "accuracy_global"}
-    view = drawn(both)["accuracy"].variants[0]
+    view = drawn(both)["accuracy-by-round"].variants[0]
     own = [load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in both]
     assert (view.name, [trace["y"][-1] for trace in view.traces]) == ("Personal", own)
     cards = page_of(both, tmp_path / "report.html").split('<section class="cards"')[1].split("</section>")[0]
     assert all(f"{100 * accuracy:.2f}<small> %</small>" in cards for accuracy in own)
-    (view,) = (view for view in drawn(both)["tradeoff"].variants if view.name == "Traffic")
+    (view,) = (view for view in drawn(both)["accuracy-by-cost"].variants if view.name == "Traffic")
     assert sorted(trace["y"][0] for trace in view.traces if trace["mode"] == "markers") == sorted(own)
 
 
@@ -381,9 +392,11 @@ def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_p
     ]
     dense, pruned = (load_run(folder) for folder in folders[:2])
     own = [100 * run.rounds[-1]["accuracy_personal_mean"] for run in (dense, pruned)]
+    bytes_of = [run.total("bytes_up") + run.total("bytes_down") for run in (dense, pruned)]
     said = Elements(page_of(folders, tmp_path / "report.html")).text
     assert f"With fedavg, clients' own models have {own[0]:.1f} %." in said
-    assert f"With subfedavg they have {own[1]:.1f} %, {own[0] - own[1]:.1f} points below, for " in said
+    sentence = f"With subfedavg they have {own[1]:.1f} %, {own[0] - own[1]:.1f} points below fedavg, with "
+    assert sentence + _times(bytes_of[1] / bytes_of[0], "traffic") in said
     assert "One seed, 20 clients: another seed may differ." in said
     assert "With fedprox" not in said  # its clients have other data
 
@@ -392,17 +405,66 @@ def test_accuracies_within_twice_their_noise_are_not_told_apart(make_run, tmp_pa
     noise = {"accuracy_noise": 0.4, "config": {"dp.enabled": True, "dp.noise-multiplier": 0.5}, "noise": 0.5}
     folders = [make_run("dense", "fedavg", plateau=0.8, **noise), make_run("pruned", "subfedavg", plateau=0.7, **noise)]
     page = Elements(page_of(folders, tmp_path / "report.html")).text
-    assert "subfedavg cannot be told apart from it: the difference has noise of ± 57 points." in page
+    assert "not told apart from fedavg (accuracies have noise of ± 56.6 points)" in page
     assert "no: accuracies have noise of ± 56.6 points" in page
+    assert "points below" not in page
+
+
+def test_no_sentence_says_what_an_interval_that_holds_0_contradicts(make_run, tmp_path):
+    folders = [make_run(f"{name}{seed}", name, seed) for name in ("fedavg", "fedprox") for seed in (0, 1, 2)]
+    page = Elements(page_of(folders, tmp_path / "report.html")).text
+    assert "not told apart from fedavg (the interval holds 0), with" in page
+    assert "points above" not in page
     assert "points below" not in page
 
 
 @pytest.mark.parametrize(
     ("ratio", "words"),
-    [(0.001, "next to none of"), (0.666, "0.67 of"), (1.001, "all of"), (2.13, "2.1 times"), (41.7, "42 times")],
+    [
+        (0.001, "next to no traffic"),
+        (0.844, "16 % less traffic"),
+        (1.001, "the same traffic"),
+        (1.45, "45 % more traffic"),
+        (2.13, "2.1 times the traffic"),
+        (41.7, "42 times the traffic"),
+    ],
 )
 def test_a_ratio_is_put_into_words(ratio, words):
-    assert _times(ratio) == words
+    assert _times(ratio, "traffic") == words
+
+
+def test_one_column_has_the_accuracy_that_is_compared_and_the_others_are_behind_a_switch(six, tmp_path):
+    page = page_of([six[0], six[3]], tmp_path / "report.html")
+    table = page.split('id="Final-numbers"')[1].split("</thead>")[0]
+    hidden = re.findall(r'<th scope="col" class=" other">(.*?)</th>', table)
+    assert {"Accuracy, last round (%)", "Global model (%)"} <= set(hidden)
+    assert '<th scope="col" class="">Personal (%)</th>' in table
+    assert '<input type="checkbox"> other accuracies' in table
+
+
+def test_each_entry_of_the_contents_leads_to_a_place_and_each_table_and_figure_has_its_file(six, tmp_path):
+    tags = Elements(page_of(six, tmp_path / "report.html")).tags
+    places = {attributes["id"] for _, attributes in tags if "id" in attributes}
+    entries = [attributes["href"] for _, attributes in tags if "href" in attributes]
+    assert len(entries) > 10
+    assert all(entry[1:] in places for entry in entries), entries
+    figures_saved = {attributes["data-picture"] for _, attributes in tags if "data-picture" in attributes}
+    assert figures_saved == drawn(six).keys()
+    assert len([attributes for _, attributes in tags if "data-save" in attributes]) >= 4
+
+
+def test_what_differs_between_runs_stands_in_a_table_of_its_own(six, tmp_path):
+    page = page_of(six[:2], tmp_path / "report.html")
+    assert '<th scope="row">subfedavg.target-rate</th><td>30</td><td>50</td>' in page
+    assert "What differs between these runs" in page
+
+
+def test_no_page_has_a_path_of_the_machine(make_run, tmp_path):
+    settings = {"data-dir": str(tmp_path / "data"), "fedspallm.evaluation-texts": f"a={tmp_path}/t.txt,b={tmp_path}/u"}
+    folders = [make_run("one", config=settings, extra={"clients_left_out": ["client 3"]}), make_run("two")]
+    page = page_of(folders, tmp_path / "report.html")
+    assert str(tmp_path) not in page
+    assert "a=…/t.txt,b=…/u" in page
 
 
 def test_each_client_of_the_last_evaluation_is_a_point_and_the_diamond_is_the_worst_tenth(six):
@@ -438,7 +500,7 @@ def test_the_card_of_a_peer_to_peer_system_does_not_count_what_is_relayed_twice(
 
 def test_outcome_and_cost_are_two_tables_of_the_same_systems(peers, tmp_path):
     text = Elements(page_of(peers, tmp_path / "report.html")).text
-    outcome, cost = text.split("Final numbers")[1].split("What it cost")
+    outcome, cost = text.split("Final numbers")[-1].split("What it cost")
     assert "Minutes" in cost
     assert "MB" not in outcome
     assert "Busiest node, MB/round" in cost.split("Mean ±")[0]

@@ -70,7 +70,7 @@ def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, 
     panels, note, inner, page_width, plots, drawn, overflows, hidden, twice, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
-    assert int(drawn) == int(plots) == 18
+    assert int(drawn) == int(plots) == text.count('<article class="figure') == 15
     assert (panels, note) == ("beside" if width == 1280 else "below", "true")
     assert twice == "false"  # where an axis spans little, each tick still says another share
     assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
@@ -151,3 +151,26 @@ def test_many_runs_are_filtered_by_words(make_run, tmp_path):
     found = chromium(tmp_path, "--window-size=1280,900", "--dump-dom", (tmp_path / "page.html").as_uri())
     # a row each in the tables of final numbers and of costs, for fedavg and for subfedavg, whose name holds the word
     assert 'data-found="4|2|true"' in found, found[found.index("data-found") :][:100]
+
+
+PAPER = """<script>
+addEventListener("load", () => setTimeout(() => {
+  dispatchEvent(new Event("beforeprint"));
+  const figures = [...document.querySelectorAll(".figure:not(.wide)")].map((figure) => figure.getBoundingClientRect());
+  const rows = new Map();
+  for (const { top } of figures) rows.set(Math.round(top), (rows.get(Math.round(top)) ?? 0) + 1);
+  const page = document.querySelector("main").getBoundingClientRect();
+  const tables = [...document.querySelectorAll("table")].map((table) => table.getBoundingClientRect());
+  const cut = tables.some((table) => table.right > page.right + 1);
+  document.body.dataset.found = [Math.max(...rows.values()), cut, page.width].join("|");
+}, 3000));
+</script></head>"""
+
+
+def test_on_paper_two_figures_stand_in_a_row_and_no_table_is_cut(make_run, tmp_path):
+    folders = [make_run(name, name) for name in ("fedavg", "subfedavg", "standalone", "fedprox")]
+    folders.append(make_run("peers", "dispfl", peers=True))
+    text = write_report(folders, tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("</head>", PAPER, 1), encoding="utf-8")
+    found = chromium(tmp_path, "--window-size=1280,900", "--dump-dom", (tmp_path / "page.html").as_uri())
+    assert 'data-found="2|false|720"' in found, found[found.index("data-found") :][:100]

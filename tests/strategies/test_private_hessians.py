@@ -137,7 +137,6 @@ def uploads(result):
     return {(m.partition, m.round): m.up for m in result.wiretap.messages if m.kind == "train"}
 
 
-@pytest.mark.few(1)
 def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     result = run(**options())
     config = result.config
@@ -172,7 +171,6 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.few(1)
 def test_nothing_else_of_the_text_is_told(run):
     result = run(**options())
     for message in result.wiretap.messages:
@@ -210,7 +208,6 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
         assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / math.sqrt(len(other))
 
 
-@pytest.mark.few(1)
 def test_a_target_is_kept_and_spent(run):
     result = run(**options(**{"dp.noise-multiplier": 0.0, "dp.target-epsilon": 3.0}))
     told = result.rounds[-1]["epsilon_max"]
@@ -229,7 +226,6 @@ def test_a_budget_that_does_not_bear_all_layers_is_not_touched(settings, tmp_pat
     assert all(not dict(Ledger(path).spent) for path in ledgers)
 
 
-@pytest.mark.few(1)
 def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp_path):
     once, twice = (epsilon({Steps(2.0, 1.0): count * 2 * RELEASES}, 1e-5) for count in (1, 2))
     wanted = {**settings, **PRIVATE, "dp.ledger-dir": str(tmp_path / "ledgers"), "min-replies": CLIENTS}
@@ -249,7 +245,6 @@ def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp
     assert any("client 1" in note and "budget" in note for note in second.rounds[-1]["notes"])
 
 
-@pytest.mark.few(1)
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, settings, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     wanted = {**settings, **PRIVATE}

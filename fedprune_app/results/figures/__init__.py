@@ -13,29 +13,29 @@ from fedprune_app.results.groups import Groups
 def figures(groups: Groups) -> list[Figure]:
     all_figures = [
         Figure(
-            "accuracy",
+            "accuracy-by-round",
             "Accuracy by round",
             "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split.",
             curves.accuracies(groups, curves.by_round, "Round"),
         ),
         Figure(
-            "efficiency",
+            "accuracy-by-bytes",
             "Accuracy by traffic",
             "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
             "over all links where models go from peer to peer.",
             curves.accuracies(groups, curves.by_megabytes, "Measured traffic (MB)"),
         ),
         Figure(
-            "privacy",
+            "accuracy-by-epsilon",
             "Accuracy by privacy",
             "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
             curves.accuracies(groups, curves.by_epsilon, f"Largest ε so far{epsilon_footnote(groups)}"),
         ),
         Figure(
-            "tradeoff",
+            "accuracy-by-cost",
             "What accuracy costs",
-            "One point per setting at the end of the run: accuracy against what was spent for it. A line joins "
-            "the settings of a system; bars are standard deviations over seeds.",
+            "One point per setting at the end of the run: accuracy against what was spent for it. Bars are "
+            "standard deviations over seeds.",
             settings.by_cost(groups),
         ),
         Figure(

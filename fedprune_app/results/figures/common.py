@@ -54,10 +54,12 @@ def axis(title: str, **more: Any) -> ValueDict:
     return {"title": {"text": title}, **more}
 
 
-def group_lines(groups: Groups, title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values) -> Variants:
+def group_lines(
+    groups: Groups, title: str, points: Callable[[Group], Mapping[Any, float]], layout: Values, **style: Any
+) -> Variants:
     """Return a view with a line through the points of each group; no view if no group has points."""
     curves = [(index, group, curve) for index, group in enumerate(groups) if (curve := points(group))]
-    traces = [line(index, group, list(curve), list(curve.values())) for index, group, curve in curves]
+    traces = [line(index, group, list(curve), list(curve.values()), **style) for index, group, curve in curves]
     return [Variant(title, traces, dict(layout))] if traces else []
 
 

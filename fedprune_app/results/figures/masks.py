@@ -94,7 +94,7 @@ def densities(groups: Groups) -> Variants:
         "xaxis": {"type": "category"},
         "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".1%", "rangemode": "tozero"},
     }
-    return group_lines(groups, "Layers", _densities, layout)
+    return group_lines(groups, "Layers", _densities, layout, mode="markers")  # layers are unlike: nothing is between
 
 
 def _densities(group: Group) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """Figures of settings: the effect of each on the headline, the costs of accuracy, and perplexity by sparsity."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,22 +113,16 @@ def by_cost(groups: Groups) -> Variants:
     by_label = compared_by(groups)
     variants = []
     for title, (cost_title, cost, unit) in costs.items():
-        markers_by_system: dict[str, list[Trace]] = {}
+        traces: list[Trace] = []
         for index, group in enumerate(groups):
             expense = group.over(cost)
             accuracy = by_label[group.label]
             outcome = group.last(accuracy) if accuracy_words(accuracy) else None
             if expense is None or outcome is None:
                 continue
-            marker = point(group, index, expense.mean / unit, outcome, "%{y:.2%} at %{x:.3~g}")
-            markers_by_system.setdefault(group.system, []).append(marker)
-        traces = list(itertools.chain.from_iterable(markers_by_system.values()))
+            traces.append(point(group, index, expense.mean / unit, outcome, "%{y:.2%} at %{x:.3~g}"))
         if len(traces) < 2:
             continue
-        for markers in markers_by_system.values():
-            if len(markers) > 1:
-                x, y = zip(*sorted((marker["x"][0], marker["y"][0]) for marker in markers), strict=True)
-                traces.insert(0, joining(markers[0]["series"], x, y, thin=True))
         layout = {"xaxis": axis(cost_title, rangemode="tozero"), "yaxis": {"tickformat": SHARE_TICKS}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants

@@ -1,0 +1,22 @@
+"""fedprune is personalised federated pruning on Flower, for scripts and notebooks.
+
+Its functions are those of :mod:`fedprune_app.api`. Torch and Flower are imported when one of them is first called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import fedprune_app
+from fedprune_app import __version__ as __version__
+
+if TYPE_CHECKING:
+    from fedprune_app.api import *  # noqa: F403
+
+
+def __getattr__(name: str) -> object:
+    return getattr(fedprune_app, name)
+
+
+def __dir__() -> list[str]:
+    return dir(fedprune_app)
