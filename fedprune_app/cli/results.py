@@ -464,7 +464,9 @@ def release(
 ) -> None:
     """Pack a private run's model for whoever decides whether it may leave.
 
-    The pack has the model, the promise, attacks and provenance, and README.html, a page to read and sign.
+    RUN is the folder of a completed run.
+    The pack has the model, the promise, attacks and provenance.
+    Its README.html is a page to read and sign.
     It is refused where something lacks, such as an audit of the settings.
     """
     from fedprune_app.exports import release as releases

@@ -138,8 +138,10 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system",
+    [name if name in ("fedavg", "fedp3") else pytest.param(name, marks=pytest.mark.full) for name in SYSTEMS],
+)
 def test_the_bound_is_near_the_claim_and_noise_at_half_of_what_is_charged_is_found(system):
     asked = prepared(2, system=system, **SYSTEMS[system])
     noised, half = (audit(asked, Question(noise_share=share)) for share in (1.0, 0.5))
