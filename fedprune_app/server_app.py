@@ -180,6 +180,8 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
     if old_partition is not None and (old_partition != partition or old_number != num_partitions):
         then, now = old_number or len(ids), num_partitions or len(partition)
         raise other_data(f"there were {then} clients, and now {now}" if then != now else "")
+    if names := {str(k): name for k, info in roster.items() if (name := info.name)}:
+        recorder.annotate(client_names=names)
     recorder.annotate(num_partitions=num_partitions or None)  # nodes with their own data have no such number
     # without partition ids nothing else maps clients to data
     if any(info.own_data for info in roster.values()):
