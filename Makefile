@@ -23,16 +23,16 @@ demo: $(STAMP)
 
 # Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # More systems, networks, faults and random inputs than `make test` has, and nothing that it has but the random inputs.
 full: $(DEV_STAMP)
-	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder \
 	    -m "(full or hypothesis) and not (slow or gpu or programs)"
 
 # What waits for Flower's and Ray's own programs more than it computes: three workers hide the waiting.
 programs: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "programs and not slow" --durations=15
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder -m "programs and not slow" --durations=15
 
 # The inner loop, under a minute on two quiet cores: laws, training, options, rounds, and every system's recorded hash.
 QUICK := $(addprefix tests/,laws learning clients config federation test_architecture.py conformance/test_recorded.py)
@@ -69,7 +69,7 @@ faults-sim: $(STAMP)
 planted-bugs: $(DEV_STAMP)
 	rm -f docs/data/faults/planted.csv
 	PLANTED_BUGS=docs/data/faults/planted.csv $(BIN)/python -m pytest -q -m "" tests/faults -k planted_bugs
-	$(BIN)/python benchmarks/fault_tables.py
+	$(BIN)/python docs/scripts/fault_tables.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -90,13 +90,13 @@ format: $(DEV_STAMP)
 
 # The rows of docs/gallery.md that are missing, some seconds each, and its table.
 gallery: $(DEV_STAMP)
-	$(BIN)/python benchmarks/gallery_rows.py
+	$(BIN)/python docs/scripts/gallery_rows.py
 
 # The packages of the container image, at today's versions: docker/*.lock.
 lock: $(DEV_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/lock.py
 
-BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fault_tables.py gallery_rows.py gpu.py groups.py llm_speed.py mask_likeness.py smollm.py zero_shot.py),$(wildcard benchmarks/*.py))
+BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,gpu.py llm_speed.py zero_shot.py),$(wildcard benchmarks/*.py))
 benchmarks: $(DEV_STAMP)
 	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 
@@ -121,7 +121,7 @@ $(DEV_STAMP): $(STAMP)
 
 # The page of all settings, docs/reference/settings.md, from their declarations.
 settings: $(DEV_STAMP)
-	$(BIN)/python docs/settings_page.py
+	$(BIN)/python docs/scripts/settings_page.py
 
 # The documentation as a site, in site/.
 site: $(DEV_STAMP)

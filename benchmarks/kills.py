@@ -13,6 +13,7 @@ Example: ``python benchmarks/kills.py --table kills.csv --kills 10``, kills for 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import random
@@ -25,8 +26,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from _rows import append_rows
 
 from fedprune_app import __version__
 
@@ -165,7 +164,12 @@ def main() -> None:
             print(*list(row.values())[1:], sep="  ", flush=True)
             is_same &= row["same_models"] == row["resumed"]
             if given.table:
-                append_rows(given.table, [row])
+                is_new = not given.table.exists()
+                with given.table.open("a", newline="") as file:
+                    writer = csv.DictWriter(file, list(row), lineterminator="\n")
+                    if is_new:
+                        writer.writeheader()
+                    writer.writerow(row)
     sys.exit(0 if is_same else 1)
 
 

@@ -211,14 +211,6 @@ class ImageClient(Node):
         """Train from :meth:`begin`, send the shared tensors, and keep all tensors."""
         return self.dense_update(task, state, self.shared)
 
-    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        """Return the sent payload in the model's coordinates, as an observer who knows the message reads it.
-
-        Masks mark the coordinates that were sent. The others are as in ``before``, the model before training. By
-        default it is the payload itself.
-        """
-        return sent
-
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         """Return the client's own model: its last local one, or the start of training if it never trained."""
         return state.group("weights") or self.begin(task, state)

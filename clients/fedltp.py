@@ -15,8 +15,8 @@ from clients.node import ReplyFields
 from clients.privacy import PlannedReleases
 from clients.task import Task
 from fedprune_app.config import Config
-from fedprune_app.core.masks import packed, unpacked
-from fedprune_app.core.named import TensorDict, Tensors, ValueDict
+from fedprune_app.core.masks import packed
+from fedprune_app.core.named import TensorDict, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.planned_noise import planned_rounds
@@ -59,10 +59,6 @@ class FedLTPClient(FedAvgClient):
         result, tensors = self.train_from_start(task, state, masks=masks)  # lines 11 to 16
         payload = Payload(packed({name: tensors[name] for name in self.shared}, masks))  # line 17
         return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.costs.training(masks))
-
-    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
-        masks = dict(task.payload.masks)
-        return Payload(unpacked(sent.tensors, masks, before), masks)
 
     def received_scores(self, task: Task, state: State) -> Scores:
         """Test the global model itself, not the client's sub-model of it."""

@@ -7,8 +7,8 @@ noise. Nothing is pruned: the client receives the whole network and computes wit
 from clients.base import Update
 from clients.fedavg import FedAvgClient
 from clients.task import Task
-from fedprune_app.core.masks import packed, random_coordinates, unpacked
-from fedprune_app.core.named import TensorDict, Tensors
+from fedprune_app.core.masks import packed, random_coordinates
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
@@ -32,7 +32,3 @@ class FedSPAClient(FedAvgClient):
         result, tensors = self.train_from_start(task, state, active=active)
         payload = Payload(packed({name: tensors[name] for name in self.shared}, coordinates))
         return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
-
-    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
-        coordinates = self.coordinates(task)
-        return Payload(unpacked(sent.tensors, coordinates, before), coordinates)

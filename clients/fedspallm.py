@@ -112,6 +112,16 @@ class FedSpaLLMClient(Node):
             return f"dp.clip-norm is {config.dp.clip_norm}, allowed with system 'fedspallm': above 0 and at most 1"
         return ""
 
+    @classmethod
+    def why_not_summed(cls, config: Config) -> str:
+        for name, allowed in {"merge": "hessians", "hessian-form": "float32", "recovery-rounds": 0}.items():
+            if (value := getattr(config.fedspallm, name.replace("-", "_"))) != allowed:
+                return f"fedspallm.{name} is {value!r}, allowed with secure-sums: {allowed}"
+        return ""
+
+    def integers(self, payload: Payload) -> TensorDict:
+        return hessians.integers(payload.tensors, self.num_examples)
+
     @cached_property
     def observed_matrices(self) -> list[str]:
         """The matrices of a layer whose inputs the client observes, to send their Hessians or noised sums."""

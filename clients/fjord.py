@@ -16,7 +16,7 @@ from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
-from fedprune_app.core.named import TensorDict, Tensors
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import (
     Extents,
@@ -82,6 +82,3 @@ class FjORDClient(ImageClient):
         sent = {name: leading_block(tensors[name], widest.get(name)).contiguous() for name in self.shared}
         masks = {n: m for n, m in leading_masks(widest, self.shapes).items() if n in tensors}
         return Update(Payload(sent), State(grouped(weights=tensors, masks=masks)), result, dropout.flops)
-
-    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
-        return Payload(zero_padded(sent.tensors, self.shapes), leading_masks(self.extents(task), self.shapes))

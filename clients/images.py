@@ -10,6 +10,7 @@ from clients.privacy import split_secret
 from fedprune_app.config import Config
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.data.augmentation import CropFlip
+from fedprune_app.data.names import OWNERS
 from fedprune_app.data.splits import (
     client_data,
     data_config,
@@ -19,6 +20,7 @@ from fedprune_app.data.splits import (
     part_sizes,
     record_digests,
 )
+from fedprune_app.engine.simulated_grid import is_simulated
 
 # with privacy, label counts are secret, and the others may follow from the images
 _OF_THE_DATA = frozenset(
@@ -27,7 +29,7 @@ _OF_THE_DATA = frozenset(
         *("normalisation-mean", "normalisation-std", "data-sha256"),
     }
 )
-_OF_THE_SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir", "features", "features-digest"})
+_OF_THE_SHAPE = frozenset({"image-shape", "num-classes", "classes", "data-dir", "features", "features-digest", "owner"})
 PARTS_DRAWN = 2  # version of the procedure by which a node's secret draws the parts of its data
 SAID_OF_IMAGES = ReplyFields(registration=_OF_THE_SHAPE | _OF_THE_DATA, withheld_when_private=_OF_THE_DATA)
 
@@ -67,6 +69,8 @@ class Images:
             fields["features"] = list(dataset.features)
         if is_own:
             fields["data-dir"] = self.config.data_dir
+        elif self.config.partition == OWNERS and dataset.owner_names and is_simulated():
+            fields["owner"] = dataset.owner_names[self.context.client_id]  # names of people do not leave a node
         if not is_private:
             counts = label_counts(self.data_config, *self.context.share)
             fields |= {f"labels-{part}": [int(n) for n in values] for part, values in counts.items()}

@@ -17,8 +17,6 @@ The training is charged as if all of ũ were sent: the sketch does not depend on
 server that fakes a round of one client and receives all of ũ learns no more than was charged.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,6 @@ from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.fedp3 import perm_k_owners
 from fedprune_app.core.layers import layers_of
-from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models.names import chosen_name
@@ -59,17 +56,6 @@ class LDPFedP3Client(ImageClient):
         vector = torch.cat([tensors[name].flatten() for name in self.order])
         payload = Payload({"part": num_clients * vector[is_own]})  # line 9: S_i ũ_i without its zeros
         return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
-
-    def uploaded(self, task: Task, sent: Payload, before: Tensors) -> Payload:
-        num_clients, is_own = self.sketch(task)
-        values = torch.cat([before[name].flatten() for name in self.order])
-        values[is_own] = sent.tensors["part"] / num_clients
-        shapes = {name: before[name].shape for name in self.order}
-        return Payload(self._cut(values, shapes), self._cut(is_own, shapes))
-
-    def _cut(self, flat: Tensor, shapes: Mapping[str, torch.Size]) -> TensorDict:
-        parts = torch.split(flat, [self.sizes[name] for name in self.order])
-        return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 
     def sketch(self, task: Task) -> tuple[int, Tensor]:
         """Return n, and which coordinates are this client's: bool (d,).

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import torch
 from flwr.app import ArrayRecord, Message, MessageType
 from flwr.client import NumPyClient
 
@@ -15,9 +19,10 @@ from clients.context import NodeContext
 from clients.privacy import ClientPrivacy, PlannedReleases, data_of, ledger_path
 from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import Config
-from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from fedprune_app.engine.secure_aggregation import BODY, INPUT, MASKED, STAGE, Identity, Member
 from fedprune_app.engine.simulated_grid import shares_disk_with_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.learning.device import device_of
@@ -96,6 +101,10 @@ _SPENT = frozenset(
 )
 
 
+# Fields of a message that do not change what is asked.
+_BESIDE_THE_REQUEST = (STAGE, BODY, "round", "state-round", "evaluates", "epsilon-rdp", "partition", "run-key")
+
+
 class Node(NumPyClient):
     """Base class of one client of a run, with its state below ``context.state_dir``.
 
@@ -113,7 +122,7 @@ class Node(NumPyClient):
         registration=frozenset(
             {"partition", "num-partitions", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}
         ),
-        training=frozenset({"num-examples", "seconds", "note", "lost", "declined"}) | _SPENT,
+        training=frozenset({"num-examples", "seconds", "note", "lost", "declined", STAGE, BODY}) | _SPENT,
         evaluation=frozenset({"num-examples", "note", "lost"}) | _SPENT,
         withheld_when_private=frozenset({"seconds"}),  # the duration may depend on the data
         only_when_private=_SPENT | {"declined"},
@@ -129,6 +138,15 @@ class Node(NumPyClient):
         self.device = device_of(config)
         self.kept_properties: ValueDict = {}  # values in every saved state, besides those of the update
         self.privacy: ClientPrivacy | None = None
+        self.member = self._member() if config.secure_sums else None
+
+    def _member(self) -> Member:
+        """Return the client's half of secure sums. A node with a ledger has one record of sums for all runs, too."""
+        policy, folder = self.context.policy, self.store.folder
+        journal = Path(policy.ledger_dir or folder) / "sums.txt"
+        identity = Identity.read(policy.node_key, policy.trusted_keys)
+        threshold = self.config.secure_sums_threshold
+        return Member(folder / "secure-sum.json", journal, self.client_id, threshold, identity)
 
     # --- what a client reports ----------------------------------------------------------------------------------
 
@@ -187,6 +205,15 @@ class Node(NumPyClient):
         """
         return never_private(config, cls.not_private) if cls.not_private else ""
 
+    @classmethod
+    def why_not_summed(cls, config: Config) -> str:
+        """Say in one line for the user why the system cannot run so with ``secure-sums``; empty if it can."""
+        return f"secure-sums is true, allowed with system {config.system!r}: false; its server reads single updates"
+
+    def integers(self, payload: Payload) -> TensorDict:
+        """Return an update as the int64 that the server's exact sums add up."""
+        raise NotImplementedError
+
     def open_privacy(self, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
         """Open the client's ledger; None without ``dp.enabled``. Called once the client's data are known.
 
@@ -209,7 +236,11 @@ class Node(NumPyClient):
         return self.registration()
 
     def fit(self, parameters: NDArrays, config: ValueDict) -> tuple[NDArrays, int, ValueDict]:
-        payload, fields = self.answer_training(Task.from_numpy(parameters, config))
+        task = Task.from_numpy(parameters, config)
+        if self.member is not None and task.fields.get(STAGE) != INPUT:
+            payload, fields = Payload({}), self.member.answer(task.fields)
+        else:
+            payload, fields = self.answer_training(task)
         return payload.to_ndarrays(), self.num_examples, {**fields, **names_of(payload)}
 
     def evaluate(self, parameters: NDArrays, config: ValueDict) -> tuple[float, int, ValueDict]:
@@ -264,7 +295,17 @@ class Node(NumPyClient):
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
-        return update.payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
+        payload = update.payload if self.member is None else self._masked(self.member, task, update.payload)
+        return payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
+
+    def _masked(self, member: Member, task: Task, payload: Payload) -> Payload:
+        """Return an update as one tensor of integers under masks, so that the server can read its sum alone."""
+        asked = {name: value for name, value in sorted(task.fields.items()) if name not in _BESIDE_THE_REQUEST}
+        message = hashlib.sha256(f"{self.context.run_key} {task.digest()} {asked}".encode()).hexdigest()
+        words = torch.cat([tensor.flatten() for tensor in self.integers(payload).values()]).numpy().view(np.uint64)
+        masked, notes = member.masked(task.fields, words, message)
+        task.notes.extend(notes)
+        return Payload({MASKED: torch.from_numpy(masked.view(np.int64))})
 
     def answer_evaluation(self, task: Task) -> tuple[int, ValueDict]:
         """Load the state, evaluate it, and return the number of examples and the fields of the reply."""

@@ -279,7 +279,7 @@ def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, fo
 @_in_python
 def model(
     run: Run | AnyPath,
-    client: int | None = None,
+    client: int | str | None = None,
     *,
     state_dir: AnyPath = "",
     data_dir: AnyPath = "",
@@ -298,7 +298,7 @@ def model(
 @_in_python
 def masks(
     run: Run | AnyPath,
-    client: int | None = None,
+    client: int | str | None = None,
     *,
     full: bool = False,
     state_dir: AnyPath = "",
@@ -320,7 +320,7 @@ def _folder(name: str, run: object) -> Path:
 
 
 def _exportable(
-    run: Run | AnyPath, client: int | None, state_dir: AnyPath, data_dir: AnyPath, plugins: str | Sequence[str]
+    run: Run | AnyPath, client: int | str | None, state_dir: AnyPath, data_dir: AnyPath, plugins: str | Sequence[str]
 ) -> Exportable:
     from fedprune_app.exports.find import find_model
 
@@ -342,7 +342,7 @@ def export(
     run: Run | AnyPath,
     output: AnyPath,
     *,
-    client: int | None = None,
+    client: int | str | None = None,
     format: str = "",
     force: bool = False,
     state_dir: AnyPath = "",

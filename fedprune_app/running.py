@@ -35,6 +35,7 @@ from fedprune_app.preflight.inputs import Placement
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.ownership import mark
+from fedprune_app.results.reader import read_rows
 from fedprune_app.results.recorder import write_info
 from fedprune_app.results.texts import progress_line
 
@@ -51,7 +52,9 @@ class RunProgress:
         self._counts_rounds = True
         self._offset = self._file.stat().st_size if config.resume_from and self._file.exists() else 0
         self._accuracy = ""
-        self._bytes = 0
+        self._bytes = 0.0
+        if self._offset:
+            self._bytes = sum(_bytes_of(row) for row in read_rows(self._file))
         self._is_live = console.is_terminal or console.is_jupyter
         self._bar = Progress(
             SpinnerColumn(),
@@ -102,11 +105,16 @@ class RunProgress:
             self._show(json.loads(line))
 
     def _show(self, row: Values) -> None:
-        self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
+        self._bytes += _bytes_of(row)
         if numbers := progress_line(row):
             self._accuracy = numbers
+        elif self._accuracy and "(round " not in self._accuracy:
+            self._accuracy = f"{self._accuracy.rstrip()} (round {row['round'] - 1})  "
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         text = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
+        for line in row.get("notes") or ():
+            if line.endswith(("heartbeat", "is back")):
+                self._console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
         completed = row["round"] if self._counts_rounds else None  # None keeps the old value
         self._bar.update(self._task, completed=completed, said=text, failed=failed)
         if not self._is_live:
@@ -131,6 +139,10 @@ class RunProgress:
         finally:
             stop.set()
             watcher.join()
+
+
+def _bytes_of(row: Values) -> float:
+    return float(row.get("bytes_up") or 0) + float(row.get("bytes_down") or 0)
 
 
 def run(

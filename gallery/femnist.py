@@ -29,12 +29,13 @@ def femnist(data_dir: str) -> fp.Dataset:
     """Read the images with their writers; raise ``ValueError`` in one line for files that are not LEAF's."""
     images, labels, writers = _read(Path(data_dir) / "train")
     test_images, test_labels, test_writers = _read(Path(data_dir) / "test")
-    owners, test_owners = owned_by(writers, test_writers)
+    owned = owned_by(writers, test_writers)
     return fp.Dataset(
         "femnist",
         *(images, labels, test_images, test_labels, CLASSES, *scale(images, public_scale=False)),
-        owners=owners,
-        test_owners=test_owners,
+        owners=owned.train,
+        test_owners=owned.test,
+        owner_names=owned.names,
         is_measured=True,
     )
 

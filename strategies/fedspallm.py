@@ -91,7 +91,7 @@ class FedSpaLLM(FederatedStrategy):
         self.options, self.dense = self.config.fedspallm, dense
         check_pattern(self.config, dense)
         self.global_model = PrunedModel(dense, self.recorder.folder, context.run_key)
-        self.merge = MERGES[self.options.merge](self.config, self.global_model, self.clients)
+        self.merge = MERGES[self.options.merge](self.config, self.global_model)
         self.metrics = TextMetrics(self.context, self.global_model, self.participation)
         self.work = LayerRound()
         self.progress = _progress_store(self.recorder.folder, context.run_key)
@@ -164,7 +164,8 @@ class FedSpaLLM(FederatedStrategy):
         least, sent = min(self.config.min_replies, len(receivers)), self.send(step_round)
         for reply in exchange(step_round, sent, self.expect, name=name, kind=LAYER, least=least):
             with round.log.rejecting(reply):
-                reply.row |= self._added_up(reply, round.log.clients[reply.client])
+                for client, row in reply.by_client.items():
+                    row |= self._added_up(client, row, reply.fields, round.log.clients[client])
                 self.receive(step_round, reply)
 
     def step(self, round: int, layer: int) -> int:
@@ -206,8 +207,8 @@ class FedSpaLLM(FederatedStrategy):
         if work.recovery is not None:
             work.recovery.add(update)
         elif update.tensors:
-            self.merge.add(client, update)
-            work.sent[client] = self.options.pruned_before(work.layer)
+            self.merge.add(update, reply.num_examples)
+            work.sent |= dict.fromkeys(reply.by_client, self.options.pruned_before(work.layer))
             if update.masks and client in list(self.clients)[:_COMPARED]:
                 work.distances.add(client, update)
 
@@ -239,13 +240,15 @@ class FedSpaLLM(FederatedStrategy):
 
     # --- records ------------------------------------------------------------------------------------------------
 
-    def _added_up(self, reply: Reply, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    def _added_up(
+        self, client: int, row: Mapping[str, Any], fields: wire.Fields, earlier: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the columns of a client's row that are sums over its layers; ``earlier`` is its row so far."""
         pruners = self.work.pruners.get(self.work.layer, ()) if self.merge.clients_prune else ()
-        has_pruned = reply.client in pruners  # other clients only pass their text through the layer
-        error = number_in("relative_error", reply.fields) if has_pruned else 0.0
-        seconds = reply.row["seconds"]
-        recovery = {"recovery_loss": number_in("recovery_loss", reply.fields)} if self.work.recovery else {}
+        has_pruned = client in pruners  # other clients only pass their text through the layer
+        error = number_in("relative_error", fields) if has_pruned else 0.0
+        seconds = row["seconds"]
+        recovery = {"recovery_loss": number_in("recovery_loss", fields)} if self.work.recovery else {}
         return {
             **recovery,
             "seconds": None if seconds is None else earlier.get("seconds", 0.0) + seconds,

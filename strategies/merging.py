@@ -33,7 +33,6 @@ from fedprune_app.core.scores import wanda_mask
 from fedprune_app.core.sparsegpt import sparsegpt_batched
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.wire import Schema
-from fedprune_app.federation.clients import Roster
 from fedprune_app.learning.language_models import observed_inputs
 from fedprune_app.learning.planned_noise import segment_noise
 from fedprune_app.models.cutting import Cut, narrowed
@@ -49,7 +48,7 @@ class MeanMerge:
 
     cut: Cut | None = None
 
-    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
+    def __init__(self, config: Config, model: PrunedModel) -> None:
         self.config, self.model = config, model
         self._mean = L0Mean(1)
 
@@ -61,7 +60,7 @@ class MeanMerge:
         """Prepare for a layer that these clients prune."""
         self._mean = L0Mean(max(len([*pruners]), 1))
 
-    def add(self, client: int, update: Payload) -> None:
+    def add(self, update: Payload, num_examples: int) -> None:
         """Add a client's layer. An invalid one raises ``ValueError``, and nothing of it is added."""
         self._mean.add(update)
 
@@ -91,8 +90,8 @@ class MaskMerge(MeanMerge):
         super().begin(layer, pruners)
         self._dense = self.model.dense.layer_tensors(layer)
 
-    def add(self, client: int, update: Payload) -> None:
-        super().add(client, self._weights(update.masks))
+    def add(self, update: Payload, num_examples: int) -> None:
+        super().add(self._weights(update.masks), num_examples)
 
     def merged(self, layer: int, row: dict[str, Any]) -> Payload:
         return self._weights(super().merged(layer, row).masks)
@@ -177,8 +176,8 @@ class HessianMerge:
 
     clients_prune = False
 
-    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
-        self.compression, self.model, self.clients = Compression(config, model.dense), model, clients
+    def __init__(self, config: Config, model: PrunedModel) -> None:
+        self.compression, self.model = Compression(config, model.dense), model
         self.cut, self.options = self.compression.cut, config.fedspallm
         self._sums: dict[str, hessians.HessianSum] = {}
 
@@ -190,13 +189,12 @@ class HessianMerge:
         is_noised = self.compression.config.dp.enabled
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.compression.sizes.items()}
 
-    def add(self, client: int, update: Payload) -> None:
-        """Add a client's Hessians. Impossible ones raise ``ValueError``, and none is added."""
-        num_sequences = self.clients[client].num_examples
+    def add(self, update: Payload, num_examples: int) -> None:
+        """Add Hessians of so many sequences. Impossible ones raise ``ValueError``, and none is added."""
         for name, total in self._sums.items():
-            total.check(name, update.tensors, num_sequences)
+            total.check(name, update.tensors, num_examples)
         for name, total in self._sums.items():
-            total.add(name, update.tensors, num_sequences)
+            total.add(name, update.tensors, num_examples)
 
     def merged(self, layer: int, row: dict[str, Any]) -> Payload:
         if not any(total.num_added for total in self._sums.values()):

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,21 +87,34 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadscope`` tests that share fixtures share a process: those of a file, and of a system's laws.
+
+    Groups by marks (``--dist loadgroup``) are none with pytest 9.2 and xdist 3.8: each test goes to either process.
+    """
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Sharing(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return sharing(nodeid)
+
+    return Sharing(config, log)
+
+
+def sharing(nodeid: str) -> str:
+    """Return the name of the group of tests that share a process."""
+    path, _, test = nodeid.partition("::")
+    case = test.partition("[")[2]
+    systems = [name for name in registry.SYSTEMS if case.startswith(name)] if "/conformance/" in path else []
+    return max(systems, key=len, default=path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``--dist loadgroup`` the tests of a file share a process and its fixtures, unless they have another group.
-
-    Tests that wait for programs come first, so that no process is left waiting for them alone in the end. Of a test
-    with the mark ``few(n)`` the first n cases are in ``make test``, and the others in ``make full``.
-    """
-    cases: Counter[str] = Counter()
-    for item in items:
-        if few := item.get_closest_marker("few"):
-            cases[function := item.nodeid.partition("[")[0]] += 1
-            if cases[function] > few.args[0]:
-                item.add_marker(pytest.mark.full)
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+    """Tests that wait for programs come first, so that no process is left waiting for them alone in the end."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
 
 

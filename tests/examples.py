@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
@@ -17,6 +18,14 @@ def examples(number: int) -> int:
     return number if PROFILE == "full" else min(number, SOME)
 
 
-def first(number: int, cases: Iterable[str]) -> list[ParameterSet | str]:
-    """Return a fixture's parameters, of which ``make test`` has the first ``number`` and ``make full`` the others."""
-    return [case if k < number else pytest.param(case, marks=pytest.mark.full) for k, case in enumerate(cases)]
+def full(*values: Any) -> ParameterSet:
+    """Return a case that is in ``make full`` alone."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def in_test(cases: Iterable[Any], *named: Any) -> list[Any]:
+    """Return the cases, of which ``make test`` has those that are named, and ``make full`` the others."""
+    cases = list(cases)
+    if missing := [name for name in named if name not in cases]:
+        raise ValueError(f"{missing} are no cases, allowed: {cases}")
+    return [case if case in named else full(*(case if isinstance(case, tuple) else [case])) for case in cases]

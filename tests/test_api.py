@@ -22,6 +22,7 @@ from fedprune_app.data import splits
 from fedprune_app.exports.file import read_export_info
 from fedprune_app.exports.predict import predictions
 from fedprune_app.results.recorder import write_info
+from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.refusing import refuses
 from tests.results.conftest import made_up_run
@@ -163,7 +164,7 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
     path = fedprune_app.export(folder, tmp_path / "packed")
     assert fedprune_app.load_packed(path, sparse=True).config.num_hidden_layers == 3
     for given in ({"client": 1}, {"format": "onnx"}, {"state_dir": "s"}, {"plugins": ["p"]}):
-        with refuses(*next(iter(given.items())), condition="with a language model"):
+        with refuses(*next(iter(given.items())), condition="language model"):
             fedprune_app.export(folder, tmp_path / "x", **given)
 
 
@@ -457,8 +458,7 @@ def load(data_dir):
 """
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), ("uint8", 255, "images")])
+@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), full("uint8", 255, "images")])
 def test_an_exported_model_knows_whether_it_takes_images_of_8_bits(tmp_path, dtype, most, inputs):
     (tmp_path / "own.py").write_text(LOADER.format(dtype=dtype, most=most))
     dataset = f"{tmp_path / 'own.py'}:load"

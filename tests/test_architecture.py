@@ -49,7 +49,7 @@ UPWARD = {  # for type checkers alone: the loop of rounds names the hooks that i
     ("fedprune_app/federation/loop.py", "strategies"),
     ("fedprune_app/federation/evaluation.py", "strategies"),
 }
-CORE_LIBRARIES = {"torch", "torchvision", "numpy", "constriction"}
+CORE_LIBRARIES = {"torch", "torchvision", "numpy", "constriction", "cryptography"}
 
 
 def room_of(module: str) -> str:

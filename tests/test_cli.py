@@ -13,9 +13,13 @@ from fedprune_app import cli
 from fedprune_app.config import OPTIONS
 from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.results.recorder import write_info
+from tests.examples import full, in_test
 from tests.refusing import refuses
 
+ROOT = Path(__file__).parents[1]
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
+MATRICES = sorted((ROOT / "configs/matrices").rglob("*.yaml"))
+SOME_MATRICES = ("dispfl_small", "fedltp_small", "fedp3_layers", "fedspallm_claims", "subfedavg_rounds", "tuned")
 HERE = ["--engine", "inprocess", "--clients", "4"]
 
 
@@ -27,7 +31,7 @@ def test_list_names_what_there_is_for_people_and_machines(capsys):
     assert {"subfedavg", "fedavg", "standalone"} <= listed["systems"].keys()
     assert listed["keys"]["learning-rate"]["default"] == 0.01
     assert all(entry["help"] for entry in listed["keys"].values())
-    assert listed["keys"]["momentum"]["range"] == "at least 0 and below 1"
+    assert listed["keys"]["momentum"]["range"] == OPTIONS["momentum"].range
     assert listed["keys"]["dispfl.gossip"]["choices"].keys() == {"server", "client"}
 
 
@@ -136,7 +140,6 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
 PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
 
 
-@pytest.mark.few(13)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -146,7 +149,7 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         (["run", "-c", "missing.toml"], "config file is 'missing.toml'"),
         (["run", "--engine", "spark"], "--engine is 'spark'"),
         (["run", "--clients", "0"], "--clients is 0"),
-        (["run", "--resume"], "holds no run to resume"),
+        (["run", "--resume"], "no run to resume"),
         (["run", "out-dir=/x"], "out-dir is '/x'"),
         (
             ["run", "--engine", "inprocess", "--workers", "2"],
@@ -162,18 +165,18 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         ),
         (["audit", *PRIVATE, "--json", "/etc/passwd/audit.json"], "'/etc/passwd/audit.json' cannot be written"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
-        (["run", "seed"], "setting is 'seed'"),
-        (["sweep", "missing.yaml"], "matrix is 'missing.yaml'"),
-        (["audit", "system=fedavg"], "dp.enabled is false"),
-        (["audit", "a.toml", "b.toml"], "config file is 'a.toml'"),
-        (["report", "."], "run folder is '.'"),
-        (["report", "", "-o", "r.html"], "argument is ''"),
-        (["run", "--out="], "argument is '--out='"),
-        (["run", "--out", "/etc/passwd"], "--out is '/etc/passwd'"),
-        (["deploy", "login", "localhost", "--secret", "x"], "address of the SuperLink is 'localhost'"),
-        (["predict", ".", "image.png"], "cannot be read: "),
-        (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!'"),
-        (["deploy", "certificates", "--host", "-x"], "--host is '-x'"),
+        full(["run", "seed"], "setting is 'seed'"),
+        full(["sweep", "missing.yaml"], "matrix is 'missing.yaml'"),
+        full(["audit", "system=fedavg"], "dp.enabled is false"),
+        full(["audit", "a.toml", "b.toml"], "config file is 'a.toml'"),
+        full(["report", "."], "run folder is '.'"),
+        full(["report", "", "-o", "r.html"], "argument is ''"),
+        full(["run", "--out="], "argument is '--out='"),
+        full(["run", "--out", "/etc/passwd"], "--out is '/etc/passwd'"),
+        full(["deploy", "login", "localhost", "--secret", "x"], "address of the SuperLink is 'localhost'"),
+        full(["predict", ".", "image.png"], "cannot be read: "),
+        full(["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!'"),
+        full(["deploy", "certificates", "--host", "-x"], "--host is '-x'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fedprune, tmp_path):
@@ -269,7 +272,6 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
     ALIASES = f"&a{depth} [{ALIASES}" + f",*a{depth - 1}" * 9 * (depth > 0) + "]"
 
 
-@pytest.mark.few(24)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -306,8 +308,10 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ("systems: [fedavg]\ncommon: {out-dir: /q}", "run 'fedavg-digits-seed0': out-dir is '/q'"),
         ("systems: [{system: fedavg, resume-from: q}]", "seed0': resume-from is 'q'"),
         ("systems: [{system: fedavg, foo: 1}]", "m.yaml', run 'fedavg-foo1-digits-seed0': setting is 'foo'"),
-        ("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1"),
-        ("systems: [{system: fedavg, density: 0.2}]", "m.yaml', run 'fedavg-density0.2-digits-seed0': density is 0.2"),
+        full("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1"),
+        full(
+            "systems: [{system: fedavg, density: 0.2}]", "m.yaml', run 'fedavg-density0.2-digits-seed0': density is 0.2"
+        ),
     ],
 )
 def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
@@ -320,11 +324,15 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs/matrices").glob("*.yaml")), ids=str)
-def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
+@pytest.mark.parametrize(
+    "path",
+    in_test(MATRICES, *(ROOT / f"configs/matrices/{name}.yaml" for name in SOME_MATRICES)),
+    ids=lambda path: path.stem,
+)
+def test_every_matrix_of_the_repository_is_valid_and_names_its_own_command(path, tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
+    assert f"#   fedprune sweep {path.relative_to(ROOT)} " in path.read_text()
     matrix = read_matrix(path)
     needs_data = any(values.get("dataset", "digits") not in ("digits", "stdlib") for _, values in matrix.settings)
     assert matrix.cells(RunInputs(on_command_line={"data-dir": "/data"} if needs_data else {}, out=tmp_path))
@@ -334,7 +342,7 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
 def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_model(table, tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
-    matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
+    matrix = read_matrix(ROOT / f"configs/matrices/papers/fedspallm_table{table}.yaml")
     for cell in matrix.cells(RunInputs(on_command_line={"data-dir": "/data"}, out=tmp_path)):
         assert cell.config.min_clients == matrix.num_clients == (4, 8, 16)[table - 1]
         assert cell.config.startup_seconds >= 1800
@@ -388,17 +396,16 @@ def test_a_text_of_a_matrix_is_the_number_that_its_option_takes(tmp_path):
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--help"],
-        ["list"],
-        ["list", "--keys"],
-        ["run", "densty=0.1"],
-        ["run", "system=FedAvg"],
-        ["sweep", "matrix.yaml", "lr=1"],
-        ["report", "nowhere"],
+        full(["list"]),
+        full(["list", "--keys"]),
+        full(["run", "densty=0.1"]),
+        full(["run", "system=FedAvg"]),
+        full(["sweep", "matrix.yaml", "lr=1"]),
+        full(["report", "nowhere"]),
     ],
 )
 def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(arguments, tmp_path):
@@ -414,7 +421,6 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
     assert done.stdout.splitlines()[-1] == "heavy:", done.stderr
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
@@ -423,8 +429,8 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
             "there is no option --num-server-rounds; settings are given as KEY=VALUE: num-server-rounds=...",
         ),
         (["--rounds", "3"], "there is no option --rounds; settings are given as KEY=VALUE: num-server-rounds=..."),
-        (["--nonsense"], "there is no option --nonsense"),
-        (["--clients", "-3"], "--clients is -3"),
+        full(["--nonsense"], "there is no option --nonsense"),
+        full(["--clients", "-3"], "--clients is -3"),
     ],
 )
 def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, answer, tmp_path):

@@ -71,7 +71,6 @@ def distributions_of_modules() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
-@pytest.mark.few(14)
 @pytest.mark.parametrize(("module", "lazy"), sorted(third_party()))
 def test_what_is_imported_is_declared(module, lazy):
     distributions = distributions_of_modules().get(module)

@@ -20,7 +20,6 @@ def examples(module: ModuleType) -> list[doctest.DocTest]:
     return [test for test in doctest.DocTestFinder().find(module) if test.examples]
 
 
-@pytest.mark.few(30)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_a_module_give_what_they_show(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name))

@@ -13,6 +13,7 @@ from fedprune_app import cli
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.toml import shipped_configs
 from fedprune_app.registry import SYSTEMS
+from tests.examples import full
 
 QUICK = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1"]
 
@@ -80,16 +81,15 @@ def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune,
         assert "protects nobody" not in fedprune("check", *told, "--clients", "2")[1]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "note"),
     [
-        (["system=subfedavg", "local-epochs=1"], "local-epochs is 1, so no client prunes: "),
-        (
+        (["system=subfedavg", "local-epochs=1"], "local-epochs is 1, "),
+        full(
             ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.delta=0.01", "dp.second-delta=1e-5"],
             "dp.delta is 0.01, and client ",
         ),
-        (
+        full(
             ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=20", "dp.planned-rounds=4", "dp.epsilon-budget=19"],
             "dp.epsilon-budget is 19, less than dp.target-epsilon 20: ",
         ),
@@ -213,15 +213,14 @@ def test_a_run_is_checked_without_being_started(fedprune, tmp_path, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         (["dataset=mnist", "data-dir=none"], "none"),
         (["density=0.1"], "density is 0.1"),
         (["partition=classes", "classes-per-client=11"], "classes-per-client is 11"),
-        (["system=subfedavg-hy"], "BatchNorm"),
-        (["model=resnet18-gn"], ""),
+        full(["system=subfedavg-hy"], "BatchNorm"),
+        full(["model=resnet18-gn"], ""),
     ],
 )
 def test_what_a_run_would_refuse_is_told_by_a_check(fedprune, tmp_path, settings, says):

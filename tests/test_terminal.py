@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.cli.results import _print_predictions
+from fedprune_app.config import parse_config
 from fedprune_app.engine.printable import keep_logs_printable
 from fedprune_app.exports.predict import Prediction
-from fedprune_app.terminal import Terminal, print_rows, say
+from fedprune_app.running import RunProgress
+from fedprune_app.terminal import Terminal, echo, print_rows
 from tests.results.conftest import made_up_run
 
 RED, SHOWN = "\x1b[31m\u202e", r"\x1b[31m\u202e"  # a command to the terminal, and what is shown of it
@@ -63,7 +65,7 @@ def test_a_sweep_in_a_folder_of_a_strange_name_with_a_run_that_fails(fedprune, t
         (["run", "system=fedspallm", "dataset=stdlib", f"model={STRANGE}"], STRANGE),
         (["sweep", STRANGE], f"matrix is '{STRANGE}'"),
         (["report", STRANGE], f"run folder is '{STRANGE}'"),
-        (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run folder"),
+        (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run"),
         (["run", f"--{STRANGE}"], STRANGE),
         (["run", "--clients", STRANGE], STRANGE),
         ([STRANGE], STRANGE),
@@ -77,9 +79,6 @@ def test_an_error_names_strange_things_as_they_are(fedprune, arguments, says):
 
 
 def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
-    from fedprune_app.config import parse_config
-    from fedprune_app.running import RunProgress
-
     row = {"round": 1, "failures": 2, "perplexity_by_text": {f"{STRANGE}{RED}": {"own": 3.0}}}
     with RunProgress(parse_config({}), tmp_path, Terminal(width=300, force_terminal=True)) as progress:
         (tmp_path / "progress.json").write_text(json.dumps({"text": f"{STRANGE}{RED}"}))
@@ -92,10 +91,25 @@ def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
     assert "2 failed" in said
 
 
+def test_progress_says_of_which_round_an_older_number_is_and_counts_the_bytes_of_before_a_resume(tmp_path, capsys):
+    rows = [{"round": n, "bytes_up": 1e6, "bytes_down": 1e6} for n in (1, 2, 3)]
+    rows[1]["accuracy_personal_mean"] = 0.5
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "rounds.jsonl").write_text(lines[0])
+    config = parse_config({"resume-from": str(tmp_path), "num-server-rounds": 3})
+    with RunProgress(config, tmp_path, Terminal(width=300)) as progress:
+        for count in (2, 3):
+            (tmp_path / "rounds.jsonl").write_text("".join(lines[:count]))
+            progress.update()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "subfedavg: round 2 of 3  personal 50.0 %  4.0 MB"
+    assert said[1] == "subfedavg: round 3 of 3  personal 50.0 % (round 2)  6.0 MB"
+
+
 def test_what_strangers_call_their_classes_and_files_does_not_command_the_terminal(tmp_path, capsys):
     print_rows([("classes", f"a, b{RED}")])
     _print_predictions([Prediction(tmp_path / f"{RED}.png", None, [(f"b{RED}", 1.0)])])
-    say(f" no class b{RED}", "error:", "red")
+    echo(f" no class b{RED}", "error:", "red")
     said = capsys.readouterr()
     assert f"a, b{SHOWN}" in said.out
     assert f"error: no class b{SHOWN}" in said.err

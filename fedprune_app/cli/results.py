@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.inputs import Placement, inputs_in, trusted_code
+from fedprune_app.preflight.inputs import Placement, inputs_in, of_run, trusted_code
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
 
@@ -163,7 +164,9 @@ def _watch(folders: list[Path], output: Path, force: bool) -> None:
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this file, or for a language model folder.")],
-    client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
+    client: Annotated[
+        str | None, typer.Option("--client", help="Export the personal model of this client: a number or a name.")
+    ] = None,
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
@@ -224,6 +227,9 @@ def export(
     ]
     table = _costs(f"{info.model} of {info.system}, {model_name}, after round {info.round}", format, rows)
     Terminal().print(table)
+    if format == "onnx" and small.zeros:
+        zeros = f"{small.zeros:,} pruned weights are zeros in the file, and its runtimes do not skip zeros"
+        echo(f" {zeros}; system=subfedavg-hy removes channels, which saves bytes and time", "note:", "yellow")
     echo(f": {output.resolve()}", "exported", "green")
 
 
@@ -289,7 +295,7 @@ def predict(
 ) -> None:
     """Classify images, or rows of tables, with an exported model.
 
-    MODEL is a file that `fedprune export --format safetensors` wrote.
+    MODEL is a file of `fedprune export`: of safetensors, or of ONNX.
     If MODEL is a .gguf file, each FILE is a text, which llama.cpp continues.
     Otherwise a FILE is an image, which is resized for the model.
     For a model of tables, it is a CSV or Parquet table with the same columns.
@@ -349,44 +355,56 @@ def _print_predictions(results: Sequence[Prediction]) -> None:
 def audit(
     settings: Annotated[list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...")],
     canaries: Annotated[
-        int,
-        typer.Option("--canaries", help="How many canaries. 0: half of the client's examples, at most 1000.", min=0),
+        int, typer.Option("--canaries", help="How many canaries. 0: all of the client's examples or groups.", min=0)
     ] = 0,
-    guesses: Annotated[int, typer.Option("--guesses", help="How many canaries to guess. 0: half of them.", min=0)] = 0,
     delta: Annotated[
         float, typer.Option("--delta", help="The δ of the bound and the claim. 0: dp.delta.", min=0, max=1)
     ] = 0.0,
     confidence: Annotated[float, typer.Option("--confidence", help="The confidence of the bound.")] = 0.95,
-    client: Annotated[int, typer.Option("--client", help="The client whose data hold the canaries.")] = 0,
+    client: Annotated[
+        str, typer.Option("--client", help="The client whose data hold the canaries: a number or a name.")
+    ] = "0",
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
-    without_noise: Annotated[
-        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise. The audit should then fail.")
-    ] = False,
+    noise_share: Annotated[
+        float,
+        typer.Option(
+            "--noise-share", help="Add this share of the noise that is charged. Below 1 the audit should fail.", min=0
+        ),
+    ] = 1.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the --json file even if no audit wrote it.")] = False,
     plugin: Plugins = None,
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    CONFIG is a run-config file, or the name of a shipped one.
+    CONFIG is a run-config file, the name of a shipped one, or a run's folder.
     Each KEY=VALUE is a setting.
-    The bound comes from one run.
+    One client's noised sums in one run are looked at, step by step.
     The command prints the bound and the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
+    from fedprune_app.data.splits import owner_names
+    from fedprune_app.exports.release import settings_digest
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.results.ownership import check_json_file
+    from fedprune_app.results.reader import client_number, read_info
     from fedprune_app.testing.audit import Question
     from fedprune_app.testing.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
-    inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
+    if len(files) == 1 and (files[0] / "run.json").is_file():
+        info = read_info(files.pop())
+        inputs = of_run(info, trusted_code(plugin))
+        clients = int(info.get("num_partitions") or clients)
+    else:
+        inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
-    question = Question(canaries, guesses, delta, confidence, client, without_noise)
+    number = client_number(owner_names(config), client)
+    question = Question(canaries, delta, confidence, number, noise_share)
     if json_file is not None and not force:
-        check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
+        check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "made"})
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
         finding = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
@@ -395,14 +413,63 @@ def audit(
         ("ε that the ledger claims", f"{finding.claim:.3f}"),
         ("δ", f"{finding.delta:g}"),
         ("canaries", f"{finding.canaries}"),
-        ("guesses", f"{finding.guesses}"),
-        ("correct", f"{finding.correct} ({finding.correct / finding.guesses:.1%})"),
+        ("noised sums", f"{finding.tally.steps}"),
+        ("found where they are in", f"{finding.tally.found} of {finding.tally.present}"),
+        ("cleared where they are not", f"{finding.tally.cleared} of {finding.tally.absent}"),
         ("confidence", f"{finding.confidence:.1%}"),
     ):
         table.add_row(name, text)
     Terminal().print(table)
-    if json_file is not None:  # after the table, so that a failed write loses nothing
-        replace_file(json_file.expanduser().resolve(), json.dumps(finding.to_dict(), indent=1).encode())
+    content = {
+        **finding.to_dict(),
+        "settings": settings_digest(config),
+        "made": datetime.now(UTC).isoformat(),
+    }
+    if json_file is not None:  # nothing is lost where it cannot be written
+        replace_file(json_file.expanduser().resolve(), json.dumps(content, indent=1).encode())
     if not finding.holds:
         raise LaunchError(finding.verdict)
     echo(f": {finding.verdict}", "passed", "green")
+
+
+@app.command()
+def release(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False)] = None,
+    client: Annotated[
+        int | None, typer.Option("--client", help="Release this client's model, not the common one.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this new folder.")] = Path("pack"),
+    audit_file: Annotated[
+        Path | None, typer.Option("--audit", help="The file that `fedprune audit RUN --json FILE` wrote.")
+    ] = None,
+    policy: Annotated[Path | None, typer.Option("--policy", help="The policy file of the sites' nodes.")] = None,
+    ledger: Annotated[
+        list[Path] | None,
+        typer.Option("--ledger", help="A client's ledger that is not in the run's folder. You may repeat the option."),
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="Release in spite of this refusal, in red. You may repeat the option."),
+    ] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check this pack, and write nothing.")] = None,
+    plugin: Plugins = None,
+) -> None:
+    """Pack a private run's model for whoever decides whether it may leave.
+
+    The pack has the model, the promise, attacks and provenance, and README.html, a page to read and sign.
+    It is refused where something lacks, such as an audit of the settings.
+    """
+    from fedprune_app.exports import release as releases
+
+    if verify is not None:
+        for number, value in releases.verify(verify).items():
+            echo(f" {number}: ε = {value:.4g}", "ledger", "green")
+        echo(f": {verify.resolve()}", "verified", "green")
+        return
+    if run is None:
+        raise ConfigError("RUN", ..., "a run folder, or --verify", which="is not given")
+    for name in allow or ():
+        if name not in releases.REFUSALS:
+            raise ConfigError("--allow", name, ", ".join(releases.REFUSALS))
+    question = releases.Question(run, client, audit_file, policy, ledger or (), allow or (), trusted_code(plugin))
+    echo(f": {releases.release(question, output.expanduser()).resolve()}", "released", "green")

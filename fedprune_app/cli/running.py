@@ -143,6 +143,46 @@ def sweep(
 
 
 @app.command()
+def advise(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option("--minutes", help="How long it may take, in about.")] = 20.0,
+    epsilon: Annotated[
+        float, typer.Option("--epsilon", help="Run private methods too, with this ε for each example.", min=0)
+    ] = 0.0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for page, models and runs.")] = Path(
+        "advice"
+    ),
+    engine: Engine = "inprocess",
+) -> None:
+    """Say whether to federate, how to prune, and what privacy costs, on data of your own.
+
+    DIR has <site>/<class>/* (images), or train.csv with a column of sites.
+    Each KEY=VALUE is a setting of all runs, such as owner-column=clinic label-column=outcome.
+    A few methods run with three seeds.
+    """
+    from fedprune_app.results.report import write_report
+    from fedprune_app.sweeps.advise import advise as make
+
+    output = output.expanduser().resolve()
+    found = make(
+        folder.expanduser().resolve(),
+        inputs_in(None, overrides).chosen,
+        output,
+        console,
+        minutes=minutes,
+        epsilon=epsilon,
+        engine=engine,
+    )
+    runs = [run.folder for group in found.methods.values() for run in group.runs]
+    page = write_report(runs, output / "advice.html", advice=found)
+    for answer in found.answers:
+        print_rows([(answer.question, answer.answer), *(("", detail) for detail in answer.details)])
+    print_notes(found.notes)
+    echo(f": open {page}", "done", "green")
+
+
+@app.command()
 def compress(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],

@@ -201,7 +201,8 @@ class CommonOptions:
     )
     model: str = option(
         "auto",
-        "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A function of your own that "
+        "The network; `fedprune list` names all networks. 'auto' takes the dataset's, and 'auto-bn' the same with "
+        "BatchNorm, as 'auto' does with system 'subfedavg-hy'. A function of your own that "
         "makes one is 'module:function' or 'file.py:function'. A language model is a folder, a .gguf file or a "
         "name on the hub.",
         kind=PathKind.MODEL,
@@ -330,6 +331,20 @@ class CommonOptions:
     )  # fmt: skip
     min_replies: int = option(
         1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
+    )
+    secure_sums: bool = option(
+        False,
+        "If true, the server learns the sum of the clients' updates and none of them: docs/privacy.md says how. The "
+        "result is the same.",
+        changes_results=False,
+    )
+    secure_sums_threshold: int = option(
+        0,
+        "The number of clients whose updates a secure sum needs, more than half of those that a round asks. 0 means "
+        "the larger of 3 and the majority.",
+        least=0,
+        changes_results=False,
+        needs={"secure-sums": (True,)},
     )
     out_dir: str = execution_option(
         "",

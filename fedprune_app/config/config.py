@@ -61,11 +61,11 @@ class Config(CommonOptions):
         return (self.dp.unit == "group" and self.group_column) or self.dp.unit
 
     def settled(self) -> Self:
-        """Return the configuration with ``test-split`` 'auto' replaced by its meaning."""
-        if self.test_split != "auto":
-            return self
+        """Return the configuration with the test split, and for Sub-FedAvg (Hy) the network, that 'auto' stands for."""
+        model = "auto-bn" if self.model == "auto" and self.system == "subfedavg-hy" else self.model
         holds_out = self.dp.enabled or self.partition == "owners"
-        return replace(self, test_split="holdout" if holds_out else "labels")
+        auto = "holdout" if holds_out else "labels"
+        return replace(self, model=model, test_split=auto if self.test_split == "auto" else self.test_split)
 
     def check(self) -> None:
         super().check()

@@ -52,6 +52,16 @@ class Policy:
         "If false, private noise derives from the run's seed, which the server knows: for rehearsals alone. If true, a"
         " node of a deployment, or with data of its own, draws from the operating system whatever the run says.",
     )
+    require_secure_sums: bool = option(False, "If true, the node declines runs without secure-sums.")
+    node_key: str = option(
+        "",
+        "The file of the node's registered private key, an absolute path: it signs the node's keys of secure sums.",
+    )
+    trusted_keys: str = option(
+        "",
+        "The file of public keys, one on a line, of the nodes that may be in a secure sum with this one, itself among "
+        "them: an absolute path. Empty means whichever nodes the server names.",
+    )
     allowed_label_columns: str = option(
         "label",
         "The columns of the node's own data that a run with dp.enabled may take as labels, separated by commas. The "
@@ -104,6 +114,8 @@ class Policy:
             raise declined("system", config.system, "allowed-systems", ", ".join(systems))
         if config.download and not self.downloads:
             raise declined("download", True, "downloads", "false")
+        if self.require_secure_sums and not config.secure_sums:
+            raise declined("secure-sums", False, "require-secure-sums", "true")
         if self.why_private and not config.dp.enabled:
             raise declined("dp.enabled", False, self.why_private, "true")
         if not config.dp.enabled:

@@ -206,9 +206,15 @@ class HessianSum:
     def add(self, name: str, tensors: Tensors, weight: int) -> None:
         """Add tensors of :func:`encoded` with ``weight``, their number of sequences.
 
-        An error leaves the sum unchanged.
+        What :meth:`tensors` made, of ``weight`` sequences in all, is added as it is. An error leaves the sum unchanged.
         """
         upper = self.check(name, tensors, weight)
+        if f"counts/{name}" in tensors:
+            self._whole += tensors[f"whole/{name}"]
+            self._fraction += tensors[f"fraction/{name}"]
+            self.weight += weight
+            self.num_added += int(tensors[f"counts/{name}"][1])
+            return
         integers = upper.round()
         self._whole += integers.long()
         self._fraction += ((upper - integers) * _FRACTION).round().long()
@@ -220,7 +226,12 @@ class HessianSum:
 
         Raises ``ValueError`` for a diagonal below 0, and for numbers that are too large for an exact sum.
         """
-        upper = decoded(name, tensors, self.size).double() * weight
+        if f"counts/{name}" in tensors:
+            if (said := int(tensors[f"counts/{name}"][0])) != weight:
+                raise ValueError(f"the sum for '{HESSIAN}{name}' is of {said} sequences, allowed: {weight}")
+            upper = tensors[f"whole/{name}"].double() + tensors[f"fraction/{name}"].double() / _FRACTION
+        else:
+            upper = decoded(name, tensors, self.size).double() * weight
         largest = float(upper.abs().max())
         if not self.is_noised:
             diagonal = upper[_diagonal(self.size)]
@@ -247,6 +258,26 @@ class HessianSum:
         """Return the mean (size, size), float32, over all sequences added."""
         total = self._whole.double() + self._fraction.double() / _FRACTION
         return unpacked((total / max(1, self.weight)).float(), self.size)
+
+
+def integers(tensors: Tensors, weight: int) -> TensorDict:
+    """Return what :func:`encoded` made, in float32, as the integers that :class:`HessianSum` adds up."""
+    found: TensorDict = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix(HESSIAN)
+        total = HessianSum((math.isqrt(8 * len(tensor) + 1) - 1) // 2, is_noised=True)
+        total.add(name, tensors, weight)
+        found |= total.tensors(name)
+    return found
+
+
+def integer_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    """Return the names and shapes of :func:`integers` of tensors with these names and shapes."""
+    found: dict[str, torch.Size] = {}
+    for full_name, shape in shapes.items():
+        name = full_name.removeprefix(HESSIAN)
+        found |= {f"whole/{name}": shape, f"fraction/{name}": shape, f"counts/{name}": torch.Size([2])}
+    return found
 
 
 def _diagonal(size: int) -> Tensor:

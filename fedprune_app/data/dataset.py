@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -92,8 +94,8 @@ class Dataset:
     a patient's, and ``test_groups`` that of each test example. An example with an empty name is a group of its own.
     ``features`` are the names of the C numbers of an example, in order, if they have names. ``is_measured`` means that
     ``mean`` and ``std`` were measured on the training examples, and are not published constants. ``notes`` describe
-    data that were found and not read. ``stored`` returns digests of the training and then the test examples as they are
-    stored, independent of the settings.
+    data that were found and not read. ``owner_names`` are by number. ``stored`` returns digests of the training and
+    then the test examples as they are stored, independent of the settings.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Dataset:
     features: tuple[str, ...] = ()
     is_measured: bool = False
     notes: tuple[str, ...] = ()
+    owner_names: tuple[str, ...] = ()
     stored: Callable[[], list[bytes]] | None = None
 
     def __post_init__(self) -> None:
@@ -148,15 +151,30 @@ class Dataset:
         return channels, height, width
 
 
-def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the owner of each training example and of each test example as a number.
+@dataclass(frozen=True)
+class Owned:
+    """The owner of each training example and of each test example, as a number in the order of the ``names``.
 
-    Owners of training examples are numbered by name. -1 stands for an empty name, and for an owner of test examples
-    alone.
+    -1 stands for an empty name, and for an owner of test examples alone.
     """
-    numbers = {name: number for number, name in enumerate(sorted({*owners} - {""}))}
+
+    train: NDArray[np.int64]
+    test: NDArray[np.int64]
+    names: tuple[str, ...]
+
+
+def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> Owned:
+    """Return whose examples are whose. Owners are in natural order: site2 is before site10."""
+    names = tuple(sorted({*owners} - {""}, key=_natural))
+    numbers = {name: number for number, name in enumerate(names)}
     train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in (owners, test_owners))
-    return train, test
+    return Owned(train, test, names)
+
+
+def _natural(name: str) -> tuple[list[tuple[float, str]], str]:
+    """Return what orders a name by the numbers in it; the name itself orders 01 and 1."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", name)
+    return [(int(part), "") if part.isdecimal() else (math.inf, part) for part in parts], name
 
 
 def visible(folder: Path) -> list[os.DirEntry[str]]:

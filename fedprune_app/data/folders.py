@@ -34,6 +34,7 @@ from fedprune_app.data.dataset import (
     owned_by,
     require,
     scale,
+    shortened,
     visible,
 )
 from fedprune_app.files import locked, make_private_folder, may_write, replacing
@@ -155,6 +156,8 @@ def image_folder(
             places_by_part[part] = [folder / part]
         elif part == "train" or form.needs_test:
             advice = "" if part == "train" else "; test-split=holdout holds out a share of each client's images"
+            if people := owner_folders(folder):
+                advice = f"; partition=owners reads <client>/<class>/*, here of {shortened(people)}"
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", advice))
     training_places = places_by_part["owners" if form.by_owner else "train"]
     class_names = {class_name for place in training_places for class_name in _class_names(place)}
@@ -192,6 +195,19 @@ def _groups(folder: Path, items: Sequence[os.DirEntry[str]]) -> list[str]:
     if unknown_paths := sorted(names.keys() - {*paths}):
         raise FileError(table, f"names the file '{unknown_paths[0]}', allowed: paths of images, below the folder of it")
     return [names.get(path, "") for path in paths]
+
+
+def owner_folders(folder: Path) -> list[str]:
+    """Return the names of the owners in ``folder/<owner>/<class>/*``; none for a folder with a part train/."""
+    if (folder / "train").is_dir():
+        return []
+    owners = [item for item in visible(folder) if item.is_dir()]
+    return [item.name for item in owners if any(next(image_files(Path(c)), None) for c in visible(Path(item)))]
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Yield the images below a folder by their suffixes."""
+    return (path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
 
 
 _DEPTH = 3  # parts of an image's path: `train` or an owner, the class, the file
@@ -268,8 +284,11 @@ def _build_dataset(
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
     mean, std = norm or scale(train[0], public_scale)
     is_measured = norm is None and not public_scale
-    owner_numbers = owned_by(owners)[0] if owners is not None else None
-    return Dataset(name, *train, *test, classes, mean, std, owner_numbers, is_measured=is_measured, notes=notes)
+    dataset = Dataset(name, *train, *test, classes, mean, std, is_measured=is_measured, notes=notes)
+    if owners is None:
+        return dataset
+    owned = owned_by(owners)
+    return replace(dataset, owners=owned.train, owner_names=owned.names)
 
 
 def _read_split(folder: Path, part: str, members: list[Member], form: Form) -> Split:

@@ -227,6 +227,12 @@ def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
     return replace(dataset, mean=mean, std=std)
 
 
+def owner_names(config: Config) -> dict[str, str]:
+    """Return the names of the clients by their numbers as texts; none where the data are not dealt by owner."""
+    names = _pool(data_config(config)).dataset.owner_names if config.partition == OWNERS else ()
+    return {str(number): name for number, name in enumerate(names)}
+
+
 def unread(config: DataConfig) -> list[str]:
     """Return notes for the user on data that are not read, have no owner or have no group."""
     data = _pool(config).dataset

@@ -67,25 +67,33 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
 
     numbers = coded(labels, classes, refuse)
     test = (arrays["test"], numbers["test"]) if "test" in files else (arrays["train"][:0], numbers["train"][:0])
-    owners, test_owners = None, None
+    owned = None
 
     def names(column: str) -> dict[str, list[str]]:
         return {part: frame[column].fillna("").tolist() for part, frame in frames.items()}
 
     if owner:
-        owners, test_owners = owned_by(names(owner)["train"], names(owner).get("test", []))
+        owned = owned_by(names(owner)["train"], names(owner).get("test", []))
     groups = names(group) if group else {}
     return Dataset(
         "table",
         *(arrays["train"], numbers["train"], *test, classes, *scale(arrays["train"], public_scale)),
-        owners=owners,
-        test_owners=test_owners if "test" in files else None,
+        owners=owned.train if owned else None,
+        test_owners=owned.test if owned and "test" in files else None,
+        owner_names=owned.names if owned else (),
         groups=groups.get("train"),
         test_groups=groups.get("test"),
         features=tuple(features),
         is_measured=not public_scale,
         stored=lambda: [digest for path in files.values() for digest in _row_digests(path)],
     )
+
+
+def column_names(folder: Path) -> list[str]:
+    """Return the names of the columns of the training rows in ``folder``."""
+    places = [path for suffix in _SUFFIXES if (path := folder / f"train{suffix}").exists()]
+    names: list[str] = _read(places[-1], []).columns.tolist()
+    return names
 
 
 def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:

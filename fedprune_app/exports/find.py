@@ -4,12 +4,15 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from torch import nn
 
 from clients.base import ImageClient
+from clients.context import NodeContext
 from clients.fedavg_ft import FineTuned
+from clients.task import Task
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
@@ -29,7 +32,7 @@ from fedprune_app.models.vision import load_state_tensors, prunable_names, state
 from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.reader import check_models, read_info
+from fedprune_app.results.reader import check_models, client_number, last_of_clients, load_run, read_info
 
 _GLOBAL = Path("models") / "global.safetensors"
 CHECKPOINT = Path("models") / "global"  # the global language model of a run, for transformers
@@ -63,9 +66,11 @@ def finished_checkpoint(folder: Path) -> Path:
 
 
 def find_model(
-    run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "", trusted: Collection[str] = ()
+    run: Path, client: int | str | None, *, state_dir: str = "", data_dir: str = "", trusted: Collection[str] = ()
 ) -> Exportable:
     """Return the personal model of ``client`` at the end of a run, or the run's global model (None).
+
+    A client has a number, and in a simulation of owners' data a name.
 
     Normalisation and names of classes are those that the run recorded. Only if it did not are the data read, which must
     then match the run's as far as can be checked. Raises a one-line ``ValueError``.
@@ -82,8 +87,13 @@ def find_model(
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
         )
+    if isinstance(client, str):
+        client = client_number(info.get("client_names", {}), client)
     if client is None:
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
+    elif issubclass(prepared.system.client, FineTuned):
+        round = int(info["rounds_completed"])
+        state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client)
     else:
         round, state = _client_state(run, info, config, client, state_dir)
     return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state)
@@ -178,20 +188,46 @@ def _client_state(run: Path, info: Values, config: Config, client: int, state_di
     A later state, whose reply was too late, is not used.
     """
     rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
-    if client not in rounds or issubclass(SYSTEMS[config.system].client, FineTuned):
+    if client not in rounds:
         allowed = "a client that trained in this run and keeps its model, or the global model"
         raise ConfigError("--client", client, allowed, condition=f"with system {config.system!r}")
     run_key = str(info.get("run_key") or "")
-    store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
-    if rounds[client] not in store.rounds():
+    of_nodes = sorted((run / "deployment").glob(f"node-*/state/{run_key}"))  # of `fedprune deploy local`
+    places = [state_folder(run, state_dir or config.state_dir, run_key), *of_nodes]
+    stores = [client_store(place, client, run_key) for place in places]
+    store = next((store for store in stores if rounds[client] in store.rounds()), None)
+    if store is None:
         raise ConfigError(
             "--state-dir",
-            store.folder,
+            stores[0].folder,
             "the run's state-dir, as it is here",
             which=f"has no state of client {client}",
             hint="or export where the client runs",
         )
     return rounds[client], store.read(rounds[client])
+
+
+def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
+    """Return the client's model after fine-tuning, which is made anew: the run tested it and kept none.
+
+    It is made where the data are, and its accuracy must be the recorded one.
+    """
+    rows = last_of_clients(load_run(run), "accuracy_personal")
+    accuracy = next((row["accuracy_personal"] for row in rows if row["partition"] == client), None)
+    if accuracy is None or "nodes" in info or config.dp.enabled:
+        raise ConfigError(
+            "--client", client, "the global model", condition="for private runs, real nodes and clients without a test"
+        )
+    count, round = int(info["num_partitions"]), int(info["rounds_completed"])
+    task = Task(round, Payload(read_tensors(run / _GLOBAL, round=round).tensors))
+    with TemporaryDirectory() as folder:
+        kind = SYSTEMS[config.system].client
+        assert issubclass(kind, ImageClient)
+        node = kind(config, NodeContext(client, count, Path(folder)))
+        tensors = node.personal_model(task, State({}))
+        if node.test_accuracy(task, tensors) != accuracy:
+            raise ValueError(f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had")
+    return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
 def _exportable(run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State) -> Exportable:

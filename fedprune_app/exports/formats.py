@@ -43,12 +43,14 @@ class Size:
 
     ``parameters`` counts those that are not pruned. ``flops`` are those of one example with only these parameters.
     ``milliseconds`` maps a batch size to the time of one forward pass in the runtime of the exported format.
+    ``zeros`` counts the pruned parameters that the network still has.
     """
 
     file_bytes: int
     parameters: int
     flops: float
     milliseconds: Mapping[int, float]
+    zeros: int = 0
 
 
 def example_images(image_shape: tuple[int, int, int], batch: int) -> Tensor:
@@ -132,7 +134,7 @@ def format_of(output: Path, format: str) -> str:
 
 def export_model(
     run: Path,
-    client: int | None,
+    client: int | str | None,
     format: str,
     output: Path,
     *,
@@ -151,23 +153,24 @@ def export_model(
         raise ConfigError("--format", format, ", ".join(FORMATS))
     check_new_file(output, force)
     model = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
-    content, runner, full_runner = convert(model, format)
+    content, runner, full_size, full_runner = convert(model, format)
     replace_file(output, content)
 
     shape = model.info.image_shape
     milliseconds = latencies([full_runner, runner], shape)
-    dense = state_tensors(model.full, include_buffers=True)
     full = Size(
-        len(safetensors.torch.save(dense)),
+        full_size,
         sum(parameter.numel() for parameter in model.full.parameters()),
         sum(forward_flops(model.full, shape).values()),
         {batch: times[0] for batch, times in milliseconds.items()},
     )
+    num_kept = num_parameters(model.payload, parameter_names(model.network))
     small = Size(
         len(content),
-        num_parameters(model.payload, parameter_names(model.network)),
+        num_kept,
         sparse_flops(forward_flops(model.network, shape), model.payload.masks),
         {batch: times[1] for batch, times in milliseconds.items()},
+        sum(parameter.numel() for parameter in model.network.parameters()) - num_kept,
     )
     return model.info, full, small
 
@@ -196,11 +199,16 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    return content, runner_of(session)
 
 
-def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
-    """Return the content of the file, its runner, and the runner of the full network in the same runtime.
+def runner_of(session: Any) -> Runner:
+    """Return what computes logits by a session of onnxruntime."""
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def convert(model: Exportable, format: str) -> tuple[bytes, Runner, int, Runner]:
+    """Return the content of the file, its runner, and of the full network in this form the bytes and the runner.
 
     Raises ``ValueError`` unless the runtime's logits match PyTorch's for any batch size, with a largest error of at
     most a ten-thousandth of the largest logit.
@@ -209,7 +217,8 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         network = copy.deepcopy(model.network)
         if format == SPARSE:
             sparsify(network)
-        return encode_export(model.info, model.payload), network, model.full
+        dense = safetensors.torch.save(state_tensors(model.full, include_buffers=True))
+        return encode_export(model.info, model.payload), network, len(dense), model.full
     content, runner = _onnx(model.network, model.info)
     for batch in (1, 3):
         images = example_images(model.info.image_shape, batch)
@@ -217,7 +226,8 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         error, allowed = float((actual - expected).abs().max()), 1e-4 * float(expected.abs().max())
         if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the onnx model are off by {error:.2g}, allowed: {allowed:.2g}")
-    return content, runner, _onnx(model.full, model.info)[1]
+    full_content, full_runner = _onnx(model.full, model.info)
+    return content, runner, len(full_content), full_runner
 
 
 # --- packed language models -------------------------------------------------------------------------------------------
@@ -256,7 +266,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == f".{GGUF}"
 
 
-def check_options(output: Path, client: int | None, format: str, **options: object) -> None:
+def check_options(output: Path, client: int | str | None, format: str, **options: object) -> None:
     """Raise :class:`ConfigError` for options of ``fedprune export`` that have no effect for a language model.
 
     ``options`` must all be empty.

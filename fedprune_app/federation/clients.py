@@ -34,6 +34,7 @@ class ClientInfo:
     own_data: bool  # it has data of its own, and its number from the server
     # number of clients that share the data, from its operator; 0 with data of its own
     num_partitions: int = field(default=0, kw_only=True)
+    name: str = field(default="", kw_only=True)  # of whose data it has, which a simulation alone tells
 
     @classmethod
     def read(cls, node_id: int, fields: wire.Fields) -> Self:
@@ -45,6 +46,7 @@ class ClientInfo:
             capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
             own_data=fields.get("own-data") is True,
             num_partitions=int(wire.number(fields, "num-partitions", 1, 2**31)) if "num-partitions" in fields else 0,
+            name=str(fields.get("owner", ""))[:256],
             **cls.facts(fields),
         )
 

@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
+import torch
 from flwr.app import ArrayRecord, Message, MessageType
 
+from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import ReceivedReply, message_to, require, send_and_receive
+from fedprune_app.engine.exchange import ReceivedReply, TooFewReplies, message_to, require, send_and_receive
+from fedprune_app.engine.secure_aggregation import AGREE, INPUT, KEYS, MASKED, OPEN, SHARES, SecureSum, body_of
 from fedprune_app.federation.round import Channel, OutgoingMessage, Reply, Round
 from fedprune_app.results import metrics
 from fedprune_app.results.recorder import number_in, row_of
@@ -40,9 +44,23 @@ def exchange(
     metrics that replies report, and ``name`` is the exchange's name in the log. A reply that is late, rejected or
     declined is not yielded: its reason is in the log. A yielded one counts unless the caller rejects it, see
     :meth:`RoundLog.rejecting`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` at the end if fewer than
-    ``least`` replies counted.
+    ``least`` replies counted. With ``secure-sums`` one reply of a training is yielded: the sum of all.
     """
-    channel, log, name = channel_of(round), round.log, name or f"round {round.number}"
+    name = name or f"round {round.number}"
+    if channel_of(round).context.config.secure_sums and kind in (TRAINING, LAYER) and expect is not None:
+        return _summed(round, outgoing, expect, name, kind, least)
+    return _one_by_one(round, outgoing, expect, name, kind, least)
+
+
+def _one_by_one(
+    round: Round,
+    outgoing: Iterable[OutgoingMessage],
+    expect: Expect | None,
+    name: str,
+    kind: metrics.ReplyKind,
+    least: int,
+) -> Iterator[Reply]:
+    channel, log = channel_of(round), round.log
     max_bytes = max((expect(round, client).max_bytes for client in round.participants), default=0) if expect else 0
     num_good, num_failures = 0, len(log.failures)
     stream = messages(round, outgoing, MessageType.EVALUATE if kind.is_evaluation else MessageType.TRAIN)
@@ -64,6 +82,54 @@ def exchange(
         num_good += reply.counts or (reply.client in log.declined and not kind.is_evaluation)
         reply.update, reply.encoded = Payload({}), None  # its memory is free before the next reply is fetched
     require(num_good, least, name, log.failures[num_failures:])
+
+
+def _summed(
+    round: Round, outgoing: Iterable[OutgoingMessage], expect: Expect, name: str, kind: metrics.ReplyKind, least: int
+) -> Iterator[Reply]:
+    """Yield one reply that is the sum of all, of which none is seen; see :mod:`fedprune_app.engine.secure_aggregation`.
+
+    Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
+    """
+    log, num_failures = round.log, len(round.log.failures)
+    secure = SecureSum(name, channel_of(round).context.config.secure_sums_threshold, list(round.participants))
+    for stage in (KEYS, SHARES):
+        _ask_members(round, secure, stage)
+        secure.close(stage, log.failures[num_failures:])
+    shapes = hessians.integer_shapes(expect(round, round.participants[0]).shapes)
+    sizes = [shape.numel() for shape in shapes.values()]
+    masked = {MASKED: torch.Size([sum(sizes)])}
+    schema = wire.Schema(masked, {MASKED: torch.int64}, unscaled=frozenset(masked))
+    inputs = (
+        replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
+        for message in outgoing
+        if message.client in secure.members
+    )
+    total = Reply(-1, 0, name, counts=True)
+    for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
+        secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
+        total.num_examples += reply.num_examples
+        total.rows[reply.client], reply.row = reply.row, {}
+    secure.close(INPUT, log.failures[num_failures:])
+    _ask_members(round, secure, AGREE)
+    secure.close(AGREE, log.failures[num_failures:])
+    _ask_members(round, secure, OPEN)
+    words = torch.from_numpy(secure.unmasked().view(np.int64))
+    parts = zip(shapes, torch.split(words, sizes), strict=True)
+    total.update = Payload({key: part.view(shapes[key]) for key, part in parts})
+    yield total
+    if not total.counts:
+        raise TooFewReplies(log.failures[-1])
+    for client, row in total.rows.items():
+        log.clients[client] |= row
+
+
+def _ask_members(round: Round, secure: SecureSum, stage: str) -> None:
+    """Take the members of a secure sum through a stage."""
+    requests = [OutgoingMessage(client, fields=secure.message(stage, client)) for client in secure.members]
+    for reply in _one_by_one(round, requests, None, f"stage '{stage}' of {secure.name}", ANSWER, 0):
+        with round.log.rejecting(reply):
+            secure.take(stage, reply.client, body_of(reply.fields, stage))
 
 
 def request_payloads(

@@ -43,7 +43,10 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
         start = time.monotonic()
 
         # 1. Sample the participants.
+        changes = participation.look_for(grid.get_node_ids())
         last_round = round = replace(participation.round(number), channel=channel)
+        for line in changes:
+            round.log.add_note(line)
         strategy.begin(round)
 
         # 2. and 3. Send to them, and receive their replies as they arrive.

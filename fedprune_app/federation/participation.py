@@ -31,6 +31,7 @@ class Participation:
         self.clients = clients
         self.budgets = budgets
         self.trains_dropped = False  # whether a sampled client that drops out trains by itself
+        self.absent: frozenset[int] = frozenset()  # whose nodes sent no heartbeat of late
         count = config.holdout_clients if has_effect("holdout-clients", config) else 0
         order = rng.numpy_generator(config.seed, "holdout").permutation(len(clients))
         self.holdouts = sorted(list(clients)[place] for place in order[:count])
@@ -38,6 +39,15 @@ class Participation:
 
     def eligible(self, round: int) -> list[int]:
         return [client for client in self.members if self.budgets.bears(client, round)]
+
+    def look_for(self, nodes: Iterable[int]) -> list[str]:
+        """Take those whose nodes are not among the connected ``nodes`` for absent; return who is gone, or back."""
+        connected = {*nodes}
+        absent = frozenset(k for k, info in self.clients.items() if info.node_id not in connected)
+        gone = [f"client {k} is gone: its node sends no heartbeat" for k in sorted(absent - self.absent)]
+        back = [f"client {k} is back" for k in sorted(self.absent - absent)]
+        self.absent = absent
+        return gone + back
 
     @property
     def most(self) -> int:
@@ -48,7 +58,9 @@ class Participation:
         return max(int(self.config.fraction_train * eligible + 1e-9), 1)
 
     def sampled(self, round: int) -> list[int]:
-        clients = self.eligible(round)
+        eligible = self.eligible(round)
+        present = [client for client in eligible if client not in self.absent]
+        clients = present if len(present) >= self.config.min_replies else eligible
         permutation = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(clients))
         return sorted(clients[i] for i in permutation[: self.sample_size(len(clients))])
 

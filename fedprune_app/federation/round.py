@@ -60,7 +60,8 @@ class Reply:
     """What a client returned in a round, checked by :func:`fedprune_app.federation.exchanges.exchange`.
 
     ``update`` is the payload, and ``encoded`` its encoded form; both are freed before the next reply is fetched.
-    ``fields`` are the named values. ``row`` are the client's columns, recorded if the reply counts.
+    ``fields`` are the named values. ``row`` are the client's columns, recorded if the reply counts. A secure sum of
+    several clients' replies is one reply, of the client -1. Its ``rows`` have the columns of each client.
     """
 
     client: int
@@ -72,6 +73,12 @@ class Reply:
     fields: wire.Fields = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     counts: bool = False  # whether it is neither late, rejected nor declined
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def by_client(self) -> dict[int, dict[str, Any]]:
+        """The columns of each client whose reply this is."""
+        return self.rows or {self.client: self.row}
 
 
 @dataclass
@@ -104,7 +111,8 @@ class RoundLog:
             yield
         except ValueError as error:
             reply.counts = False
-            text = f"client {reply.client}: {wire.one_line(str(error))}"
+            sender = reply.exchange if reply.rows else f"client {reply.client}"
+            text = f"{sender}: {wire.one_line(str(error))}"
             self.failures.append(text)
             self.stragglers += reply.is_late
             log.warning("%s: %s", reply.exchange, text)

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from torch.nn import functional as F
 
+from fedprune_app.core.named import TensorDict
+from fedprune_app.files import replace_file
 from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.transformers import import_transformers
 
 NAME = "byte-llama"
+_STEPS_TO_A_CHECKPOINT = 100
 # A callback with (step, steps, loss) after every step.
 OnStep = Callable[[int, int, float], None]
 
@@ -57,11 +61,15 @@ def _digest(texts: tuple[str, ...], recipe: Recipe) -> str:
 
 def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
     """Return the model's folder, after training the model unless this or another process already did."""
+    folder = embedded_folder(texts, recipe)
+    checkpoint = folder.with_name(f".{folder.name}.safetensors")
 
-    def make(folder: Path) -> None:
-        _save(_train_model(texts, recipe, on_step), folder)
+    def make(place: Path) -> None:
+        _save(_train_model(texts, recipe, on_step, checkpoint), place)
 
-    return cached_model(embedded_folder(texts, recipe), "trains the embedded language model", make)
+    made = cached_model(folder, "trains the embedded language model", make)
+    checkpoint.unlink(missing_ok=True)
+    return made
 
 
 def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
@@ -110,7 +118,8 @@ def _untrained_model(recipe: Recipe, draw: torch.Generator) -> Any:
     return model
 
 
-def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> Any:
+def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None, checkpoint: Path) -> Any:
+    """Train the model; a training that was killed goes on from its ``checkpoint``, and ends with the same bits."""
     draw = torch.Generator().manual_seed(recipe.seed)
     model = _untrained_model(recipe, draw)
     data = torch.frombuffer(bytearray("\n".join(texts).encode("utf-8", errors="replace")), dtype=torch.uint8)
@@ -121,7 +130,18 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
     model.train()
-    for step in range(recipe.steps):
+    first_step = 0
+    if checkpoint.exists():
+        saved = load(checkpoint.read_bytes())
+        draw.set_state(saved.pop("draw"))
+        first_step = int(saved.pop("steps"))
+        model.load_state_dict({name: saved.pop(name) for name, _ in model.named_parameters()}, strict=False)
+        moments: dict[int, TensorDict] = {}
+        for name, tensor in saved.items():
+            number, _, key = name.partition(" ")
+            moments.setdefault(int(number), {})[key] = tensor
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
+    for step in range(first_step, recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _warm_cosine(step, recipe.steps)
         starts = torch.randint(len(data) - recipe.length, (recipe.batch_size,), generator=draw).tolist()
@@ -134,6 +154,11 @@ def _train_model(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -
         optimizer.step()
         if on_step is not None:
             on_step(step + 1, recipe.steps, float(loss.detach()))
+        if (step + 1) % _STEPS_TO_A_CHECKPOINT == 0:
+            moments = optimizer.state_dict()["state"]
+            state = {f"{number} {key}": t for number, tensors in moments.items() for key, t in tensors.items()}
+            state |= {"draw": draw.get_state(), "steps": torch.tensor(step + 1)}
+            replace_file(checkpoint, save({**state, **dict(model.named_parameters())}))
     return model.eval()
 
 

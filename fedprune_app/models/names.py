@@ -51,5 +51,8 @@ BUILDERS: dict[str, Callable[[ImageShape, int], Any]] = {}
 
 
 def chosen_name(name: str, dataset: str) -> str:
-    """Return the name of the network for the key ``model``."""
-    return AUTO.get(dataset, "lenet5") if name == "auto" else name
+    """Return the name of the network that the key ``model`` means; 'auto-bn' is the dataset's with BatchNorm."""
+    auto = AUTO.get(dataset, "lenet5")
+    if name == "auto-bn":
+        return f"{auto}-bn" if f"{auto}-bn" in MODELS else auto
+    return auto if name == "auto" else name

@@ -88,7 +88,7 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
             _module_of(code)
     for key, group in GROUPS.items():
         name = str(values.get(key) or DEFAULTS[key])
-        if name in ("auto", *NAMES[key]):
+        if name in ("auto", "auto-bn", *NAMES[key]):
             continue
         for module in _declaring_modules(group, name):
             _module_of(Code(key, module))

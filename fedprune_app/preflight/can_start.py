@@ -6,6 +6,7 @@ with a few examples. The language models that runs need are made or downloaded f
 
 import copy
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,9 +74,13 @@ def embedded_model(console: Console) -> Path:
     action = "training the embedded language model, once; this takes minutes"
     console.print(action)
     with console.status(action) as status:
+        begun: list[tuple[int, float]] = []  # the first step here, and when it was over
 
         def show(step: int, steps: int, loss: float) -> None:
-            status.update(f"step {step} of {steps}, loss {loss:.2f}")
+            begun.append((step, time.monotonic()))
+            first, start = begun[0]
+            left = (steps - step) * (time.monotonic() - start) / max(1, step - first)
+            status.update(f"step {step} of {steps}, loss {loss:.2f}, about {left:.0f} s left")
 
         return train_embedded(texts, on_step=show)
 

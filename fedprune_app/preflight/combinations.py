@@ -20,7 +20,7 @@ def check_names(config: Config) -> None:
         "dataset": DATASETS,
         "partition": PARTITIONS,
         "fedltp.public-dataset": {"": "", **DATASETS},
-        "model": {"auto": "", **MODELS},
+        "model": {"auto": "", "auto-bn": "", **MODELS},
     }
     system = SYSTEMS.get(config.system)
     if system and system.reads_text:
@@ -42,6 +42,8 @@ def check_system(config: Config) -> Config:
     check_names(config)
     system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
+        raise ConfigError(reason)
+    if config.secure_sums and (reason := system.client.why_not_summed(config)):
         raise ConfigError(reason)
     if config.dataset == "table" and config.augmentation != "none":
         raise ConfigError(

@@ -19,6 +19,8 @@ from fedprune_app.preflight.can_start import with_a_model
 from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.registry import SYSTEMS
 
+_MOST_OWNERS = 100  # that are shown one by one
+
 
 def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
     """Yield (subject, text) on the system, data, model, device and rounds of a run; its data are read."""
@@ -59,6 +61,7 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
             warnings.append(f"no {part} example has the class {shortened(tuple(absent))}")
     if dataset.owners is not None:
         rows.append(("owners", f"{dataset.owners.max() + 1:,}"))
+        rows += [_owner_row(dataset, owner) for owner in range(min(len(dataset.owner_names), _MOST_OWNERS))]
     train, test = digests(data)
     known = set(train)
     if num_shared := len([digest for digest in test if digest in known]):
@@ -66,6 +69,13 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     if num_duplicates := len(train) - len(known):
         warnings.append(f"{num_duplicates:,} training examples are there more than once")
     return rows, warnings
+
+
+def _owner_row(dataset: Dataset, owner: int) -> tuple[str, str]:
+    labels = dataset.train_labels[dataset.owners == owner]
+    counts = np.bincount(labels, minlength=dataset.num_classes).tolist()
+    held = [f"{name} {count:,}" for name, count in zip(dataset.classes, counts, strict=True) if count]
+    return f"  {dataset.owner_names[owner]}", f"{len(labels):,} examples: {shortened(held)}"
 
 
 def _text_data(config: Config) -> tuple[list[tuple[str, str]], list[str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedprune_app import plugins
 from fedprune_app.config import (
+    DEFAULTS,
     OPTIONS,
     Config,
     ConfigError,
@@ -22,6 +23,8 @@ from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
 from fedprune_app.preflight.inputs import Placement, RunInputs, origin_of
 from fedprune_app.registry import SYSTEMS, System
+
+_FEW_NODES = 10  # with fewer real nodes all take part in a round, unless fraction-train says otherwise
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ def _prepared_run(inputs: RunInputs, placement: Placement | None) -> Prepared:
         values["resume-from"] = str(inputs.folder)
     if inputs.accept_loss:
         values["accept-loss"] = True
+    if placement and not (placement.is_simulation or inputs.resume):
+        num_nodes = len(placement.nodes) or int(str(values.get("min-clients", 1)))
+        values.setdefault("fraction-train", 1.0 if num_nodes < _FEW_NODES else DEFAULTS["fraction-train"])
     plugins.load(values)
     for key in set(info.get("config", {})) - set(OPTIONS):
         raise ConfigError("setting", key, which="is unknown", where=origin_of(info))

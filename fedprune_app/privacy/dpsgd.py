@@ -278,7 +278,7 @@ class DPSGD:
         gradients: Tensors,
         kept: Tensors,
         example_shape: Sequence[int] | None = None,
-    ) -> Iterator[_Step]:
+    ) -> Iterator[Step]:
         """Yield an object that writes private gradients into ``gradients`` during a training.
 
         The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
@@ -288,18 +288,20 @@ class DPSGD:
         if example_shape is not None:
             check_private(model, example_shape, list(gradients), self.grad_sample)
         with attached(model, list(gradients), _masks(kept), self.clip_norm, self.grad_sample) as clipped_sum:
-            yield _Step(self, model, clipped_sum, gradients, kept)
+            yield Step(self, model, clipped_sum, gradients, kept)
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
+    """A step puts private gradients into ``gradients``: examples and groups are added, then noise."""
+
     settings: DPSGD
     network: Callable[[Tensor], Tensor]
     clipped_sum: ClippedSum
     gradients: Tensors
     kept: Tensors
 
-    def of_part(self, network: Callable[[Tensor], Tensor], gradients: Tensors, kept: Tensors) -> _Step:
+    def of_part(self, network: Callable[[Tensor], Tensor], gradients: Tensors, kept: Tensors) -> Step:
         """Return the same step for a part of the model, with the same layers.
 
         ``gradients`` and ``kept`` have the part's shapes.

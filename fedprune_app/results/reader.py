@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.config import ConfigError
 from fedprune_app.core import digests
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.files import as_path, sha256_of
@@ -116,6 +117,10 @@ class Run:
         config: Values = self.info["config"]
         return config
 
+    def client_name(self, client: int) -> str:
+        """Return whose data a client has, where the run knows that, and else its number."""
+        return str(self.info.get("client_names", {}).get(str(client), client))
+
     @cached_property
     def system_metrics(self) -> tuple[SystemMetric, ...]:
         """The metrics that a plug-in's system declared."""
@@ -191,6 +196,15 @@ def load_run(folder: str | PathLike[str]) -> Run:
         raise ValueError(damages[0])
     rounds, clients = (tuple(read_rows(folder / name, marks.get(name))) for name in RECORDS)
     return Run(folder, info, rounds, clients, read_masks(folder, info))
+
+
+def client_number(names: Mapping[str, str], client: str) -> int:
+    """Return the number of the client of this name, or with this number; ``names`` are by number."""
+    by_name = {name: number for number, name in names.items()}
+    number = by_name.get(client, client)
+    if not number.isdecimal():
+        raise ConfigError("--client", client, ", ".join(by_name) or "a client's number")
+    return int(number)
 
 
 def last_of_clients(run: Run, field: str) -> list[Row]:

@@ -7,7 +7,7 @@ that cannot run on the common settings says in ``MORE`` what it needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,27 +87,31 @@ VARIANTS = {
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
 
 
-FIVE = ("fedp3", "dispfl", "fedltp", "subfedavg", "fedspallm")
-"""The systems for which `make test` holds all laws; for the others, and for variants, `make full` does."""
+TWO = ("dispfl", "fedspallm")
+"""The systems for which `make test` holds the laws that take two runs, and more: `make full` does for the others.
+
+One has no server's model, and the other no images, several messages a round, and layers.
+"""
 
 
 def of_system(case: str, *more: Any, full: bool = False) -> Any:
-    """Parameters, the case first, whose tests run in one process: there they share the system's runs.
+    """Parameters, the case first: tests whose names begin with a system's run in one process, and share its runs.
 
-    With ``full`` the cases beside the five systems are of `make full`.
+    With ``full`` it is a case of `make full` alone.
     """
-    system = str(VARIANTS.get(case, {}).get("system", case))
-    marks = [pytest.mark.xdist_group(f"conformance of {system}"), *([pytest.mark.full] if full else [])]
-    return pytest.param(case, *more, marks=marks)
+    return pytest.param(case, *more, marks=[pytest.mark.full] if full else [])
 
 
-def _of_all(name: str, cases: Iterable[str], full: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(name, [of_system(case, full=full and case not in FIVE) for case in cases])
+def _of_all(name: str, cases: Collection[str], quick: Collection[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(name, [of_system(case, full=case not in quick) for case in cases])
 
 
-SYSTEM, CASE = _of_all("system", SYSTEMS, False), _of_all("case", (*SYSTEMS, *VARIANTS), False)
-SYSTEM_BY_TIER, CASE_BY_TIER = _of_all("system", SYSTEMS, True), _of_all("case", (*SYSTEMS, *VARIANTS), True)
+_CASES = (*SYSTEMS, *VARIANTS)
+SYSTEM, CASE = _of_all("system", SYSTEMS, SYSTEMS), _of_all("case", _CASES, _CASES)
+TWO_SYSTEMS, TWO_CASES = _of_all("system", SYSTEMS, TWO), _of_all("case", _CASES, TWO)
 """Those of tests that need more runs than the one that others share."""
+SYSTEM_ONCE = _of_all("system", SYSTEMS, ["subfedavg"])
+"""That of tests whose runs are many and share no more than the messages, which all systems have in common."""
 
 
 @pytest.fixture(scope="session")

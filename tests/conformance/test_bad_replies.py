@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.testing import Failing, Misbehaving, Twice, patient_clock
-from tests.conformance.conftest import ROUNDS, SYSTEM_BY_TIER
+from tests.conformance.conftest import ROUNDS, SYSTEM_ONCE
 
 
 @pytest.fixture
@@ -18,8 +18,7 @@ def clock():
         yield
 
 
-@pytest.mark.few(2)
-@SYSTEM_BY_TIER
+@SYSTEM_ONCE
 def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(conform, clock, system):
     settings = {"deadline_seconds": 5.0, "evaluate_every": ROUNDS}
     without, with_bad = (conform(system, grid=grid, **settings) for grid in (Failing, Misbehaving))
@@ -30,7 +29,6 @@ def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(con
     assert with_bad.sha256 != conform(system).sha256
 
 
-@pytest.mark.few(2)
-@SYSTEM_BY_TIER
+@SYSTEM_ONCE
 def test_a_reply_that_comes_twice_counts_once(conform, system):
     assert conform(system, grid=Twice).sha256 == conform(system).sha256

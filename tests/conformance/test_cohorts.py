@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from fedprune_app.learning import train
-from tests.conformance.conftest import CASE_BY_TIER, CLIENTS
+from tests.conformance.conftest import CLIENTS, TWO_CASES
 
 
-@CASE_BY_TIER
+@TWO_CASES
 def test_a_cohort_of_any_size_ends_with_the_same_models(conform, case):
     assert conform(case, cohort=2).sha256 == conform(case).sha256  # of five clients: two pairs, and one alone
 

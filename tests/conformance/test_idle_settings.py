@@ -9,7 +9,7 @@ import pytest
 
 from fedprune_app.config import OPTIONS, Config, has_effect, parse_config
 from fedprune_app.config.common import CommonOptions
-from tests.conformance.conftest import CASE_BY_TIER
+from tests.conformance.conftest import TWO_CASES
 
 HANDED_ON = ("/config/", "/data/splits.py", "/registry.py")
 """These files hand all settings on, or compare them."""
@@ -43,7 +43,7 @@ def reads(monkeypatch):
     return found
 
 
-@CASE_BY_TIER
+@TWO_CASES
 def test_a_setting_without_effect_is_read_by_nobody(case, conform, settings_of, reads):
     config = parse_config(settings_of(case))
     conform(case, cohort=7)  # a run of its own, since equal runs are shared

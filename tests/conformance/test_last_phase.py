@@ -12,11 +12,11 @@ from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import load_run
 from fedprune_app.running import Session
 from fedprune_app.testing import cut_after, lasting
-from tests.conformance.conftest import CLIENTS, FIVE, PRIVATE, ROUNDS, of_system
+from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, of_system
 from tests.refusing import refuses
 
 IMAGES = [
-    of_system(name, full=name not in FIVE)
+    of_system(name, full=name not in ("dispfl", "subfedavg"))
     for name, system in SYSTEMS.items()
     if not system.reads_text and name not in ("ldp-fedp3", "dpfed", "fedspa")  # private by nature
 ]
@@ -45,7 +45,9 @@ def test_all_clients_train_once_more_and_change_nothing_of_the_run(conform, syst
     assert not any("accuracy_last_phase" in row for row in without.clients)
 
 
-@pytest.mark.parametrize("system", [of_system("subfedavg"), of_system("dispfl"), of_system("ditto", full=True)])
+@pytest.mark.parametrize(
+    "system", [of_system("dispfl"), of_system("subfedavg", full=True), of_system("ditto", full=True)]
+)
 def test_a_run_that_is_resumed_has_the_same_last_phase(conform, tmp_path, system):
     whole = conform(system, **LAST)
     cut = cut_after(whole, ROUNDS - 1, tmp_path / "cut")
@@ -54,7 +56,10 @@ def test_a_run_that_is_resumed_has_the_same_last_phase(conform, tmp_path, system
     assert lasting(resumed.rounds) == lasting(whole.rounds)
 
 
-@pytest.mark.parametrize("system", [of_system(name) for name in ("subfedavg", "fedavg", "standalone", "ditto", "mtl")])
+@pytest.mark.parametrize(
+    "system",
+    [of_system("subfedavg"), *(of_system(name, full=True) for name in ("fedavg", "standalone", "ditto", "mtl"))],
+)
 def test_a_last_phase_leaves_what_one_more_round_of_all_clients_would(conform, system):
     run = conform(system, fraction_train=1.0, **LAST)
     longer = conform(system, fraction_train=1.0, num_server_rounds=ROUNDS + 1)

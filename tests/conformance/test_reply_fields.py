@@ -10,7 +10,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.registry import SYSTEMS
-from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM, SYSTEM_BY_TIER
+from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM, TWO_SYSTEMS
 
 KINDS = {MessageType.QUERY: "registration", MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 PRIVATELY = {
@@ -61,7 +61,7 @@ class Diary(InProcessGrid):
     """A name of its own, so that no finished run is taken for one of this."""
 
 
-@SYSTEM_BY_TIER
+@TWO_SYSTEMS
 def test_a_field_that_nobody_declared_does_not_leave_the_client(conform, monkeypatch, system):
     client = SYSTEMS[system].client
     monkeypatch.setattr(client, "answer_training", telling(client.answer_training, {"diary": 1}))
@@ -86,7 +86,7 @@ def test_a_private_client_sends_no_undeclared_and_no_open_field(conform, monkeyp
 
 
 @pytest.mark.parametrize("told", ["loss", "seconds"])
-@SYSTEM_BY_TIER
+@TWO_SYSTEMS
 def test_no_system_sends_the_raw_loss_or_its_time_from_a_private_client(
     conform, settings_of, monkeypatch, system, told
 ):

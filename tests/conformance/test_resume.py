@@ -10,13 +10,13 @@ import pytest
 from fedprune_app.config import ConfigError
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import cut_after, lasting
-from tests.conformance.conftest import FIVE, ROUNDS, SYSTEM_BY_TIER, VARIANTS, of_system
+from tests.conformance.conftest import ROUNDS, TWO, TWO_SYSTEMS, VARIANTS, of_system
 
 
 @pytest.mark.parametrize(
     ("case", "round"),
     [
-        *(of_system(system, round, full=system not in FIVE) for system in SYSTEMS for round in range(1, ROUNDS)),
+        *(of_system(system, round, full=system not in TWO) for system in SYSTEMS for round in range(1, ROUNDS)),
         *(of_system(name, ROUNDS - 1, full=True) for name, more in VARIANTS.items() if "num-server-rounds" not in more),
     ],
 )
@@ -30,7 +30,7 @@ def test_a_run_interrupted_after_any_round_resumes_to_the_same_models_and_record
     assert lasting(resumed.clients) == lasting(whole.clients)
 
 
-@SYSTEM_BY_TIER
+@TWO_SYSTEMS
 def test_a_run_resumed_for_longer_is_the_run_of_that_length_or_refused_with_one_line(conform, tmp_path, system):
     short = shutil.copytree(conform(system, num_server_rounds=ROUNDS - 1).folder, tmp_path / "short")
     try:

@@ -23,6 +23,7 @@ from fedprune_app.core.structured import (
 )
 from fedprune_app.models.initial import channel_groups
 from fedprune_app.models.vision import build_model
+from tests.examples import in_test
 
 SHAPES = {"lenet5-bn": (3, 32, 32), "cnn5-bn": (1, 28, 28), "vgg11-bn": (3, 32, 32), "resnet18-bn": (3, 16, 16)}
 
@@ -44,7 +45,7 @@ def tensors_of(model):
     return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers()) if t.dim()}
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=in_test(SHAPES, "lenet5-bn", "cnn5-bn"))
 def case(request):
     """(full model, its groups, kept channels, the masked full model, the small model, images)."""
     model = seeded(request.param)
@@ -64,13 +65,11 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.few(2)
 def test_the_small_network_computes_what_the_masked_one_does(case):
     *_, masked, small, images = case
     close(small.eval()(images), masked.eval()(images))
 
 
-@pytest.mark.few(1)
 def test_gradients_and_training_steps_of_the_small_network_are_the_masked_ones(case):
     _, groups, kept, masks, masked, small, images = case
     masked, small = copy.deepcopy(masked).train(), copy.deepcopy(small).train()
@@ -93,7 +92,6 @@ def test_gradients_and_training_steps_of_the_small_network_are_the_masked_ones(c
         close(tensor, trained[name])  # running statistics too
 
 
-@pytest.mark.few(2)
 def test_the_small_network_is_really_small(case):
     model, groups, kept, masks, _, small, _ = case
     remaining = sum(p.numel() for p in small.parameters())
@@ -113,7 +111,6 @@ def test_scattering_undoes_gathering_but_for_what_is_gone(case):
         assert torch.equal(back[name], expected)
 
 
-@pytest.mark.few(3)
 def test_keeping_every_channel_changes_nothing(case):
     model, groups, *_, images = case
     everything = full_channels(groups)
@@ -164,7 +161,7 @@ def test_the_distance_counts_every_channel_alike():
 
 @pytest.mark.parametrize(("fraction", "floor"), [(1.0, 0.5), (-0.1, 0.5), (0.4, 1.0), (0.4, -1.0)])
 def test_fractions_out_of_range_are_refused(fraction, floor):
-    with pytest.raises(ValueError, match="allowed: 0 to below 1"):
+    with pytest.raises(ValueError, match="0 to below 1"):
         choose([0.1, 0.2], fraction=fraction, floor=floor)
 
 
@@ -190,5 +187,5 @@ def test_a_linear_layer_behind_feature_maps_loses_a_block_of_columns_per_channel
 @pytest.mark.parametrize("name", ["lenet5", "cnn-gn"])
 def test_a_network_without_batch_norm_is_refused_on_one_line(name):
     model = build_model(name, (3, 32, 32), 10, rng=generator(0, "init"))
-    with pytest.raises(ValueError, match="no BatchNorm to rank channels by, allowed: one whose name ends in -bn"):
+    with pytest.raises(ValueError, match=r"no BatchNorm .* -bn"):
         channel_groups(model, (3, 32, 32))

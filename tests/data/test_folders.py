@@ -12,12 +12,18 @@ import pytest
 import torch
 from PIL import Image
 
+from clients.context import NodeContext
+from clients.images import Images
+from fedprune_app.config import parse_config
 from fedprune_app.data import splits
 from fedprune_app.data.dataset import FileError, Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.folders import image_folder
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.exports.predict import predictions
+from fedprune_app.preflight.describe import data_found
+from fedprune_app.preflight.inputs import inputs_in
+from fedprune_app.preflight.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +73,7 @@ def test_images_that_are_held_out_for_a_test_have_no_part_in_the_normalisation(p
 
 
 def test_images_of_several_sizes_become_squares_of_one(mixed):
-    with pytest.raises(ValueError, match="the key image-size makes them one size"):
+    with pytest.raises(ValueError, match="image-size"):
         load_dataset("image-folder", mixed)
     for fit in ("crop", "stretch"):
         assert load_dataset("image-folder", mixed, image_size=16, image_fit=fit).image_shape == (1, 16, 16)
@@ -147,7 +153,7 @@ def test_a_dataset_that_does_not_say_whose_its_examples_are_is_refused():
 
 def test_folders_of_people_need_tests_of_their_own(people):
     config = DataConfig("image-folder", str(people), partition="owners", test_split="labels")
-    with pytest.raises(ValueError, match="test-split is not 'holdout', allowed with partition"):
+    with pytest.raises(ValueError, match="test-split is not 'holdout'"):
         label_counts(config, 0, 3)
 
 
@@ -194,7 +200,7 @@ def test_predict_knows_what_was_learnt(fedprune, tmp_path, capsys):
         (("net.safetensors", "none.png"), "image 'none.png' is no file here"),
         (("net.safetensors", "shades"), "image 'shades' is no file here"),
         (("day.png", "day.png"), "exported model 'day.png'"),
-        (("net.safetensors", "net.safetensors"), "cannot be read as an image"),
+        (("net.safetensors", "net.safetensors"), "read as an image"),
     ):
         code, text = fedprune("predict", *given)
         assert (code, said in " ".join(text.split())) == (2, True), text
@@ -226,7 +232,7 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
     splits.clear_cache()
     code, said = fedprune("check-data", *given)
     assert code == 0, said
-    note = "files that are no images in the folder of a class"
+    note = "that are no images"
     assert note in " ".join(said.split())
     assert "are not read: 4" in " ".join(said.split())
     code, said = fedprune("check", *given, "system=fedavg", "model=cnn-small", "partition=iid", "--clients", "2")
@@ -251,7 +257,7 @@ def test_a_table_beside_a_folder_says_which_images_are_of_one_group(mixed):
     data = image_folder("image-folder", mixed, Form(image_size=8))
     assert [i for i, name in enumerate(data.groups) if name == "ann"] == [0, len(data.groups) - 1]
     assert {*data.groups} | {*data.test_groups} == {"ann", ""}
-    for text, said in (("file\nx\n", "columns 'file' and 'group'"), ("file,group\ntrain/no.png,a\n", "train/no.png")):
+    for text, said in (("file\nx\n", "'file' and 'group'"), ("file,group\ntrain/no.png,a\n", "train/no.png")):
         (mixed / "groups.csv").write_text(text)
         with pytest.raises(FileError, match=said):
             image_folder("image-folder", mixed, Form(image_size=8))
@@ -271,6 +277,37 @@ def test_check_data_notes_images_of_one_class(fedprune, mixed):
     splits.clear_cache()
     code, said = fedprune(*given)
     assert (code, note in " ".join(said.split())) == (0, True), said
+
+
+def test_check_data_proposes_owners_and_says_what_each_of_them_has(fedprune, people):
+    given = ("check-data", "dataset=image-folder", f"data-dir={people}", "test-split=holdout")
+    code, said = fedprune(*given)
+    assert code == 2
+    assert "partition=owners reads <client>/<class>/*, here of anna, ben, cleo" in said
+    splits.clear_cache()
+    config = prepare(inputs_in(None, [*given[1:], "partition=owners"])).config
+    rows = dict(data_found(config)[0])
+    assert (rows["owners"], rows["  ben"]) == ("3", "12 examples: cat 6, dog 6")
+
+
+def test_owners_are_in_natural_order(tmp_path):
+    for name in ("site10", "site2", "Site1"):
+        write(tmp_path / name / "cat" / "1.png")
+        write(tmp_path / name / "dog" / "1.png")
+    data = image_folder("image-folder", tmp_path, Form(by_owner=True, needs_test=False))
+    assert data.owner_names == ("Site1", "site2", "site10")
+    assert data.owners.tolist() == [0, 0, 2, 2, 1, 1]
+
+
+def test_a_simulation_calls_clients_by_their_owners_and_a_node_tells_no_name(federate, fedprune, people, tmp_path):
+    given = {"dataset": "image-folder", "data_dir": str(people), "partition": "owners", "model": "cnn-small"}
+    run = federate(clients=3, num_server_rounds=1, local_epochs=1, **given)
+    assert run.info["client_names"] == {"0": "anna", "1": "ben", "2": "cleo"}
+    code, said = fedprune("export", run.folder, "--client", "dora", "-o", tmp_path / "dora.safetensors")
+    assert (code, "error: --client is 'dora', allowed: anna, ben, cleo" in said) == (2, True)
+    config = parse_config(run.info["config"])
+    images = Images(config, NodeContext(0, 3, tmp_path), torch.device("cpu"))  # as on a node, which simulates nothing
+    assert "owner" not in images.registration()
 
 
 def test_check_data_knows_the_folders_of_owners(fedprune, people):

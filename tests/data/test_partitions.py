@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.data import partitions
-from tests.examples import examples
+from tests.examples import examples, full
 
 CIFAR_LIKE = np.arange(50_000, dtype=np.int64) % 10
 
@@ -275,8 +275,24 @@ def test_a_stratified_sample_has_its_size_and_the_label_shares_of_the_whole(seed
     assert (np.abs(np.bincount(labels[chosen], minlength=num_classes) - shares) < 1).all()
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.35, 0.45, 0.5, 0.7, 0.75, 0.95])
+@pytest.mark.parametrize(
+    "fraction",
+    [
+        0.05,
+        0.1,
+        0.15,
+        0.2,
+        0.25,
+        0.3,
+        full(1 / 3),
+        full(0.35),
+        full(0.45),
+        full(0.5),
+        full(0.7),
+        full(0.75),
+        full(0.95),
+    ],
+)
 def test_what_is_held_out_is_at_most_what_can_have_been(fraction):
     for num_samples in range(2, 400):
         kept, held = map(len, partitions.stratified_holdout(np.zeros(num_samples, dtype=int), fraction, rng()))

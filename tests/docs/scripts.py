@@ -1,4 +1,4 @@
-"""The scripts that write tables of pages, as modules."""
+"""The scripts that write tables of pages, and the benchmarks, as modules."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from types import ModuleType
 
 from tests.docs.blocks import ROOT
 
-FOLDER = str(ROOT / "benchmarks")
+FOLDERS = [str(ROOT / "docs" / "scripts"), str(ROOT / "benchmarks")]
 
 
 def script(name: str) -> ModuleType:
-    """A script of the benchmarks, which finds its neighbours as it does when it is run."""
-    sys.path.append(FOLDER)
+    """A script, which finds its neighbours as it does when it is run."""
+    sys.path.extend(FOLDERS)
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(FOLDER)
+        for folder in FOLDERS:
+            sys.path.remove(folder)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
+from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ def test_the_tables_of_a_page_are_those_of_the_data(page):
 
 
 def test_every_row_is_a_run_with_its_clients():
-    for path in evidence.DATA.glob("*.csv"):
-        rows = list(csv.DictReader(path.read_text().splitlines()))
+    for path in evidence.DATA.iterdir():
+        rows = evidence.read_rows(path)
         keys = [(row["system"], row["settings"], row["seed"], row.get("client"), row.get("round")) for row in rows]
         assert len(set(keys)) == len(keys), path
         of_gallery = (evidence.TUNED_GALLERY, "tuned-last")
@@ -42,16 +43,29 @@ def test_every_row_is_a_run_with_its_clients():
             assert all(path.stem.startswith(of_gallery) and key.startswith(f"{row['system']}.") for key in unknown)
     without_claims = {*(f"fedspallm-{clients}" for clients in (4, 8, 16)), evidence.TUNED_GALLERY}
     for name in {claim.data for claim in CLAIMS} | without_claims:
-        clients = evidence.read(f"{name}.clients")
+        clients = defaultdict(list)
+        for each in evidence.read(f"{name}.clients"):
+            clients[each["system"], each["settings"], each["seed"]].append(each)
         for row in evidence.read(name):
-            key = [row[name] for name in ("system", "settings", "seed")]
-            own = [each for each in clients if [each[name] for name in list(row)[:3]] == key]
+            own = clients[row["system"], row["settings"], row["seed"]]
             if row["system"] == "fedspallm":  # texts take the place of clients
                 assert len(own) == len(evidence.TEXTS)
                 assert all(each["received"] for each in own)
             else:
                 found = 100 * sum(float(each["personal"]) for each in own) / len(own)
                 assert found == pytest.approx(float(row["personal"]), abs=0.01)
+
+
+def test_rows_of_clients_are_compressed_to_the_same_bytes_however_they_came(tmp_path):
+    rows = [{"client": str(number), "personal": "0.5"} for number in range(3)]
+    together, one_by_one = tmp_path / "a.csv.gz", tmp_path / "b.csv.gz"
+    evidence.append_rows(together, rows)
+    for row in rows:
+        evidence.append_rows(one_by_one, [row])
+    assert evidence.read_rows(one_by_one) == rows
+    assert one_by_one.read_bytes() == together.read_bytes()
+    kept = [path for path in evidence.DATA.iterdir() if path.stat().st_size > 2**17]
+    assert kept == []
 
 
 def test_two_settings_are_level_where_two_one_sided_tests_pass():
@@ -259,17 +273,23 @@ def of_gallery(path):
             yield {"system": system["system"], "seed": str(seed), "settings": settings}
 
 
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
-def test_a_claim_compares_runs_that_its_matrices_make(claim):
-    """Each side of a claim is one setting of the matrices, with all the claim's seeds."""
-    made = [
+@cache
+def runs_of(name):
+    """The runs that the matrices of a data file make."""
+    return [
         {"system": cell.config.system, "seed": str(cell.config.seed), "settings": json.dumps(settings)}
-        for path in evidence.matrices_of(claim.data)
+        for path in evidence.matrices_of(name)
         for cell in read_matrix(path).cells(RunInputs(out=path.parent))
         for settings in [evidence.settings_of(cell.config.to_dict())]
     ]
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_a_claim_compares_runs_that_its_matrices_make(claim):
+    """Each side of a claim is one setting of the matrices, with all the claim's seeds."""
+    made = runs_of(claim.data)
     if claim.data == "tuned-last":
-        made += of_gallery(evidence.ROOT / "gallery" / "tuned_last.yaml")
+        made = [*made, *of_gallery(evidence.ROOT / "gallery" / "tuned_last.yaml")]
     for wanted in (claim.better, claim.worse):
         rows = [row for row in chosen(made, wanted) if claim.counts(row)]
         assert len({row["settings"] for row in rows}) == 1

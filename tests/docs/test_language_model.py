@@ -21,6 +21,7 @@ PRUNE, TO_GGUF = (c for block in PAGE if block.is_commands for c in block.comman
 SMALLER = {"fedspallm.segment-length=512": "fedspallm.segment-length=32", "fedspallm.window=512": "fedspallm.window=32"}
 
 
+@pytest.mark.full
 def test_the_tutorial_ends_with_a_sentence_and_a_packed_model(fedprune, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     subprocess.run([sys.executable, "-c", TEXTS], cwd=tmp_path, check=True)

@@ -60,5 +60,5 @@ def test_links_to_a_missing_file_and_to_a_missing_heading_are_found(tmp_path):
 
 
 def test_the_page_of_all_settings_says_what_the_declarations_say():
-    made = runpy.run_path(str(ROOT / "docs" / "settings_page.py"))
+    made = runpy.run_path(str(ROOT / "docs" / "scripts" / "settings_page.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["settings_page"](), "write the page anew: make settings"

@@ -30,7 +30,7 @@ def test_each_table_and_figure_of_a_paper_has_a_row_without_empty_cells(paper):
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['paper']}, {row['table or figure']}" for row in ROWS])
 def test_what_a_row_names_is_there(row):
     text = " ".join(row.values())
-    for name in re.findall(r"`([\w./*-]+\.(?:yaml|csv|md|py))`", text):
+    for name in re.findall(r"`([\w./*-]+\.(?:yaml|csv|csv\.gz|md|py))`", text):
         places = [ROOT / name, ROOT / "configs" / "matrices" / name]
         assert any(place.parent.is_dir() and [*place.parent.glob(place.name)] for place in places), name
 

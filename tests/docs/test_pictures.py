@@ -11,7 +11,7 @@ ASSETS = Path(__file__).parents[2] / "docs" / "assets"
 
 
 def test_the_picture_of_the_report_is_of_the_demo_as_it_is():
-    """After a change of the demo, ``make demo`` and ``python docs/report_picture.py`` take a new picture."""
+    """After a change of the demo, ``make demo`` and ``python docs/scripts/report_picture.py`` take a new picture."""
     shown = json.loads((ASSETS / "report.json").read_text())
     assert {system: each["settings"] for system, each in shown.items()} == {
         system: demo_settings(system) for system in DEMO_SYSTEMS

@@ -15,6 +15,7 @@ from fedprune_app.results.metrics import ReplyKind
 from fedprune_app.results.recorder import row_of
 from strategies.fedcr import PRECISION, WEIGHTED
 from tests.conftest import tampered_app
+from tests.examples import full
 
 HOSTILE = (0, 5)  # two of ten
 SETTINGS = {
@@ -126,7 +127,7 @@ def test_a_reply_that_is_refused_moves_nothing(federate, system):
             {PRECISION: 1.0, WEIGHTED: -1e300},
             "'experts.weighted-mean' has magnitude 1e+300, allowed: at most",
         ),
-        ({PRECISION: 0.0, WEIGHTED: 1.0}, "'experts.weighted-mean' has magnitude 1, allowed"),
+        full({PRECISION: 0.0, WEIGHTED: 1.0}, "'experts.weighted-mean' has magnitude 1, allowed"),
     ],
 )
 def test_fedcrs_experts_are_bounded_by_their_means_and_precisions(federate, lie, says):
@@ -153,7 +154,7 @@ def test_fedfomos_candidates_are_whole_numbers(federate):
     settings = {"system": "fedfomo", "fedfomo.candidates": 2, **SHORT, "num_server_rounds": 2}
     run = federate(app=tampered_app(lying), **settings)
     assert [row["failures"] for row in run.rounds] == [0, 2]
-    assert all("allowed: those it was sent, each once" in reason for reason in run.rounds[1]["failure_reasons"])
+    assert all("those it was sent" in reason for reason in run.rounds[1]["failure_reasons"])
 
 
 # --- what clients say ---------------------------------------------------------------------------------------------

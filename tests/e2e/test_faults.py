@@ -12,6 +12,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from tests.conftest import Finished, tampered_app, wrapped_app
+from tests.examples import in_test
 from tests.refusing import refuses
 
 
@@ -64,8 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_test(CASES, "NaN"))
 def test_a_bad_reply_is_named_counted_and_left_out(case, federate):
     app, says = CASES[case]
     finished = federate(name=case, app=app, fraction_train=1.0, local_epochs=1, num_server_rounds=2, evaluate_every=2)
@@ -153,7 +153,7 @@ def test_resuming_without_a_readable_checkpoint_keeps_the_record(federate, tmp_p
     first = federate(name="run", num_server_rounds=2)
     for path in (first.folder / "checkpoints").glob("*.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no readable checkpoint"):
+    with pytest.raises(ValueError, match="readable checkpoint"):
         federate(name="run", resume_from=str(tmp_path / "run"))
     assert len(first.rounds) == 2
     assert first.info["status"] == "completed"

@@ -23,6 +23,7 @@ from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.running import run
 from tests.conftest import Finished, wrapped_app
+from tests.examples import full
 
 SETTINGS = {"num_server_rounds": 3, "fraction_train": 1.0, "local_epochs": 1, "evaluate_every": 0}
 FULL = "[Errno 28] No space left on device"
@@ -55,11 +56,11 @@ def fail(message="it is not there"):
     raise TimeoutError(message)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "left", [0, pytest.param(8192, marks=pytest.mark.programs), 16384, pytest.param(24576, marks=pytest.mark.programs)]
+    "left",
+    [0, pytest.param(8192, marks=pytest.mark.programs), full(16384), pytest.param(24576, marks=pytest.mark.programs)],
 )
-@pytest.mark.parametrize("system", ["subfedavg", "dispfl"])
+@pytest.mark.parametrize("system", ["subfedavg", full("dispfl")])
 def test_wherever_the_run_folders_disk_fills_up_the_run_stops_on_one_line_and_resumes(
     federate, small_disk, tmp_path, system, left
 ):
@@ -205,8 +206,7 @@ def test_lines_that_do_not_fit_name_their_file(tmp_path):
 # --- what a crash or a full disk leaves -------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("damage", ["truncated", "missing"])
+@pytest.mark.parametrize("damage", ["truncated", full("missing")])
 def test_a_run_that_lost_its_only_checkpoint_begins_again_and_says_so(federate, tmp_path, damage):
     """Killed, or out of room, between the record of round 1 and its checkpoint: one round is lost, not the folder."""
     settings = {"fraction_train": 1.0, "local_epochs": 2, "evaluate_every": 1}

@@ -48,7 +48,7 @@ from hypothesis import strategies as st
 from fedprune_app.engine import replies, wire
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.launching.credentials import make_database
-from tests.examples import examples
+from tests.examples import examples, full
 from tests.test_borders import damaged, refusal
 
 quick = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -243,7 +243,6 @@ BROKEN["Array"] += [
 ]
 
 
-@pytest.mark.few(18)
 @pytest.mark.parametrize(("kind", "body"), [(kind, body) for kind, bodies in BROKEN.items() for body in bodies])
 def test_a_reply_that_cannot_be_read_is_the_error_of_its_sender_alone(link, kind, body):
     """Flower's own Grid raises, and has had the others of the batch forgotten."""
@@ -254,7 +253,7 @@ def test_a_reply_that_cannot_be_read_is_the_error_of_its_sender_alone(link, kind
     first, broken, last = (found[request.metadata.message_id] for request in requests)
     assert first.content == last.content == content_of()
     assert broken.content is None
-    assert broken.error.startswith("its reply is refused: ")
+    assert broken.error.startswith("its reply is refused")
     assert broken.error.isprintable()
     assert len(broken.error) <= 500
 
@@ -429,18 +428,17 @@ def swollen(pieces: int, names: int, records: int) -> Callable[[Objects], Object
     return tamper
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("pieces", "names", "records", "says"),
     [
         (20_000, 1, 1, "its arrays have over 1000000 bytes"),
         (1, 5000, 1, "it has 1 records and"),
         (1, 1, 10_000, "it has 10000 records and"),
-        (1, 11, 1, "it has 1 records and 11000"),
-        (1, 1, 11, "it has 11 records and 11000"),
-        (11, 1, 1, "its arrays have over 1000000 bytes"),
-        (9, 1, 1, ""),
-        (3, 3, 1, ""),
+        full(1, 11, 1, "it has 1 records and 11000"),
+        full(1, 1, 11, "it has 11 records and 11000"),
+        full(11, 1, 1, "its arrays have over 1000000 bytes"),
+        full(9, 1, 1, ""),
+        full(3, 3, 1, ""),
     ],
 )
 def test_a_reply_that_grows_when_it_is_read_is_refused_before(link, pieces, names, records, says):
@@ -517,7 +515,7 @@ def test_an_array_of_arrays_of_arrays_is_not_put_together(link):
 
     link.reply(request, content_of(), tamper)
     reply = link.fetch(request)[request.metadata.message_id]
-    assert "an array names objects that are no pieces of an array" in reply.error
+    assert "no pieces of an array" in reply.error
 
 
 @pytest.mark.parametrize("kind", ["Message", "RecordDict", "ArrayRecord", "Array", "ConfigRecord"])
@@ -558,7 +556,7 @@ def test_a_reply_whose_upload_does_not_end_is_waited_for_until_its_deadline_only
     started = time.monotonic()
     found = link.fetch(*requests, seconds=1)
     assert 0.9 < time.monotonic() - started < 4
-    assert found[requests[0].metadata.message_id].error == "its reply was not sent in full"
+    assert found[requests[0].metadata.message_id].error.endswith("not sent in full")
     assert found[requests[1].metadata.message_id].content == content_of()
 
 
@@ -583,8 +581,7 @@ def test_a_reply_whose_upload_ends_in_time_arrives(link):
     assert link.fetch(request)[request.metadata.message_id].content == content_of(b"slow but there")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("where", ["content", "error", "group_id"])
+@pytest.mark.parametrize("where", ["content", full("error"), full("group_id")])
 def test_a_huge_head_of_a_reply_is_not_kept_in_memory(link, where):
     """The SuperLink holds a reply's head apart from its objects, and hands those of a batch over in one piece."""
     requests = link.ask(0, 1)
@@ -638,7 +635,7 @@ def test_the_sieve_lets_the_first_messages_through_and_empties_the_large(heads, 
 @given(st.binary(max_size=40))
 def test_the_sieve_passes_or_refuses_any_bytes(data):
     said = refusal(lambda: b"".join(replies.bounded_messages([data], 3, 20)))
-    assert said == "" or "the SuperLink's list of replies" in said
+    assert said == "" or "list of replies" in said
 
 
 def test_a_stream_that_breaks_off_and_comes_again_is_counted_once():
@@ -713,4 +710,4 @@ def test_what_other_grids_hand_over_is_checked_as_well(link, content):
     (reply,) = replies.arrived(grid, {request.metadata.message_id: 0.0}, 0, MB)
     assert reply.message_id == request.metadata.message_id
     assert reply.content is None
-    assert reply.error.startswith("its reply is refused: ")
+    assert reply.error.startswith("its reply is refused")

@@ -10,6 +10,7 @@ import pytest
 from clients import node
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.files import make_durable
+from tests.examples import full
 
 
 @pytest.fixture
@@ -25,9 +26,8 @@ def on_disk(monkeypatch):
     return inodes
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("shares_disk", [True, False])
+@pytest.mark.parametrize("elsewhere", [False, full(True)])
+@pytest.mark.parametrize("shares_disk", [True, full(False)])
 def test_states_are_on_disk_before_the_checkpoint_that_names_them(
     federate, monkeypatch, tmp_path, on_disk, shares_disk, elsewhere
 ):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.config import parse_config
+from fedprune_app.core.rng import derive_seed
+from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.results.texts import progress_line
+from fedprune_app.testing.runs import run_with
+from tests.conftest import SMALL
+from tests.examples import full
 from tests.refusing import refuses
 
 
@@ -47,8 +52,7 @@ def test_a_mean_of_received_models_says_how_many_clients_received_one(federate):
         assert row["evaluated"] == 6
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["dispfl", "dpsgd-ft", "fedavg"])
+@pytest.mark.parametrize("system", ["dispfl", full("dpsgd-ft"), full("fedavg")])
 def test_what_clients_received_is_taken_over_all_that_tell_it_in_training_or_in_an_evaluation(federate, system):
     more = {f"{system.removesuffix('-ft')}.neighbours": 2} if system != "fedavg" else {}
     run = federate(system=system, evaluate_clients=2, num_server_rounds=2, evaluate_every=1, local_epochs=1, **more)
@@ -62,3 +66,28 @@ def test_what_clients_received_is_taken_over_all_that_tell_it_in_training_or_in_
         ]
         assert row["accuracy_received_clients"] == len(told)
         assert row["accuracy_received_mean"] == pytest.approx(sum(told) / len(told))
+
+
+class LosesANode(InProcessGrid):
+    """The node of client 1 sends no heartbeat in rounds 2 and 3."""
+
+    looks = 0
+
+    def get_node_ids(self):
+        nodes = super().get_node_ids()
+        self.looks += 1
+        return nodes if self.looks in (1, 2, 5) else [node for node in nodes if node != derive_seed(1, "node-id")]
+
+
+def test_a_node_without_heartbeat_is_not_drawn_and_named_when_it_goes_and_is_back(tmp_path):
+    values = {**SMALL, "system": "fedavg", "num-server-rounds": 4, "fraction-train": 1.0, "min-replies": 2}
+    run = run_with(values, tmp_path / "run", LosesANode, clients=3)
+    assert run.info["status"] == "completed"
+    trained = [[c["partition"] for c in run.clients if c["round"] == n and c["bytes_up"]] for n in (1, 2, 3, 4)]
+    assert trained == [[0, 1, 2], [0, 2], [0, 2], [0, 1, 2]]
+    assert [row["notes"] for row in run.rounds] == [
+        [],
+        ["client 1 is gone: its node sends no heartbeat"],
+        [],
+        ["client 1 is back"],
+    ]

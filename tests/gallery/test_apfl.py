@@ -54,5 +54,6 @@ def test_it_is_the_papers_algorithm(tmp_path, adaptive):
     assert adaptive == any(alpha != 0.6 for alpha in alphas)
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("apfl", plugins=str(small.GALLERY / "apfl.py"))

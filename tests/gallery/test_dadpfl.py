@@ -101,6 +101,7 @@ def test_models_become_sparser_when_they_hardly_move_and_not_below_the_least_den
     assert all(row["change_mean"] is not None for row in rounds[1:])
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     settings = {"density": 0.5, "dispfl.neighbours": 2, "dadpfl.waves": 2, "dadpfl.threshold": 10.0}
     check_system("dadpfl", plugins=str(small.GALLERY / "dadpfl.py"), settings=settings)

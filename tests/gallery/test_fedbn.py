@@ -45,5 +45,6 @@ def test_a_network_without_norms_is_refused(tmp_path):
         small.run(tmp_path, "fedbn")
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("fedbn", plugins=str(small.GALLERY / "fedbn.py"), settings=MODEL)

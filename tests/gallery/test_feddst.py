@@ -121,6 +121,7 @@ def test_the_dense_gradient_of_a_batch_is_charged(tmp_path):
     assert rounds[1]["flops"] - rounds[0]["flops"] == pytest.approx(dense, rel=1e-6)
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     settings = {"density": 0.2, "local-epochs": 2, "feddst.rounds-between": 1}
     check_system("feddst", plugins=str(small.GALLERY / "feddst.py"), settings=settings)

@@ -42,5 +42,6 @@ def test_it_is_the_papers_algorithm(tmp_path, head_epochs):
         assert small.close({name: weights[name] for name in head}, head)
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("fedper", plugins=str(small.GALLERY / "fedper.py"))

@@ -108,6 +108,7 @@ def test_votes_for_kept_weights_or_too_many_are_refused(tmp_path, monkeypatch):
     assert "votes for 'conv1.weight'" in rounds[1]["failure_reasons"][0]
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     settings = {"density": 0.2, "fedrts.rounds-between": 1}
     check_system("fedrts", plugins=str(small.GALLERY / "fedrts.py"), settings=settings)

@@ -51,5 +51,6 @@ def test_it_sends_what_fedavg_sends(tmp_path):
     assert [[row[cost] for cost in costs] for row in ours] == [[row[cost] for cost in costs] for row in fedavg]
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("lpft", plugins=str(small.GALLERY / "lpft.py"))

@@ -6,12 +6,13 @@ import pytest
 
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.testing import check_system
+from tests.examples import full
 from tests.gallery import federations as small
 from tests.gallery.narrow import WIDTHS, logits, reference
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 SETTINGS = {"fjord__widths": " ".join(map(str, WIDTHS)), "num_server_rounds": 3}
-BOTH = pytest.mark.parametrize("system", ["heterofl", "fedrolex"])
+BOTH = pytest.mark.parametrize("system", ["heterofl", full("fedrolex")])
 
 
 @BOTH
@@ -35,12 +36,14 @@ def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
         assert rows[client]["accuracy_personal"] == pytest.approx(float(hits.float().mean()), abs=0.02)
 
 
+@pytest.mark.full
 @BOTH
 def test_it_keeps_the_laws(system):
     settings = {"fjord.widths": SETTINGS["fjord__widths"]}
     check_system(system, plugins=str(small.file_of(system)), settings=settings)
 
 
+@pytest.mark.full
 def test_with_fedrolex_every_unit_is_trained_by_narrow_clients_too(tmp_path):
     """With HeteroFL those behind the width of all clients never move."""
     settings = {"fjord__widths": "0.5", "num_server_rounds": 12}

@@ -54,5 +54,6 @@ def test_momentum_is_refused(tmp_path):
         small.run(tmp_path, "scaffold", momentum=0.5)
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("scaffold", plugins=str(small.GALLERY / "scaffold.py"), settings={"momentum": 0.0})

@@ -78,6 +78,7 @@ def test_momentum_is_refused(tmp_path):
         small.run(tmp_path, "sparsyfed", momentum=0.5)
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     settings = {"density": 0.3, "momentum": 0.0}
     check_system("sparsyfed", plugins=str(small.GALLERY / "sparsyfed.py"), settings=settings)

@@ -74,5 +74,6 @@ def test_clients_that_are_held_out_have_no_part_in_the_mask(tmp_path):
         assert not bool(small.global_model(finished)[name][score < last].any())
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("ssfl", plugins=str(small.GALLERY / "ssfl.py"), settings={"density": 0.2})

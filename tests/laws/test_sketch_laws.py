@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedprune_app.core.fedp3 import perm_k_owners
+from tests.examples import full
 from tests.laws.theorem1 import iterate, perm_k, perm_k_mean, rand_k, theorem1_bound, theorem1_step_size
 
 
@@ -39,8 +40,7 @@ def test_blocks_differ_by_at_most_one_and_cover_every_coordinate_once(dimension,
     assert torch.equal(total, ones)  # (1/n) Σ S_i = I
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("dimension", "num_clients"), [(6, 3), (7, 3), (5, 5), (3, 4)])
+@pytest.mark.parametrize(("dimension", "num_clients"), [(6, 3), (7, 3), full(5, 5), full(3, 4)])
 def test_every_coordinate_is_every_clients_equally_often(dimension, num_clients):
     rng, draws = generator(), 6000
     counts = torch.zeros(num_clients, dimension)
@@ -51,7 +51,6 @@ def test_every_coordinate_is_every_clients_equally_often(dimension, num_clients)
     assert (counts / draws - share).abs().max() < 5 * (share * (1 - share) / draws) ** 0.5
 
 
-@pytest.mark.few(1)
 def test_the_mean_of_the_sketched_models_is_unbiased():
     """E (1/n) Σ S_i y_i is the mean of the y_i (Theorem 4)."""
     dimension, n, draws, rng = 11, 3, 6000, generator(5)
@@ -157,9 +156,8 @@ def test_the_sketched_gradient_obeys_lemma_2(interpolation):
         assert second_moment <= 2 * float(problem.smoothness.max()) * problem.gap(w)
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("interpolation", [True, False])
-@pytest.mark.parametrize("num_iterations", [10, 100, 1000])
+@pytest.mark.parametrize("num_iterations", [10, 100, full(1000)])
 def test_theorem_1_holds_on_quadratics(interpolation, num_iterations):
     problem = Quadratics(interpolation=interpolation)
     smallest, _, start = problem.smallest_squared_gradient(num_iterations, runs=4)

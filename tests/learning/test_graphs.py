@@ -19,6 +19,7 @@ from fedprune_app.learning.train import train
 from fedprune_app.learning.training import Training, proximal
 from fedprune_app.learning.work import _Pool
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
+from tests.examples import full
 from tests.recording import Recording
 
 SIZES = (44, 37, 24)  # of three clients' data
@@ -50,10 +51,9 @@ def all_trained(recorder, **how):
     return [found[number] for number in range(len(works))]
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how",
-    [{}, {"masked": True}, {"model": "cnn-gn"}, {"sgd": SGD(0.1, batch_size=8, epochs=3)}],
+    [{}, {"masked": True}, full({"model": "cnn-gn"}), full({"sgd": SGD(0.1, batch_size=8, epochs=3)})],
     ids=["plain", "masked", "group-norm", "without-momentum"],
 )
 def test_repeated_steps_end_with_the_same_weights(how):

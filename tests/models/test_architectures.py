@@ -15,6 +15,7 @@ from fedprune_app.models.embedded import byte_tokenizer
 from fedprune_app.models.layer_pruning import Pruner, check_layers, prune_layer, same_inputs
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_checkpoint, write_packed
+from tests.examples import full
 from tests.models.architectures import CONFIGS, stock_losses, tiny_folder
 from tests.models.tiny_llm import text_folder
 
@@ -23,8 +24,8 @@ QUICK = ("GPT2", "GPTNeoX", "Gemma2", "Bloom", "Mixtral", "GptOss")
 REFUSED = {
     "Mamba": "'mixer.dt_proj.weight' in layer 0 was given no input that is known",
     "Jamba": "'mamba.dt_proj.weight' in layer 0 was given no input that is known",
-    "Rwkv": "was given no input that is known",
-    "RecurrentGemma": "was given no input that is known",
+    "Rwkv": "no input that is known",
+    "RecurrentGemma": "no input that is known",
     "Llama4Text": "'feed_forward.experts.down_proj.0' in layer 0 was given no input that is known",
     "Gemma3nText": "it calls them with more than their hidden states, or reads more than the last one's",
     "Zamba2": "it calls them with more than their hidden states, or reads more than the last one's",
@@ -39,8 +40,10 @@ def unmeasured(monkeypatch):
     monkeypatch.setattr(sparse, "speed_of", lambda *_: sparse.Speed(2.0, 1.0))
 
 
-def in_turn(kinds, quick):
-    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+def in_turn(kinds, quick, *quickest):
+    """The quickest are in ``make test``, the quick in ``make full``, the others with the slow tests."""
+    found = [pytest.param(kind, marks=pytest.mark.full if kind in quick else pytest.mark.slow) for kind in kinds]
+    return [kind if kind in quickest else case for kind, case in zip(kinds, found, strict=True)]
 
 
 def losses_of(model, hidden, layers):
@@ -57,7 +60,6 @@ def pruned_layers(model, pruner):
     return found, model.losses(IDS, hidden)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", in_turn(WALKED, QUICK))
 def test_a_model_is_pruned_layer_by_layer_and_is_then_what_transformers_loads(kind, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind)
@@ -83,9 +85,8 @@ def test_a_model_is_pruned_layer_by_layer_and_is_then_what_transformers_loads(ki
         assert found.tolist() == pytest.approx(expected, 1e-5)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss", "GPT2"])
-@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize("method", ["sparsegpt", full("wanda"), full("magnitude")])
 def test_matrices_that_are_no_linear_module_are_pruned_by_their_own_inputs(kind, method, tmp_path):
     """An expert whose matrix is pruned by nothing but the tokens sent to it keeps what they say."""
     model = LanguageModel(tiny_folder(tmp_path / "model", kind))
@@ -117,8 +118,7 @@ def test_an_expert_to_which_no_token_is_sent_is_pruned_by_magnitude(tmp_path):
     assert len(same) == 2  # the token is sent to the two others
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", in_turn(REFUSED, QUICKLY_REFUSED))
+@pytest.mark.parametrize("kind", in_turn(REFUSED, QUICKLY_REFUSED, "Mamba"))
 def test_a_model_that_cannot_be_walked_is_refused_with_its_class(kind, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind)
     with pytest.raises(ValueError, match=f"is of {kind}Config, wh.*{REFUSED[kind]}") as refused:
@@ -134,9 +134,8 @@ def test_a_layer_of_experts_has_no_hessian_of_all_text(tmp_path):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
-@pytest.mark.parametrize("way", ["single", "sharded", "stale"])
+@pytest.mark.parametrize("way", ["single", "sharded", full("stale")])
 def test_the_files_are_those_that_transformers_loads(kind, way, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind, **({"max_shard_size": "8KB"} if way == "sharded" else {}))
     if way == "stale":
@@ -184,15 +183,16 @@ def other_words(folder):
         path.write_text("abc " * 2000)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "spoil", "says"),
     [
         ("Mamba", None, "is of MambaConfig, whose 'mixer.dt_proj.weight' in layer 0"),
-        ("Gemma3nText", None, "is of Gemma3nTextConfig, which cannot be run layer by layer"),
-        ("Llama", quantized, "is of LlamaConfig, whose weights are quantized (fp8), allowed: float32, float16"),
-        ("Llama", eight_bits, "is of LlamaConfig, and has tensor 'model.layers.0.self_attn.q_proj.weight' of F8_E4M3"),
-        ("Llama", other_words, "is of LlamaConfig, whose tokenizer gives the id 25"),
+        full("Gemma3nText", None, "is of Gemma3nTextConfig, which cannot be run layer by layer"),
+        full("Llama", quantized, "is of LlamaConfig, whose weights are quantized (fp8), allowed: float32, float16"),
+        full(
+            "Llama", eight_bits, "is of LlamaConfig, and has tensor 'model.layers.0.self_attn.q_proj.weight' of F8_E4M3"
+        ),
+        full("Llama", other_words, "is of LlamaConfig, whose tokenizer gives the id 25"),
     ],
 )
 def test_check_and_run_refuse_what_cannot_be_pruned_before_the_start(fedprune, tmp_path, kind, spoil, says):
@@ -214,7 +214,6 @@ def settings():
     return ["system=fedspallm", "dataset=text", "data-dir=data", "model=model", "--clients", "2", *more]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", in_turn(WALKED, ("GPTNeoX", "Mixtral")))
 def test_a_run_records_the_density_and_the_perplexity_that_the_written_model_has(fedprune, tmp_path, kind):
     text_folder(tmp_path / "data", 2, size=800)

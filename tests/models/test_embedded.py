@@ -41,6 +41,25 @@ def test_it_is_trained_once_and_predicts_what_it_read(cache):
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+def test_a_training_that_was_killed_goes_on_from_its_checkpoint_to_the_same_bits(cache, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(step, steps, loss):
+        if step == 110:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_embedded(TEXTS, SMALL, on_step=die)
+    steps = []
+    weights = train_embedded(TEXTS, SMALL, on_step=lambda step, *_: steps.append(step)) / "model.safetensors"
+    assert steps == list(range(101, SMALL.steps + 1))
+    resumed = weights.read_bytes()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert (train_embedded(TEXTS, SMALL) / "model.safetensors").read_bytes() == resumed
+    assert [path.name for path in (cache / "fedprune").glob(".*.safetensors")] == []
+
+
 def test_a_damaged_cached_model_is_trained_anew(cache):
     recipe = Recipe(width=16, inner_width=16, num_layers=1, num_heads=2, steps=1, length=8)
     weights = train_embedded(TEXTS, recipe) / "model.safetensors"

@@ -19,10 +19,11 @@ from fedprune_app.models.llm import LanguageModel, dense_perplexities, perplexit
 from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.transformers import import_transformers
+from tests.examples import full, in_test
 from tests.models.tiny_llm import FAMILIES, perplexity, tiny_checkpoint, tiny_model, tokens
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=in_test(FAMILIES, "opt", "llama"))
 def folder(request, tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model") / request.param, request.param)
 
@@ -43,7 +44,6 @@ def walk(model, ids, batch_size=3):
     return hidden
 
 
-@pytest.mark.few(1)
 def test_layer_by_layer_is_the_whole_model(folder):
     model, ids = LanguageModel(folder), tokens(7, 20)
     with torch.no_grad():
@@ -61,7 +61,6 @@ def test_hidden_states_lie_on_a_gpu_if_they_take_little_of_it(tmp_path, monkeypa
     assert model.home(1000 // model.token_bytes + 1) == torch.device("cpu")
 
 
-@pytest.mark.few(2)
 def test_perplexity_is_the_papers(folder):
     model, ids = LanguageModel(folder), tokens(4, 16)
     with torch.no_grad():
@@ -85,7 +84,6 @@ def test_the_dense_model_is_measured_once_for_the_same_windows(tmp_path, monkeyp
     assert dense_perplexities(model, dict(texts), batch_size=3) == first
 
 
-@pytest.mark.few(3)
 def test_all_matrices_of_a_layer_are_prunable_and_nothing_else(folder):
     model, reference = LanguageModel(folder), layers_of(whole(folder))
     for layer in range(model.num_layers):
@@ -137,7 +135,6 @@ def test_pruning_layer_by_layer_is_running_the_whole_model_anew_for_each(folder,
             linear.weight.data = weight
 
 
-@pytest.mark.few(1)
 def test_the_error_told_is_that_of_the_layers_outputs(folder):
     model, ids = LanguageModel(folder), tokens(5, 12)
     hidden = model.embed(ids, 2)
@@ -151,8 +148,7 @@ def test_the_error_told_is_that_of_the_layers_outputs(folder):
     assert untouched.relative_error == 0
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("method", ["wanda", "magnitude"])
+@pytest.mark.parametrize("method", ["wanda", full("magnitude")])
 def test_other_pruners_keep_the_weights_that_stay(folder, method):
     model, ids = LanguageModel(folder), tokens(5, 12)
     tensors = model.layer_tensors(1)
@@ -174,9 +170,8 @@ def test_half_precision_models_stay_what_they_are(tmp_path, dtype):
     assert LanguageModel(folder, "float32").dtype == torch.float32
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", in_test(FAMILIES, "opt"))
 def test_half_precision_models_compute_what_transformers_does_far_into_a_text_too(tmp_path, family, dtype):
     folder = tiny_checkpoint(tmp_path / "model", family, dtype=dtype)
     model, ids = LanguageModel(folder), tokens(2, 64)
@@ -264,7 +259,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         LanguageModel(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no safetensors"):
+    with pytest.raises(ValueError, match="no safetensors"):
         LanguageModel(folder)
     with pytest.raises(ValueError, match=r"of dtype torch\.int8, allowed: float32"):
         LanguageModel(tiny_checkpoint(tmp_path / "b", "llama"), "int8")
@@ -286,7 +281,7 @@ def test_a_hub_name_is_found_in_the_cache_and_never_fetched_unasked(tmp_path, mo
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"not in the hub cache \(download=true fetches it\)"):
+    with pytest.raises(ValueError, match="download=true"):
         resolve_checkpoint("someone/tiny", download=False)
     repository = tmp_path / "models--someone--tiny"
     tiny_checkpoint(repository / "snapshots" / "abc", "llama")

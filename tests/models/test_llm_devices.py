@@ -11,12 +11,13 @@ from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel
 from tests.core.test_sparsegpt import reference
 from tests.docs.scripts import script
+from tests.examples import full, in_test
 from tests.models.tiny_llm import DEVICES, FAMILIES, perplexity, tiny_checkpoint, tokens
 
 DENSITY = 0.25  # of every row a whole number, so that Wanda, which counts by row, comes to the same
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=in_test(FAMILIES, "llama"))
 def folder(request, tmp_path):
     return tiny_checkpoint(tmp_path / request.param, request.param)
 
@@ -44,9 +45,8 @@ def test_sparsegpt_is_the_papers_on_every_device(device, target):
     torch.testing.assert_close(found.cpu(), expected.float(), atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize("method", ["sparsegpt", full("wanda"), full("magnitude")])
 def test_a_layer_in_float32_is_pruned_as_on_the_cpu(folder, device, method):
     _, standard = pruned(folder, "cpu", method=method, density=DENSITY)
     model, found = pruned(folder, device, method=method, density=DENSITY)
@@ -59,10 +59,9 @@ def test_a_layer_in_float32_is_pruned_as_on_the_cpu(folder, device, method):
     assert found.relative_error == pytest.approx(standard.relative_error, rel=1e-3)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize("dtype", ["float16", full("bfloat16")])
+@pytest.mark.parametrize("method", ["sparsegpt", full("wanda"), full("magnitude")])
 def test_a_layer_in_half_precision_keeps_its_dtype_and_exactly_its_density(folder, device, dtype, method):
     _, standard = pruned(folder, "cpu", method=method, density=DENSITY)
     model, found = pruned(folder, device, dtype, method=method, density=DENSITY)
@@ -79,9 +78,8 @@ def test_a_layer_in_half_precision_keeps_its_dtype_and_exactly_its_density(folde
     assert found.relative_error == pytest.approx(standard.relative_error, rel=0.15)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", full("float16"), full("bfloat16")])
 def test_perplexity_is_that_of_the_cpu(folder, device, dtype):
     model, windows = LanguageModel(folder, dtype, device), tokens(5, 32)
     standard = LanguageModel(folder, "float32")

@@ -174,6 +174,7 @@ def digest(seeds: range) -> str:
     return total.hexdigest()
 
 
+@pytest.mark.full
 def test_random_networks_are_the_same_in_another_process():
     code = "import tests.conftest; from tests.models.test_random_forms import digest; print(digest(range(30)))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

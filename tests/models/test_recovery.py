@@ -8,6 +8,7 @@ import torch
 from fedprune_app.core.payload import Payload
 from fedprune_app.models.layer_pruning import Schedule, recovered
 from fedprune_app.models.llm import LanguageModel
+from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint, tokens
 
 SCHEDULE = Schedule(steps=30, batch_size=2, learning_rate=0.02)
@@ -17,7 +18,7 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(params=["llama", "opt"])
+@pytest.fixture(params=["llama", full("opt")])
 def pruned(request, tmp_path):
     """A model, and two of its three layers at half of their weights."""
     model = LanguageModel(tiny_checkpoint(tmp_path / "model", request.param))
@@ -29,7 +30,6 @@ def pruned(request, tmp_path):
     return model, layers
 
 
-@pytest.mark.few(1)
 def test_kept_weights_learn_and_pruned_ones_stay_zero(pruned):
     model, layers = pruned
     segments = tokens(4, 24)
@@ -76,7 +76,6 @@ def test_a_model_of_another_dtype_comes_back_in_it(tmp_path):
     assert {tensor.dtype for tensor in found[1].tensors.values()} == {torch.bfloat16}
 
 
-@pytest.mark.few(1)
 def test_a_learning_rate_that_breaks_the_model_is_named(pruned):
     model, layers = pruned
     with pytest.raises(ValueError, match=r"the loss of recovery is .*\(fedspallm.recovery-learning-rate\)"):

@@ -20,6 +20,7 @@ from fedprune_app.models.sparse import (
     sparsify,
     speed_of,
 )
+from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint, tokens
 
 compiled = pytest.mark.skipif(not instructions(), reason="needs the library in C")
@@ -82,10 +83,9 @@ def test_a_packed_layer_must_be_faster_by_more_than_the_noise(packed, is_faster)
     assert Speed(1.0, packed).is_packed_faster == is_faster
 
 
-@pytest.mark.few(2)
 @compiled
-@pytest.mark.parametrize("family", ["opt", "llama", "qwen2", "qwen3", "mistral", "phi"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["opt", "llama", full("qwen2"), full("qwen3"), full("mistral"), full("phi")])
+@pytest.mark.parametrize("dtype", [torch.float32, full(torch.bfloat16)])
 def test_a_packed_language_model_computes_from_its_kept_weights(family, dtype, tmp_path, always_faster):
     model = LanguageModel(tiny_checkpoint(tmp_path / "dense", family, dtype=dtype))
     write_packed(model, half_of(model), tmp_path / "packed")

@@ -18,6 +18,7 @@ from fedprune_app.models.vision import (
     prunable_names,
     state_tensors,
 )
+from tests.examples import in_test
 
 SHAPES = {
     "lenet5": (3, 32, 32),
@@ -120,9 +121,8 @@ def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_rand
     assert all(tensor.is_meta for tensor in (*planned.parameters(), *planned.buffers()))
 
 
-@pytest.mark.few(18)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("init", OPTIONS["init"].choices)
+@pytest.mark.parametrize("name", in_test(MODELS, "lenet5", "cnn5-bn", "cnn-gn", "mlp3", "cnn-small-cr"))
+@pytest.mark.parametrize("init", in_test(OPTIONS["init"].choices, "default"))
 def test_weights_come_from_the_generator_and_the_global_one_is_not_touched(name, init):
     before = torch.get_rng_state()
     first, again, other = (build_model(name, SHAPES[name], 10, rng=generator(seed), init=init) for seed in (1, 1, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.exports.find import find_model
+from fedprune_app.models.names import chosen_name
 from fedprune_app.preflight.can_start import warnings
 from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare, prepare_all
@@ -69,8 +70,24 @@ NOISED = {"system": "fedavg", "dp.enabled": True, "dp.noise-multiplier": 1.0, "t
 )
 def test_how_much_of_noised_accuracies_is_noise_is_said_before_the_start(more, is_said, tmp_path):
     run = prepare(RunInputs(on_command_line={**NOISED, **more}, out=tmp_path / "run"))
-    said = [
-        line for line in warnings(run.config, Placement("inprocess", 10)) if "accuracies are told with noise" in line
-    ]
+    said = [line for line in warnings(run.config, Placement("inprocess", 10)) if "with noise" in line]
     assert bool(said) == is_said
     assert not said or "± 16 for the mean over 10 clients" in said[0]
+
+
+def test_sub_fedavg_hy_takes_the_datasets_network_with_batch_norm():
+    assert prepare(RunInputs({"system": "subfedavg-hy"})).config.model == "auto-bn"
+    assert prepare(RunInputs({"system": "subfedavg-hy", "model": "cnn5-bn"})).config.model == "cnn5-bn"
+    assert prepare(RunInputs({"system": "fedavg"})).config.model == "auto"
+    assert chosen_name("auto-bn", "digits") == "cnn-small-bn"
+    assert chosen_name("auto-bn", "table") == "mlp-small"  # which the start refuses: there is no BatchNorm in it
+
+
+def test_with_few_real_nodes_all_take_part_unless_the_share_is_given(tmp_path):
+    def share(count, **settings):
+        placement = Placement(num_clients=count, nodes=({},) * count)
+        return prepare(RunInputs(on_command_line=settings, out=tmp_path / "run"), placement).config.fraction_train
+
+    assert (share(3), share(9), share(10)) == (1.0, 1.0, 0.5)
+    assert share(3, **{"fraction-train": 0.4}) == 0.4
+    assert prepare(RunInputs(out=tmp_path / "run"), Placement("inprocess", 3)).config.fraction_train == 0.5

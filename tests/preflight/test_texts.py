@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.examples import full
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 CHECK = ("check", "system=fedspallm", "dataset=text", "--clients", "2")
@@ -26,7 +27,6 @@ def spoil(texts, **content):
         path.write_bytes(content["calibration"])
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -37,12 +37,12 @@ def spoil(texts, **content):
         (["model=empty"], "empty' cannot be read: "),
         (["fedspallm.evaluation-texts=a=nosuch.txt"], "nosuch.txt' cannot be read as a text in UTF-8"),
         (["fedspallm.segments=10000"], "client 0 of 2 finds "),
-        (["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
-        (["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "fedspallm.pattern is '3:5'"),
-        (["data-dir=data/test"], "test', allowed with dataset 'text': a folder with calibration/*"),
+        full(["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
+        full(["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "fedspallm.pattern is '3:5'"),
+        full(["data-dir=data/test"], "test', allowed with dataset 'text': a folder with calibration/*"),
     ],
 )
-@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize("command", ["check", full("run")])
 def test_a_check_and_a_run_refuse_bad_texts_and_models_before_a_model_is_trained(
     fedprune, tmp_path, command, settings, says
 ):

@@ -17,8 +17,9 @@ from fedprune_app.learning.parts import Changes
 from fedprune_app.learning.sgd import SGD, sgd_step
 from fedprune_app.learning.train import train
 from fedprune_app.models.vision import build_model
-from fedprune_app.privacy.dpsgd import DPSGD, _Step
+from fedprune_app.privacy.dpsgd import DPSGD, Step
 from fedprune_app.privacy.noise import KeyedNoise, Noise, noisy_count
+from tests.examples import in_test
 
 EXAMPLES = 16  # a power of two, so that dividing by it is exact
 TRIALS = 40
@@ -51,7 +52,7 @@ def product_rule(sigma: float, clip: float, rate: float) -> Rule:
     def rule(before: Tensor, total: Tensor, draws: Tensor) -> Tensor:
         gradient = total.clone()
         how = DPSGD(sigma, clip, 1.0, 1, RunInputs(draws))
-        _Step(how, dict, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
+        Step(how, dict, dict, {"all": gradient}, {"all": torch.ones_like(gradient)}).finish(EXAMPLES)
         return update(before, gradient, rate)
 
     return rule
@@ -130,8 +131,7 @@ def guess(rule: Rule, before: Tensor, totals: dict[bool, Tensor], released: Tens
     return possible[0] if len(possible) == 1 else None
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("sigma", "clip", "rate"), SETTINGS)
+@pytest.mark.parametrize(("sigma", "clip", "rate"), in_test(SETTINGS, SETTINGS[0]))
 def test_the_attack_is_always_right_where_noise_is_added_in_float32(sigma, clip, rate):
     totals, world = example_in_and_out(clip)
     before, rule = flat(world(True)[0]), float32_rule(sigma, clip, rate)

@@ -23,6 +23,7 @@ from fedprune_app.results.system_metrics import SystemMetric
 from fedprune_app.results.tables import comma_separated, final_rows, table_text
 from fedprune_app.testing import BrokenLawError, check_system
 from tests.conftest import tampered_app
+from tests.examples import full
 from tests.refusing import refuses
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
@@ -124,16 +125,17 @@ def test_a_number_that_nobody_tells_breaks_a_law(run):
         check_system("fedavg-drift", plugins="drift.py")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ('"drift": drift}', '"drift": -1}', "DriftClient tells that 'drift' is -1, allowed: 0 to 1e+100"),
-        ('"drift": drift}', '"drift": "far"}', "DriftClient tells that 'drift' is 'far', allowed: a number"),
-        ('"drift": drift}', '"drift": drift * float("nan")}', "DriftClient tells that 'drift' is nan"),
-        ('"drift": drift}', '"drifts": drift}', "field 'drifts' is in a reply, allowed in training"),
-        ('"server_step", d', '"step", d', "record() has 'step', allowed: the system's metrics with source='server'"),
-        ('"server_step", d', '"server_step", -d', "Drift tells that 'server_step' is -"),
+        full('"drift": drift}', '"drift": "far"}', "DriftClient tells that 'drift' is 'far', allowed: a number"),
+        full('"drift": drift}', '"drift": drift * float("nan")}', "DriftClient tells that 'drift' is nan"),
+        full('"drift": drift}', '"drifts": drift}', "field 'drifts' is in a reply, allowed in training"),
+        full(
+            '"server_step", d', '"step", d', "record() has 'step', allowed: the system's metrics with source='server'"
+        ),
+        full('"server_step", d', '"server_step", -d', "Drift tells that 'server_step' is -"),
     ],
 )
 def test_a_number_that_cannot_be_is_an_error_with_its_name(run, old, new, said):

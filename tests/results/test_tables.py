@@ -39,14 +39,17 @@ def labels(*runs: Run) -> list[str]:
 
 
 def table(*runs: Run) -> list[dict[str, str]]:
-    header, rows = final_rows(group_runs(runs))
-    return [dict(zip(header, row, strict=True)) for row in rows]
+    """The final table's rows, each cell by the key of its column."""
+    groups = group_runs(runs)
+    header, rows = final_rows(groups)
+    keys = {column.title: column.key for column in columns(groups)}
+    return [dict(zip((keys.get(title, title) for title in header), row, strict=True)) for row in rows]
 
 
 def test_seeds_of_one_setting_are_one_row_with_mean_and_sample_deviation():
     (row,) = table(run(seed=0, accuracy=0.70), run(seed=1, accuracy=0.74), run(seed=2, accuracy=0.78))
     assert row["Seeds"] == "3"
-    assert row["Accuracy, last round (%)"] == "74.00 ± 4.00"  # sqrt((4² + 0 + 4²) / 2); the population's is 3.27
+    assert row["accuracy"] == "74.00 ± 4.00"  # sqrt((4² + 0 + 4²) / 2); the population's is 3.27
 
 
 def test_a_run_that_lost_states_stands_alone_and_says_so():
@@ -63,14 +66,14 @@ def test_accuracies_of_different_models_in_one_column_say_which():
         rounds=({"round": 1, "accuracy_global": 0.2, "accuracy_personal_mean": 0.4},),
     )
     one, other = table(run(accuracy=0.3), judged)
-    assert one["Accuracy, last round (%)"] == "30.00 (personal)"
-    assert other["Accuracy, last round (%)"] == "20.00 (global model)"
-    assert (one["Personal (%)"], other["Personal (%)"]) == ("30.00", "40.00")
-    assert table(judged)[0]["Accuracy, last round (%)"] == "20.00"
+    assert one["accuracy"] == "30.00 (personal)"
+    assert other["accuracy"] == "20.00 (global model)"
+    assert (one["personal_accuracy"], other["personal_accuracy"]) == ("30.00", "40.00")
+    assert table(judged)[0]["accuracy"] == "20.00"
 
 
 def test_one_seed_has_no_deviation_rather_than_zero():
-    assert table(run(accuracy=0.7))[0]["Accuracy, last round (%)"] == "70.00"
+    assert table(run(accuracy=0.7))[0]["accuracy"] == "70.00"
 
 
 def test_settings_are_kept_apart_and_named_by_what_differs_only():
@@ -133,7 +136,7 @@ def test_what_no_run_measured_has_no_column_and_what_one_lacks_is_a_dash():
     other = Run(Path("y"), run("b").info, ({"round": 1, "accuracy_personal_mean": 0.5, "bytes_up": 0},), ())
     mine, theirs = table(run("a"), other)
     assert "MB down" not in mine
-    assert (mine["MB up"], theirs["MB up"]) == ("–", "0.00")
+    assert (mine["megabytes_up"], theirs["megabytes_up"]) == ("–", "0.00")
 
 
 def rounds(*rows: tuple[float | None, float | None]) -> Run:
@@ -167,11 +170,11 @@ def test_a_round_that_evaluated_drawn_clients_alone_is_never_the_best():
 def test_a_mean_over_fewer_clients_than_there_are_says_so():
     rows = ({"round": 1, "accuracy_personal_mean": 0.5, "evaluated": 2, "clients": 10},)
     (few,) = table(Run(Path("x"), run().info, rows, ()))
-    assert few["Personal (%)"] == "50.00 (2 of 10 clients)"
+    assert few["personal_accuracy"] == "50.00 (2 of 10 clients)"
     everybody = ({**rows[0], "evaluated": 10, "accuracy_received_mean": 0.4, "accuracy_received_clients": 3},)
     (found,) = table(Run(Path("x"), run().info, everybody, ()))
-    assert found["Personal (%)"] == "50.00"
-    assert found["Received (%)"] == "40.00 (3 of 10 clients)"
+    assert found["personal_accuracy"] == "50.00"
+    assert found["received_accuracy"] == "40.00 (3 of 10 clients)"
 
 
 def test_a_mean_over_the_clients_that_told_the_number_says_of_how_many():
@@ -179,14 +182,14 @@ def test_a_mean_over_the_clients_that_told_the_number_says_of_how_many():
     row |= {"accuracy_noise": 0.02, "clients_by_column": {"accuracy_personal_mean": 4}}
     row |= {"noise_by_column": {"accuracy_personal_mean": 0.03}}
     (found,) = table(Run(Path("x"), run().info, (row,), ()))
-    assert found["Personal (%)"] == "50.00 (noise ± 3.0, 4 of 8 clients)"
-    assert found["Global model (%)"] == "40.00 (noise ± 2.0)"
+    assert found["personal_accuracy"] == "50.00 (noise ± 3.0, 4 of 8 clients)"
+    assert found["global_accuracy"] == "40.00 (noise ± 2.0)"
 
 
 def test_own_perplexities_of_some_clients_say_so():
     row = {"round": 1, "perplexity_personal_mean": 8.0, "personal_models": 3, "evaluated": 8, "clients": 8}
     (found,) = table(Run(Path("x"), run().info, (row,), ()))
-    assert found["Perplexity, clients' own models"] == "8.00 (3 of 8 clients)"
+    assert found["own_perplexity"] == "8.00 (3 of 8 clients)"
 
 
 @pytest.mark.parametrize(("dataset", "rows"), [("table", 2), ("own.py:load", 2), ("cifar10", 1)])
@@ -216,8 +219,8 @@ def test_a_round_in_which_some_clients_told_no_accuracy_is_never_the_best():
     )
     rows[0]["clients_by_column"] = {"accuracy_validation_mean": 1}
     (found,) = table(Run(Path("x"), run().info, rows, ()))
-    assert found["Accuracy, best on validation (%)"] == "70.00"
-    assert found["Accuracy, last round (%)"] == "50.00 (4 of 8 clients)"
+    assert found["best_accuracy"] == "70.00"
+    assert found["accuracy"] == "50.00 (4 of 8 clients)"
 
 
 def test_a_client_without_validation_images_takes_the_best_round_from_nobody():
@@ -248,15 +251,15 @@ def test_a_best_round_of_noised_accuracies_says_so():
         for k in (1, 2)
     )
     (found,) = table(Run(Path("x"), run().info, rows, ()))
-    assert found["Accuracy, best on validation (%)"] == "50.00 (noise ± 3.0)"
+    assert found["best_accuracy"] == "50.00 (noise ± 3.0)"
 
 
 def test_between_peers_the_papers_formula_counts_a_link_once():
     rows = ({"round": 1, "paper_bytes_up": 5e6, "paper_bytes_down": 5e6, "peer_bytes": 4e6},)
     (found,) = table(Run(Path("x"), run().info, rows, ()))
-    assert found["MB, paper's formula"] == "5.00"
+    assert found["paper_megabytes"] == "5.00"
     (star,) = table(Run(Path("x"), run().info, ({"round": 1, "paper_bytes_up": 5e6, "paper_bytes_down": 5e6},), ()))
-    assert star["MB, paper's formula"] == "10.00"
+    assert star["paper_megabytes"] == "10.00"
 
 
 def test_without_validation_there_is_no_best_round():
@@ -264,7 +267,7 @@ def test_without_validation_there_is_no_best_round():
 
 
 def test_the_last_round_counts_that_was_evaluated():
-    assert table(rounds((None, 0.9), (None, 0.6), (None, None)))[0]["Accuracy, last round (%)"] == "60.00"
+    assert table(rounds((None, 0.9), (None, 0.6), (None, None)))[0]["accuracy"] == "60.00"
 
 
 def test_a_formula_of_one_direction_is_charged_for_that_direction():
@@ -281,8 +284,8 @@ def test_megabytes_are_a_million_bytes_over_all_rounds():
 
 def table_of_rounds(*rows: dict) -> dict[str, str]:
     numbered = tuple({"round": number, **row} for number, row in enumerate(rows, start=1))
-    header, (cells,) = final_rows(group_runs([Run(Path("x"), run().info, numbered, ())]))
-    return dict(zip(header, cells, strict=True))
+    (row,) = table(Run(Path("x"), run().info, numbered, ()))
+    return row
 
 
 def test_nodes_are_charged_their_mean_round():
@@ -290,31 +293,32 @@ def test_nodes_are_charged_their_mean_round():
         {"busiest_node_bytes": 4e6, "node_bytes_mean": 1e6, "paper_busiest_bytes": 3e6, "peer_bytes": 9e6},
         {"busiest_node_bytes": 2e6, "node_bytes_mean": 2e6, "paper_busiest_bytes": 3e6, "peer_bytes": 8e6},
     )
-    assert row["Busiest node, MB/round"] == "3.000"
-    assert row["Busiest node, MB/round, paper's formula"] == "3.000"
-    assert row["Per node, MB/round"] == "1.500"
-    assert row["MB, peer to peer"] == "17.00"
+    assert row["busiest_megabytes"] == "3.000"
+    assert row["paper_busiest_megabytes"] == "3.000"
+    assert row["node_megabytes"] == "1.500"
+    assert row["peer_megabytes"] == "17.00"
 
 
 def test_a_node_whose_bytes_one_round_lacks_is_not_measured():
-    assert "Busiest node, MB/round" not in table_of_rounds({"busiest_node_bytes": 4e6}, {"busiest_node_bytes": None})
+    assert "busiest_megabytes" not in table_of_rounds({"busiest_node_bytes": 4e6}, {"busiest_node_bytes": None})
 
 
 def test_flops_are_per_client_that_trained_and_each_round_counts_once():
     row = table_of_rounds({"flops": 6e9, "replies": 2}, {"flops": 5e9, "replies": 1}, {"flops": 0, "replies": 0})
-    assert row["GFLOPs per client and round"] == "4.00"  # (3 + 5) / 2; over all clients it would be 11 / 3
+    assert row["gigaflops"] == "4.00"  # (3 + 5) / 2; over all clients it would be 11 / 3
 
 
 @pytest.mark.parametrize("lacking", [{"flops": 6e9}, {"replies": 2}, {"flops": 0, "replies": 0}])
 def test_flops_without_the_clients_that_spent_them_are_not_measured(lacking):
-    assert "GFLOPs per client and round" not in table_of_rounds(lacking)
+    assert "gigaflops" not in table_of_rounds(lacking)
 
 
 def test_every_column_is_in_the_tables_for_papers_and_programs(make_run):
     groups = group_runs([load_run(make_run("run", "dispfl", rounds=2, peers=True))])
-    for title in ("Busiest node, MB/round, paper's formula", "Per node, MB/round", "GFLOPs per client and round"):
-        assert title in table_text(".md", *final_rows(groups), num_texts=3)
-        assert title in table_text(".tex", *final_rows(groups), num_texts=3)
+    shown = {column.key: column.title for column in columns(groups)}
+    for key in ("paper_busiest_megabytes", "node_megabytes", "gigaflops"):
+        assert shown[key] in table_text(".md", *final_rows(groups), num_texts=3)
+        assert shown[key] in table_text(".tex", *final_rows(groups), num_texts=3)
     (row,) = csv.DictReader(io.StringIO(comma_separated(groups)))
     run = load_run(groups[0].runs[0].folder)
     assert float(row["busiest_megabytes_mean"]) == pytest.approx(run.mean("busiest_node_bytes") / 1e6)
@@ -389,7 +393,8 @@ def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is
     folders += [make_run(f"behind{seed}", "subfedavg", seed, plateau=0.4) for seed in (0, 1, 2)]
     groups = group_runs([load_run(folder) for folder in folders])
     header, rows, bold = paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True)
-    assert header == ["System", "Personal (%)", "MB up", "GFLOPs per client and round", "Density, whole model"]
+    shown = {column.title: column.key for column in columns(groups)}
+    assert [shown[title] for title in header[1:]] == ["personal_accuracy", "megabytes_up", "gigaflops", "density"]
     assert bold == {"fedavg", "fedprox"}
     own = [100 * load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in folders[:3]]
     half = ttest_1samp(own, 0).confidence_interval(0.95)[1] - sum(own) / 3

@@ -29,6 +29,7 @@ from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.conftest import Finished, tampered_app
+from tests.examples import full, in_test
 from tests.refusing import refuses
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS
@@ -109,8 +110,7 @@ def test_a_held_out_client_leaves_no_gap_in_a_ring(federation):
     assert one_held_out.rounds[1]["peer_bytes"] == four.rounds[1]["peer_bytes"] > 0
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", GOSSIP)
+@pytest.mark.parametrize("case", in_test(GOSSIP, "dispfl"))
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):
     relayed = start(federation, case, GOSSIP[case])
     by_client = start(federation, case, GOSSIP[case], **by_letters(case))
@@ -147,7 +147,9 @@ def test_at_density_one_dispfl_is_dpsgd(federation):
         assert same(weights(sparse, partition), weights(dense, partition))
 
 
-@pytest.mark.parametrize("case", [case for case in GOSSIP if "," in case or case == "dispfl"])
+@pytest.mark.parametrize(
+    "case", in_test([case for case in GOSSIP if "," in case or case == "dispfl"], "dispfl", "dispfl, ring")
+)
 def test_every_client_keeps_as_many_coordinates_of_every_tensor_in_every_round(federation, case):
     run = start(federation, case, GOSSIP[case])
     shapes = {name: tensor.shape for name, tensor in weights(run, 0).items()}
@@ -249,8 +251,7 @@ def test_a_dropped_client_neither_trains_nor_sends_nor_is_charged_and_is_nobodys
         assert list(versions(run, partition)) == [r for r, present in taking_part.items() if partition in present]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("topology", ["random", "ring", "full"])
+@pytest.mark.parametrize("topology", ["random", full("ring"), full("full")])
 def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_model(federation, topology):
     run = federation(
         system="dispfl",
@@ -279,8 +280,7 @@ def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_mode
 # --- the same run again -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", in_test(RESUMED, "dispfl"))
 def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypatch, case):
     in_order = start(federation, case, RESUMED[case], evaluate_every=0)
     shuffle = np.random.default_rng(0)
@@ -298,8 +298,7 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     assert timeless(shuffled.clients) == timeless(in_order.clients)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["dispfl", "dispfl, clients average", "dpsgd", "fedfomo"])
+@pytest.mark.parametrize("case", ["dispfl", full("dispfl, clients average"), full("dpsgd"), full("fedfomo")])
 def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_round_before(
     federation, monkeypatch, case
 ):
@@ -315,8 +314,7 @@ def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_rou
 # --- what is reported -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("case", GOSSIP)
+@pytest.mark.parametrize("case", in_test(GOSSIP, "dispfl", "dispfl, ring"))
 def test_the_peers_bytes_are_those_of_the_letters_and_the_stars_those_of_the_messages(federation, case):
     run = start(federation, case, GOSSIP[case], **by_letters(case))
     for row in run.rounds:
@@ -344,8 +342,7 @@ def test_the_paper_charges_every_link_for_the_senders_kept_parameters(federation
         assert row["paper_busiest_bytes"] == pytest.approx(max(heard + said))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("growth", "batches"), [("gradient", 1), ("random", 0)])
+@pytest.mark.parametrize(("growth", "batches"), [("gradient", 1), full("random", 0)])
 def test_a_client_counts_its_sparse_training_and_the_dense_batch_of_a_gradient(federation, growth, batches):
     run = federation(system="dispfl", clients=5, dispfl_topology="ring", dispfl_growth=growth, **MIXED, **QUICK)
     dense = {"conv1": 2 * 16 * 9 * 64, "conv2": 2 * 32 * 16 * 9 * 16, "fc1": 2 * 128 * 10}
@@ -394,10 +391,9 @@ def test_the_masks_in_the_folder_are_as_far_apart_as_those_the_clients_have(fede
 # --- baselines --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("plain", "tuned", "settings"),
-    [("fedavg", "fedavg-ft", {"fraction_train": 0.5}), ("dpsgd", "dpsgd-ft", GOSSIP["dpsgd"])],
+    [("fedavg", "fedavg-ft", {"fraction_train": 0.5}), full("dpsgd", "dpsgd-ft", GOSSIP["dpsgd"])],
 )
 def test_fine_tuning_leaves_no_trace_in_any_model_or_state(federation, plain, tuned, settings):
     """However often it is done."""
@@ -551,8 +547,7 @@ def left_out(run, round):
     return [note for note in run.rounds[round - 1]["notes"] if "peer/1 is left out" in note]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("spoil", BAD)
+@pytest.mark.parametrize("spoil", in_test(BAD, with_nan))
 def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_gossip="client", dispfl_topology="full")
     assert run.info["status"] == "completed"
@@ -560,8 +555,7 @@ def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoi
     assert [len(left_out(run, round)) for round in (1, 2, 3)] == [0, 3, 3]  # of clients 0, 2 and 3
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("spoil", BAD)
+@pytest.mark.parametrize("spoil", in_test(BAD, with_nan))
 def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_topology="full")
     assert run.info["status"] == "completed"
@@ -570,8 +564,7 @@ def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
     assert not any(row["notes"] for row in run.rounds)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("gossip", ["client", "server"])
+@pytest.mark.parametrize("gossip", ["client", full("server")])
 def test_an_update_of_numbers_too_large_to_average_harms_nobody_else(tmp_path, gossip):
     run = hostile(tmp_path, huge, system="dispfl", dispfl_gossip=gossip, dispfl_topology="full")
     assert run.info["status"] == "completed"
@@ -587,8 +580,9 @@ def test_a_consensus_model_is_made_without_the_letters_that_cannot_be_read(tmp_p
     assert any("client 1: its update is left out" in note for note in run.rounds[-1]["notes"])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("spoil", [of_another_shape, with_nan, lacking_a_tensor, huge, overflowing])
+@pytest.mark.parametrize(
+    "spoil", [of_another_shape, full(with_nan), full(lacking_a_tensor), full(huge), full(overflowing)]
+)
 def test_a_bad_candidate_harms_nobody_else(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="fedfomo", fedfomo_candidates=3)
     assert run.info["status"] == "completed"

@@ -24,11 +24,13 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dispfl import DisPFL
 from strategies.dpsgd import DPSGD
 from strategies.fedavg import FedAvg
+from tests.examples import full, in_test
 
 CIFAR10, CIFAR100 = ("resnet18-gn", (3, 32, 32), 10), ("resnet18-gn", (3, 32, 32), 100)
 TINY_IMAGENET, VGG11 = ("resnet18-gn", (3, 64, 64), 200), ("vgg11-gn", (3, 32, 32), 10)
 NUM_CLIENTS = 100
 MATRICES = Path(__file__).parents[2] / "configs" / "matrices"
+PATHS = sorted(MATRICES.rglob("dispfl_*.yaml"))
 SHIPPED = {
     CIFAR10: "table1_cifar10",
     CIFAR100: "table1_cifar100",
@@ -96,23 +98,22 @@ COMMUNICATION = [  # Tables 1, 2, 4, 8 and 9: megabytes in one direction at the 
     (DisPFL, CIFAR10, 0.8, "random", 357.5),
     (DisPFL, CIFAR10, 0.5, "ring", 44.6),
     (DisPFL, CIFAR10, 0.5, "full", 2211.4),
-    (DPSGD, CIFAR100, 1.0, "random", 448.7),
-    (DPSGD, CIFAR100, 1.0, "ring", 89.7),
-    (DPSGD, CIFAR100, 1.0, "full", 4442.2),
-    (DisPFL, CIFAR100, 0.5, "random", 224.3),
-    (DisPFL, CIFAR100, 0.5, "ring", 44.8),
-    (DisPFL, CIFAR100, 0.5, "full", 2222.0),
-    (DPSGD, TINY_IMAGENET, 1.0, "random", 450.7),
-    (DPSGD, TINY_IMAGENET, 1.0, "ring", 90.1),
-    (DPSGD, TINY_IMAGENET, 1.0, "full", 4462.5),
-    (DisPFL, TINY_IMAGENET, 0.5, "random", 225.3),
-    (DisPFL, TINY_IMAGENET, 0.5, "ring", 45.0),
-    (DisPFL, TINY_IMAGENET, 0.5, "full", 2229.8),
+    full(DPSGD, CIFAR100, 1.0, "random", 448.7),
+    full(DPSGD, CIFAR100, 1.0, "ring", 89.7),
+    full(DPSGD, CIFAR100, 1.0, "full", 4442.2),
+    full(DisPFL, CIFAR100, 0.5, "random", 224.3),
+    full(DisPFL, CIFAR100, 0.5, "ring", 44.8),
+    full(DisPFL, CIFAR100, 0.5, "full", 2222.0),
+    full(DPSGD, TINY_IMAGENET, 1.0, "random", 450.7),
+    full(DPSGD, TINY_IMAGENET, 1.0, "ring", 90.1),
+    full(DPSGD, TINY_IMAGENET, 1.0, "full", 4462.5),
+    full(DisPFL, TINY_IMAGENET, 0.5, "random", 225.3),
+    full(DisPFL, TINY_IMAGENET, 0.5, "ring", 45.0),
+    full(DisPFL, TINY_IMAGENET, 0.5, "full", 2229.8),
 ]
 OFF_ITS_OWN_RULE = {2222.0: -1.4, 2229.8: 1.0}  # it should be 99/10 of the 224.3 and 225.3 in the lines above
 
 
-@pytest.mark.few(10)
 @pytest.mark.parametrize(("kind", "setting", "density", "topology", "paper"), COMMUNICATION)
 def test_the_busiest_node_moves_the_papers_megabytes(kind, setting, density, topology, paper):
     busiest, mean = gossip_megabytes(kind, setting, density=density, topology=topology)
@@ -161,7 +162,7 @@ def layers_of(setting):
 @cache
 def shipped(setting):
     """Dis-PFL's first row in the configuration that the product ships, and what each of its clients trains on."""
-    cells = read_matrix(MATRICES / f"dispfl_{SHIPPED[setting]}.yaml").cells(RunInputs(out=Path("/nowhere")))
+    cells = read_matrix(MATRICES / "papers" / f"dispfl_{SHIPPED[setting]}.yaml").cells(RunInputs(out=Path("/nowhere")))
     config = next(cell.config for cell in cells if cell.config.system == "dispfl")
     num_images, num_classes = TRAINING_IMAGES[setting], setting[2]
     labels = np.arange(num_images) % num_classes
@@ -176,24 +177,27 @@ def shipped(setting):
     return config, [sum(of_label) for of_label in counts]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 500), (CIFAR100, 500), (TINY_IMAGENET, 1000), (VGG11, 500)])
+@pytest.mark.parametrize(
+    ("setting", "paper"), [(CIFAR10, 500), full(CIFAR100, 500), full(TINY_IMAGENET, 1000), full(VGG11, 500)]
+)
 def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_paper_gives_them(setting, paper):
     config, num_examples = shipped(setting)
     assert config.validation_fraction == 0
     assert set(num_examples) == {paper}
 
 
-@pytest.mark.few(10)
-@pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", in_test(PATHS, MATRICES / "dispfl_beside.yaml", MATRICES / "dispfl_scarce.yaml"), ids=lambda path: path.stem
+)
 def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
     for cell in read_matrix(path).cells(RunInputs(out=Path("/nowhere"))):
         decides = cell.config.system in ("fedfomo", "subfedavg")
         assert cell.config.validation_fraction == (0.1 if decides else 0)
 
 
-@pytest.mark.few(10)
-@pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", in_test(PATHS, MATRICES / "dispfl_beside.yaml", MATRICES / "dispfl_scarce.yaml"), ids=lambda path: path.stem
+)
 def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path):
     configs = [cell.config for cell in read_matrix(path).cells(RunInputs(out=Path("/nowhere")))]
     beside_others = {f"dispfl_{name}": {"random"} for name in ("500", "classes", "densities", "dropping")}
@@ -202,7 +206,7 @@ def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path)
     assert {config.dispfl.growth for config in configs if config.system == "dispfl"} == expected
 
 
-@pytest.mark.parametrize("name", ["dispfl_figure6", "dispfl_small_robustness"])
+@pytest.mark.parametrize("name", ["papers/dispfl_figure6", "dispfl_small_robustness"])
 def test_clients_that_drop_out_of_figure_6_train_alone(name):
     cells = read_matrix(MATRICES / f"{name}.yaml").cells(RunInputs(out=Path("/nowhere")))
     assert {c.config.dispfl.dropped for c in cells if c.config.drop_probability} == {"trains-alone"}
@@ -223,25 +227,24 @@ def tera_flops(setting, density=1.0, allocation=erk_densities, search=True):
 
 FLOPS = [  # Tables 1, 3 and 4, in 1e12, as printed
     (CIFAR10, {"search": False}, "8.3"),
-    (CIFAR100, {"search": False}, "8.3"),
-    (TINY_IMAGENET, {"search": False}, "66.6"),
-    (CIFAR10, {"density": 0.2}, "4.6"),
-    (CIFAR10, {"density": 0.4}, "6.5"),
-    (CIFAR10, {"density": 0.5}, "7.0"),
-    (CIFAR10, {"density": 0.5}, "7.04"),
-    (CIFAR10, {"density": 0.6}, "7.5"),
-    (CIFAR10, {"density": 0.8}, "8.2"),
-    (CIFAR100, {"density": 0.5}, "7.0"),
-    (TINY_IMAGENET, {"density": 0.5}, "54.5"),
-    (VGG11, {"density": 0.5}, "1.73"),
-    (CIFAR10, {"density": 0.2, "allocation": uniform_densities}, "2.09"),  # of D-PSGD under a fixed mask
-    (CIFAR10, {"density": 0.5, "allocation": uniform_densities}, "4.58"),
-    (VGG11, {"density": 0.2, "allocation": uniform_densities}, "0.57"),
-    (VGG11, {"density": 0.5, "allocation": uniform_densities}, "1.26"),
+    full(CIFAR100, {"search": False}, "8.3"),
+    full(TINY_IMAGENET, {"search": False}, "66.6"),
+    full(CIFAR10, {"density": 0.2}, "4.6"),
+    full(CIFAR10, {"density": 0.4}, "6.5"),
+    full(CIFAR10, {"density": 0.5}, "7.0"),
+    full(CIFAR10, {"density": 0.5}, "7.04"),
+    full(CIFAR10, {"density": 0.6}, "7.5"),
+    full(CIFAR10, {"density": 0.8}, "8.2"),
+    full(CIFAR100, {"density": 0.5}, "7.0"),
+    full(TINY_IMAGENET, {"density": 0.5}, "54.5"),
+    full(VGG11, {"density": 0.5}, "1.73"),
+    full(CIFAR10, {"density": 0.2, "allocation": uniform_densities}, "2.09"),  # of D-PSGD under a fixed mask
+    full(CIFAR10, {"density": 0.5, "allocation": uniform_densities}, "4.58"),
+    full(VGG11, {"density": 0.2, "allocation": uniform_densities}, "0.57"),
+    full(VGG11, {"density": 0.5, "allocation": uniform_densities}, "1.26"),
 ]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("setting", "how", "paper"), FLOPS)
 def test_a_client_spends_the_papers_flops(setting, how, paper):
     """To 0.3 %, or where that is less to the last digit, which the paper cuts off: ours are nearly always above.

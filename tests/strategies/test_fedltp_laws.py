@@ -25,6 +25,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP
 from strategies.fedspa import FedSPA
+from tests.examples import full
 from tests.refusing import refuses
 
 MATRICES = Path(__file__).parents[2] / "configs" / "matrices"
@@ -120,7 +121,7 @@ def test_line_9_as_printed_divides_by_all_participants_and_is_the_same_where_all
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("pruning", ["one-shot", "iterative"])
+@pytest.mark.parametrize("pruning", ["one-shot", full("iterative")])
 def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, pruning):
     run = federation(
         system="fedltp", clients=6, num_server_rounds=2, **QUICK, **ITERATIVE | {"fedltp_pruning": pruning}
@@ -137,8 +138,7 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("more", [{}, ITERATIVE | PRIVATE], ids=["one-shot", "private"])
+@pytest.mark.parametrize("more", [{}, full(ITERATIVE | PRIVATE)], ids=["one-shot", "private"])
 def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more):
     base = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3}
     for seed in range(1, 9):  # which round is the best depends on how a processor rounds
@@ -293,7 +293,7 @@ def test_the_newest_model_is_judged_and_kept_while_no_score_was_accepted(federat
     settings = {"system": "fedltp", "fresh": True, "fraction_train": 1.0, **QUICK}
     run = federation(num_server_rounds=2, **settings)
     assert [(row["validations"], row["best_round"]) for row in run.rounds] == [(0, 0), (0, 0)]
-    assert all("no score of any round was accepted so far" in row["notes"][0] for row in run.rounds)
+    assert all("no score of any round" in row["notes"][0] for row in run.rounds)
     judged = [run.wiretap.of("evaluate", round)[0].down.tensors for round in (1, 2)]
     for name, newest in run.wiretap.of("train", 2)[0].down.tensors.items():
         assert torch.equal(judged[0][name], newest)
@@ -363,8 +363,7 @@ def test_fedspa_moves_and_noises_its_coordinates_alone_and_sends_no_others(feder
     assert run.rounds[0]["paper_bytes_up"] == 2 * 4 * 1522
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("acceleration", ["momentum", "adam"])
+@pytest.mark.parametrize("acceleration", ["momentum", full("adam")])
 def test_fedspa_takes_the_mean_of_running_statistics_which_no_step_may_make_negative(federation, acceleration):
     settings = {
         "model": "cnn-small-bn",
@@ -440,7 +439,7 @@ def test_a_run_that_goes_on_ends_as_one_that_never_stopped(federation, settings)
 # --- the paper's numbers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", sorted(MATRICES.glob("fedltp_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(MATRICES.rglob("fedltp_*.yaml")), ids=lambda path: path.stem)
 def test_the_papers_non_iid_clients_differ_in_numbers_and_classes_and_learn_something(path):
     settings = [values for _, values in read_matrix(path).settings]
     assert {each["partition"] for each in settings} <= {"iid", "dirichlet-class"}

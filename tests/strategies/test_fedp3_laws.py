@@ -21,6 +21,7 @@ from fedprune_app.registry import SYSTEMS
 from strategies.fedp3 import FedP3
 from tests.conftest import tampered_app
 from tests.e2e.test_capacity import grid_with
+from tests.examples import full
 from tests.refusing import refuses
 
 GN = {"system": "fedp3", "model": "cnn-gn", "clients": 6, "batch_size": 24, "density": 0.7, "num_server_rounds": 2}
@@ -48,8 +49,7 @@ def network(name, shape, num_classes=10):
 # --- what leaves a client -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("local", ["fixed", "uniform", "ordered-dropout"])
+@pytest.mark.parametrize("local", ["fixed", full("uniform"), full("ordered-dropout")])
 def test_the_bytes_on_the_wire_hold_the_clients_own_layers_and_nothing_else(federate, local):
     """Read as bytes: every run of three values of an own layer is there, none of another layer is."""
     sent = {}
@@ -86,7 +86,7 @@ def inprocess_state(run, partition):
     return VersionedStore(run.folder / "clients" / f"{partition:05d}").load()[1].group("weights")
 
 
-@pytest.mark.parametrize("forgetful", [False, True])
+@pytest.mark.parametrize("forgetful", [False, full(True)])
 def test_a_client_refuses_to_send_other_layers_than_before(federation, monkeypatch, forgetful):
     """A server that asked for one set after another would see the whole model in time; nor may it feign a new run."""
     honest = FedP3.fields
@@ -114,7 +114,7 @@ def test_a_layer_that_is_not_there_is_not_sent(federation, monkeypatch):
         federation(**GN, fresh=True)
 
 
-@pytest.mark.parametrize("extra", ["conv2.weight", "conv9.weight"])
+@pytest.mark.parametrize("extra", ["conv2.weight", full("conv9.weight")])
 def test_a_reply_with_more_or_less_than_asked_for_is_left_out(federate, extra):
     def more(request, reply, partition):
         from fedprune_app.engine import wire

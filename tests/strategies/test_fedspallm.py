@@ -31,6 +31,7 @@ from fedprune_app.results.tables import perplexity_rows
 from strategies.fedspallm import FedSpaLLM
 from tests.conftest import Finished, wrapped_app
 from tests.core.test_sparsegpt import reference as sparsegpt_reference
+from tests.examples import full
 from tests.laws.test_l0_laws import reference as l0_reference
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.refusing import refuses
@@ -50,7 +51,7 @@ SETTINGS = {
 CLIENTS = 3
 
 
-@pytest.fixture(scope="session", params=["llama", "opt"])
+@pytest.fixture(scope="session", params=["llama", full("opt")])
 def family(request):
     return request.param
 
@@ -141,7 +142,6 @@ def global_layers(result):
     return found
 
 
-@pytest.mark.few(1)
 def test_one_round_is_the_papers_algorithm(run, llm, texts, tmp_path):
     result = run()
     config = result.config
@@ -181,7 +181,6 @@ def test_one_round_is_the_papers_algorithm(run, llm, texts, tmp_path):
     )
 
 
-@pytest.mark.few(1)
 def test_the_records_read_back(run):
     result = run()
     read = load_run(result.folder)
@@ -191,7 +190,6 @@ def test_the_records_read_back(run):
     assert read.masks is not None
 
 
-@pytest.mark.few(1)
 def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansion(run):
     for density in (0.5, 0.3):
         result = run(density=density)
@@ -228,7 +226,6 @@ def resumed(wanted, folder):
     return Finished(folder)
 
 
-@pytest.mark.few(1)
 def test_more_texts_are_measured_and_the_first_decides(run, texts):
     words = texts / "test" / "second.txt"
     result = run(fedspallm_evaluation_texts=f"a={words}, ptb={words}")
@@ -242,7 +239,6 @@ def test_more_texts_are_measured_and_the_first_decides(run, texts):
     assert result.sha256 == run().sha256
 
 
-@pytest.mark.few(1)
 def test_a_pattern_holds_in_the_global_model(run):
     for _, mask in global_layers(run(fedspallm_pattern="2:4")).values():
         assert (mask.view(mask.shape[0], -1, 4).sum(2) == 2).all()
@@ -263,7 +259,6 @@ def test_in_the_first_round_only_numbers_go_down_and_packed_layers_come_up(run):
     assert row["replies"] == 2 * CLIENTS
 
 
-@pytest.mark.few(1)
 def test_later_rounds_send_the_pruned_layer_and_go_on_from_it(run):
     result = run(num_server_rounds=2)
     first = global_layers(run())
@@ -279,7 +274,6 @@ def test_later_rounds_send_the_pruned_layer_and_go_on_from_it(run):
     assert result.rounds[1]["density_global"] == pytest.approx(0.5, abs=1e-2)
 
 
-@pytest.mark.few(1)
 def test_layers_nobody_asked_a_client_for_never_travel_and_all_are_pruned(run):
     result = run(fedspallm_layer_shares="0.5", clients=4)
     trained = [m for m in result.wiretap.messages if m.kind == "train"]
@@ -293,7 +287,6 @@ def test_layers_nobody_asked_a_client_for_never_travel_and_all_are_pruned(run):
     assert max(densities) < 1
 
 
-@pytest.mark.few(1)
 def test_a_layer_that_was_not_asked_for_is_passed_as_the_dense_one(run, llm, tmp_path):
     result = run(fedspallm_layer_shares="0.5", clients=4)
     upper = next(m for m in result.wiretap.messages if m.kind == "train" and m.round == 2)
@@ -324,7 +317,6 @@ def test_layers_that_were_never_pruned_come_first_and_a_share_is_met_by_all_clie
     assert [row["pruners"] for row in together.rounds[0]["layers"].values()] == [2] * 5
 
 
-@pytest.mark.few(1)
 def test_the_papers_formula_knows_the_pattern(run):
     def formula(result, share):
         return CLIENTS * result.info["model"]["prunable"] * (4 * share + 1 / 8)
@@ -334,7 +326,6 @@ def test_the_papers_formula_knows_the_pattern(run):
         assert result.rounds[-1]["paper_bytes_up"] == pytest.approx(formula(result, share)), settings
 
 
-@pytest.mark.few(1)
 def test_clients_that_only_pass_a_layer_on_are_no_part_of_the_mean_error(run):
     more = {"num_server_rounds": 2, "fedspallm_layer_shares": "0.5", "fedspallm_unsampled": "current"}
     result = run(clients=4, **more)
@@ -346,7 +337,6 @@ def test_clients_that_only_pass_a_layer_on_are_no_part_of_the_mean_error(run):
     assert not any("error_sum" in row for row in result.clients)
 
 
-@pytest.mark.few(1)
 def test_the_record_says_of_how_many_windows_the_first_were_measured(run, texts):
     there_are = {name: len((texts / "test" / f"{name}.txt").read_bytes()) // 32 for name in ("first", "second")}
     result = run(fedspallm_test_windows=4)
@@ -403,10 +393,9 @@ def introducing(**lies):
     return app
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "lies",
-    [{"shell-digest": "0" * 64}, {"layer-digests": ["0" * 64]}, {"layer-digests": ["0" * 64] * 2}],
+    [{"shell-digest": "0" * 64}, full({"layer-digests": ["0" * 64]}), full({"layer-digests": ["0" * 64] * 2})],
 )
 def test_a_client_with_another_model_than_the_servers_is_left_out_and_named(settings, tmp_path, lies):
     config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
@@ -430,7 +419,6 @@ def test_where_everybody_has_another_model_than_the_server_nothing_begins(settin
         run_in_process(server_app.app, app, CLIENTS, config.to_dict())
 
 
-@pytest.mark.few(1)
 def test_partly_pruned_models_are_no_standalone_result(run):
     done = run(**{"fedspallm.layer-shares": "0.5"})
     assert {row["pruned_layers"] for row in done.clients if row["pruned_layers"] is not None} == {1}
@@ -446,7 +434,6 @@ def test_a_pattern_that_does_not_fit_the_matrices_is_refused_before_anything_is_
         run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
 
 
-@pytest.mark.few(1)
 def test_a_run_cut_off_between_two_layers_goes_on_with_the_next(run, settings, tmp_path):
     asked = []
 
@@ -504,7 +491,6 @@ def test_layers_that_no_checkpoint_needs_are_dropped(run):
     assert versions == {f"layer-00000-version-{version:05d}.fp" for version in (2, 3, 4, 5)}
 
 
-@pytest.mark.few(1)
 def test_a_client_that_lost_its_state_computes_it_again(run, settings, tmp_path):
     folder = tmp_path / "run"
 
@@ -520,8 +506,7 @@ def test_a_client_that_lost_its_state_computes_it_again(run, settings, tmp_path)
     assert any("is lost" in note for note in finished.rounds[0]["notes"])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize("kind", ["sparsegpt", full("wanda"), full("magnitude")])
 def test_every_pruner_runs_and_equal_seeds_give_equal_models(run, kind):
     one = run(fedspallm_pruner=kind)
     two = run(fedspallm_pruner=kind, fresh=True)
@@ -529,7 +514,6 @@ def test_every_pruner_runs_and_equal_seeds_give_equal_models(run, kind):
     assert math.isfinite(one.rounds[-1]["perplexity_global"])
 
 
-@pytest.mark.few(1)
 def test_pruning_by_magnitude_makes_all_clients_agree(run):
     result = run(fedspallm_pruner="magnitude")
     row = result.rounds[-1]
@@ -553,7 +537,6 @@ def test_masks_are_compared_entry_by_entry(run):
             assert told[i][j] == pytest.approx(float((joined[i] != joined[j]).double().mean()), abs=1e-6)
 
 
-@pytest.mark.few(1)
 def test_a_lying_reply_is_left_out_and_named(run, settings, tmp_path):
     def lie(message, context, honest):
         reply = honest(message, context)
@@ -571,8 +554,7 @@ def test_a_lying_reply_is_left_out_and_named(run, settings, tmp_path):
     assert all(reason.startswith("client 2: ") and "NaN or infinite" in reason for reason in row["failure_reasons"])
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", full("float16")])
 def test_half_precision_travels_as_such(run, dtype):
     result = run(fedspallm_dtype=dtype)
     message = next(m for m in result.wiretap.messages if m.kind == "train")
@@ -619,8 +601,7 @@ def test_a_second_round_at_the_same_density_says_how_many_weights_it_changed(run
     assert all("moved" not in row for row in once.rounds[-1]["layers"].values())
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("pruner", ["sparsegpt", "wanda", "magnitude"])
+@pytest.mark.parametrize("pruner", ["sparsegpt", full("wanda"), full("magnitude")])
 def test_no_weight_that_was_pruned_comes_back_and_none_that_is_kept_is_zero(run, pruner):
     settings = {"fedspallm_pruner": pruner, "density": 0.3, "fedspallm_block_size": 8}
     once, twice = run(**settings), run(**settings, num_server_rounds=2)
@@ -631,7 +612,6 @@ def test_no_weight_that_was_pruned_comes_back_and_none_that_is_kept_is_zero(run,
         assert not weight[:, zeros.any(dim=0)].any()  # but where no client ever saw an input
 
 
-@pytest.mark.few(1)
 def test_a_mean_over_fewer_clients_than_were_asked_says_so(run):
     fewer = run(fraction_train=0.7)  # two of three clients prune; all of them are asked
     found = next(iter(fewer.rounds[-1]["perplexity_by_text"].values()))

@@ -18,6 +18,7 @@ from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
 from fedprune_app.results.reader import load_run
+from tests.examples import full
 from tests.exports.test_gguf_file import tiny
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.refusing import refuses
@@ -67,16 +68,15 @@ def check_codes(folder):
     return {kind for kind, _ in codes.values()}
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("changes", "kinds"),
     [
         ({"fedspallm.bits": 4}, {"Q4_0"}),
         ({"density": 0.7}, set()),
         ({"fedspallm.pattern": "cut", "fedspallm.bits": 4}, {"Q4_1"}),
-        ({"density": 1.0, "fedspallm.bits": 3}, {"Q4_1"}),
-        ({"fedspallm.pattern": "2:4", "fedspallm.bits": 8}, {"Q8_0"}),
-        ({"fedspallm.refine": True, "fedspallm.bits": 5}, {"Q5_0"}),
+        full({"density": 1.0, "fedspallm.bits": 3}, {"Q4_1"}),
+        full({"fedspallm.pattern": "2:4", "fedspallm.bits": 8}, {"Q8_0"}),
+        full({"fedspallm.refine": True, "fedspallm.bits": 5}, {"Q5_0"}),
     ],
     ids=str,
 )
@@ -178,6 +178,6 @@ def test_bits_and_forms_that_cannot_be_are_refused(key, value, more):
 def test_what_cannot_be_compressed_is_refused(run, tmp_path):
     with refuses("seed", 7):
         compress(run().folder, {"seed": 7}, tmp_path / "new")
-    with pytest.raises(ValueError, match=r"none that can be compressed, allowed: fedspallm.keep-sums"):
+    with pytest.raises(ValueError, match=r"fedspallm\.keep-sums"):
         compress(run(fedspallm_keep_sums=False).folder, {}, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -13,12 +13,13 @@ from fedprune_app.core.masks import keep_count
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.simulated_grid import run_in_process
 from tests.conftest import Finished
+from tests.examples import full, in_test
 from tests.models.tiny_llm import DEVICES, FAMILIES, text_folder, tiny_byte_model
 
 CLIENTS, DENSITY = 2, 0.4
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=in_test(FAMILIES, "llama"))
 def run(request, tmp_path):
     model = tiny_byte_model(tmp_path / "model", request.param)
     texts = text_folder(tmp_path / "texts")
@@ -36,9 +37,8 @@ def run(request, tmp_path):
     return go
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", full("float16"), full("bfloat16")])
 def test_a_run_prunes_to_the_density_and_measures_as_on_the_cpu(run, device, dtype):
     standard, found = run("standard", "cpu", "float32"), run("found", device, dtype)
     (row,), (expected,) = found.rounds, standard.rounds

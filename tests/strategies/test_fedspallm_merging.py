@@ -41,7 +41,6 @@ def all_segments(result, folder):
     return torch.cat(parts)
 
 
-@pytest.mark.few(1)
 def test_hessians_of_all_clients_prune_as_one_place_with_all_text_would(run, llm, texts, tmp_path):
     result = run(fedspallm_merge="hessians")
     model = whole(llm)
@@ -57,7 +56,6 @@ def test_hessians_of_all_clients_prune_as_one_place_with_all_text_would(run, llm
     assert result.rounds[-1]["perplexity_global"] == pytest.approx(central, rel=5e-3)
 
 
-@pytest.mark.few(1)
 def test_hessians_travel_in_place_of_weights_and_clients_get_the_pruned_layers_before(run):
     result = run(fedspallm_merge="hessians")
     for message in (m for m in result.wiretap.messages if m.kind == "train"):
@@ -74,7 +72,6 @@ def test_hessians_travel_in_place_of_weights_and_clients_get_the_pruned_layers_b
     assert load_run(result.folder).masks is None
 
 
-@pytest.mark.few(1)
 def test_refining_solves_each_row_and_is_nearer_to_the_dense_layer_than_sparsegpt(run, llm, tmp_path):
     refined = run(fedspallm_merge="hessians", fedspallm_refine=True)
     found, before = global_layers(refined), global_layers(run(fedspallm_merge="hessians"))
@@ -101,7 +98,6 @@ def test_refining_solves_each_row_and_is_nearer_to_the_dense_layer_than_sparsegp
             torch.testing.assert_close(weight[row, kept].double(), exact, atol=3e-3, rtol=1e-2)
 
 
-@pytest.mark.few(1)
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model(run, settings, tmp_path, monkeypatch):
     wanted = {**settings, "fedspallm.merge": "hessians"}
     folder = tmp_path / "run"
@@ -109,7 +105,6 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model(run, settings, tmp_pat
     assert resumed(wanted, folder).sha256 == run(fedspallm_merge="hessians").sha256
 
 
-@pytest.mark.few(1)
 def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path):
     received = {}
 
@@ -133,7 +128,6 @@ def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path)
     assert [row["pruned_layers"] for row in result.clients if row["round"] == 1] == [2] * CLIENTS
 
 
-@pytest.mark.few(1)
 def test_a_reply_that_is_refused_for_its_last_part_adds_none_of_its_first(settings, tmp_path):
     """Client 1 sends Hessians a thousand times too large, and beside them what cannot be added."""
 
@@ -213,7 +207,6 @@ def test_a_packed_triangle_comes_back():
     assert all(sent[name].shape == like[name].shape for name in like)
 
 
-@pytest.mark.few(1)
 def test_by_masks_alone_the_dense_weights_stay_that_most_clients_vote_for(run, llm):
     """FedPrLLM again, entry by entry: votes first, then the size of the dense weight, then the place."""
     result = run(fedspallm_merge="masks", fedspallm_pruner="wanda")
@@ -243,7 +236,6 @@ def test_masks_are_voted_for_once_and_cut_no_heads(more):
         )
 
 
-@pytest.mark.few(1)
 def test_where_no_pruner_changes_weights_votes_and_the_mean_end_with_the_same_model(run):
     votes, mean = (run(fedspallm_merge=merge, fedspallm_pruner="wanda") for merge in ("masks", "mean"))
     layers = global_layers(mean)

@@ -71,7 +71,6 @@ def test_a_client_recovers_on_text_of_its_own_that_it_has_calibrated_with(run, s
         assert not any(own & other for number, other in enumerate(recovery) if number != k)
 
 
-@pytest.mark.few(1)
 def test_kept_weights_alone_travel_and_the_record_says_what_was_lost(run):
     result = run(**RECOVERY)
     sent = [message for message in result.wiretap.messages if message.kind == "train" and not message.up.masks]
@@ -90,7 +89,6 @@ def test_kept_weights_alone_travel_and_the_record_says_what_was_lost(run):
     assert all(row["recovery_loss"] > 0 for row in rows)
 
 
-@pytest.mark.few(1)
 def test_recovery_follows_a_round_of_hessians(run):
     result = run(fedspallm_merge="hessians", **RECOVERY)
     first, second = result.rounds

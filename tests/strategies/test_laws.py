@@ -26,6 +26,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
+from tests.examples import full, in_test
 from tests.refusing import refuses
 from tests.strategies.test_reference import SYSTEMS
 
@@ -46,7 +47,7 @@ PRUNING = {
 }
 
 
-@pytest.fixture(params=PRUNING)
+@pytest.fixture(params=in_test(PRUNING, "small last steps"))
 def pruning_run(request, federation):
     return federation(**PRUNING[request.param])
 
@@ -82,7 +83,6 @@ def masks_by_round(run, partition):
 # --- Sub-FedAvg: masks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 def test_masks_only_shrink(pruning_run):
     some_pruned = False
     for partition in range(pruning_run.num_clients):
@@ -94,7 +94,6 @@ def test_masks_only_shrink(pruning_run):
     assert some_pruned
 
 
-@pytest.mark.few(2)
 def test_a_client_overshoots_its_target_by_less_than_one_weight_per_tensor(pruning_run):
     least = 1 - pruning_run.config.subfedavg.target_rate / 100 - len(PRUNED) / NUM_PARAMETERS
     densities = [row["density"] for row in pruning_run.clients]
@@ -111,7 +110,6 @@ def test_the_target_is_reached_and_then_left_alone(federation):
         assert len(set(reached)) == 1
 
 
-@pytest.mark.few(1)
 def test_density_counts_all_parameters_biases_included(pruning_run):
     for partition, row in pruning_run.rows(pruning_run.config.num_server_rounds).items():
         found = pruning_run.client(partition)
@@ -144,10 +142,9 @@ def test_with_target_zero_nothing_is_pruned_and_equal_clients_make_it_fedavg(fed
             torch.testing.assert_close(one[1].group("weights"), other[1].group("weights"), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "never",
-    [{"local_epochs": 1}, {"subfedavg_accuracy_threshold": 100.0}, {"subfedavg_mask_distance": 1.0}],
+    [{"local_epochs": 1}, full({"subfedavg_accuracy_threshold": 100.0}), full({"subfedavg_mask_distance": 1.0})],
     ids=lambda settings: next(iter(settings)),
 )
 def test_nothing_is_pruned(federation, never):
@@ -186,8 +183,9 @@ def expected_server(run, round, old):
     return result
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", ["subfedavg", "subfedavg with batch norms", "fedavg", "fedavg with batch norms"])
+@pytest.mark.parametrize(
+    "case", ["subfedavg", full("subfedavg with batch norms"), full("fedavg"), full("fedavg with batch norms")]
+)
 def test_the_server_averages_what_was_sent_and_sends_the_average(federation, pictures, case):
     settings = pictures if "norms" in case else UNEQUAL if case == "fedavg" else SYSTEMS["subfedavg"]
     run = federation(system=case.partition(" ")[0], **settings)
@@ -239,7 +237,7 @@ def test_the_cost_formula_gives_table_1_of_the_paper():
 @pytest.mark.parametrize("data", ["mnist", "emnist"])
 def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(data):
     """The letters have 26 classes, so a larger network; the digits give the 524.16 MB of the table."""
-    matrices = Path(__file__).parents[2] / "configs" / "matrices"
+    matrices = Path(__file__).parents[2] / "configs" / "matrices" / "papers"
     cells = read_matrix(matrices / f"subfedavg_table1_{data}.yaml").cells(RunInputs(out=matrices))
     config = next(cell.config for cell in cells if cell.config.system == "fedavg")
     classes = IDX[config.dataset].classes
@@ -253,8 +251,7 @@ def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(d
 # --- all systems --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["subfedavg", "fedavg", "standalone"])
+@pytest.mark.parametrize("system", ["subfedavg", full("fedavg"), full("standalone")])
 def test_a_client_that_is_not_sampled_keeps_its_state(federation, system):
     run = federation(system=system, clients=5, fraction_train=0.2)
     rounds_of = {partition: [] for partition in range(5)}
@@ -295,8 +292,7 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     assert timeless(shuffled.clients) == timeless(in_order.clients)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["subfedavg", "fedavg"])
+@pytest.mark.parametrize("system", ["subfedavg", full("fedavg")])
 def test_local_norms_stay_at_home_and_averaged_ones_travel(federation, pictures, system):
     norms = {f"bn{i}.{part}" for i in (1, 2) for part in ("weight", "bias", "running_mean", "running_var")}
     others = {f"{layer}.{part}" for layer in ("conv1", "conv2", "fc1", "fc2", "fc3") for part in ("weight", "bias")}
@@ -328,8 +324,7 @@ def test_local_norms_go_on_from_where_they_were(federation, pictures):
     torch.testing.assert_close(means["local"], means["averaged"])  # of one client, the average is its own
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["dpsgd", "dpsgd-ft", "fedavg-ft", "fedavg", "ditto"])
+@pytest.mark.parametrize("system", ["dpsgd", full("dpsgd-ft"), full("fedavg-ft"), full("fedavg"), full("ditto")])
 def test_received_models_are_tested_with_the_clients_own_norms_whatever_was_tested_before(federation, system):
     """An accuracy of the last round does not depend on earlier evaluations, whose scores a client remembers."""
     settings = {"model": "cnn-small-bn", "batch_norm": "local", "clients": 4, "num_server_rounds": 4}
@@ -350,8 +345,7 @@ def test_received_models_are_tested_with_the_clients_own_norms_whatever_was_test
         assert row["accuracy_global"] == pytest.approx(tested.accuracy)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("system", ["subfedavg", "fedavg", "standalone"])
+@pytest.mark.parametrize("system", ["subfedavg", "fedavg", full("standalone")])
 def test_a_federation_of_one_client_with_one_label_runs(federation, system):
     run = federation(
         system=system, clients=1, partition="classes", classes_per_client=1, shard_size=0, fraction_train=0.01

@@ -20,6 +20,7 @@ from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.conftest import tampered_app
+from tests.examples import full
 from tests.known_noise import KnownNoise
 from tests.refusing import refuses
 from tests.strategies import reference_ldp_fedp3 as reference
@@ -59,13 +60,12 @@ def server_after(run, round):
 # --- Algorithm 5 --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [
         {"clients": 4, "fraction_train": 0.75, "lr_decay": 0.5},
-        {"clients": 3, "fraction_train": 1.0, "momentum": 0.0},
-        {"clients": 4, "momentum": 0.3, "weight_decay": 0.01, "batch_size": 100, "local_epochs": 3},
+        full({"clients": 3, "fraction_train": 1.0, "momentum": 0.0}),
+        full({"clients": 4, "momentum": 0.3, "weight_decay": 0.01, "batch_size": 100, "local_epochs": 3}),
     ],
     ids=["three of four clients", "all clients, no momentum", "full batches, several steps"],
 )
@@ -82,7 +82,6 @@ def test_it_is_the_slow_reference(federation, monkeypatch, settings):
     assert len(set(expected.batches)) > 2 or run.config.batch_size == 100  # samples differ in size
 
 
-@pytest.mark.few(1)
 def test_every_coordinate_of_the_next_model_is_exactly_one_clients_own(federation):
     run = federation(**SETTINGS, fraction_train=0.5)  # two of four: halves and doubles are exact
     replies = run.wiretap.of("train", 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.models.layer_pruning import input_matrices
-from fedprune_app.preflight.inputs import RunInputs
+from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps, epsilon
-from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
+from fedprune_app.testing.audit import Question, audit
 from tests.conftest import Finished
+from tests.models.tiny_llm import text_folder
 from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
@@ -135,7 +137,6 @@ def uploads(result):
     return {(m.partition, m.round): m.up for m in result.wiretap.messages if m.kind == "train"}
 
 
-@pytest.mark.few(1)
 def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     result = run(**options())
     config = result.config
@@ -170,7 +171,6 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.few(1)
 def test_nothing_else_of_the_text_is_told(run):
     result = run(**options())
     for message in result.wiretap.messages:
@@ -208,7 +208,6 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
         assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / math.sqrt(len(other))
 
 
-@pytest.mark.few(1)
 def test_a_target_is_kept_and_spent(run):
     result = run(**options(**{"dp.noise-multiplier": 0.0, "dp.target-epsilon": 3.0}))
     told = result.rounds[-1]["epsilon_max"]
@@ -227,7 +226,6 @@ def test_a_budget_that_does_not_bear_all_layers_is_not_touched(settings, tmp_pat
     assert all(not dict(Ledger(path).spent) for path in ledgers)
 
 
-@pytest.mark.few(1)
 def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp_path):
     once, twice = (epsilon({Steps(2.0, 1.0): count * 2 * RELEASES}, 1e-5) for count in (1, 2))
     wanted = {**settings, **PRIVATE, "dp.ledger-dir": str(tmp_path / "ledgers"), "min-replies": CLIENTS}
@@ -247,7 +245,6 @@ def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp
     assert any("client 1" in note and "budget" in note for note in second.rounds[-1]["notes"])
 
 
-@pytest.mark.few(1)
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, settings, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     wanted = {**settings, **PRIVATE}
@@ -256,49 +253,22 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, se
     assert all(sum(Ledger(path).spent.values()) == 3 * RELEASES for path in folder.rglob("ledger.jsonl"))
 
 
-# --- an attack ----------------------------------------------------------------------------------------------------
+# --- an audit -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["llama"], indirect=True)  # whose layers have no biases: zeros stay zeros
-@pytest.mark.parametrize("noise", [0.5, 2.0, None])
-def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_above_the_ledger(
-    settings, tmp_path, monkeypatch, noise
-):
-    """The audit of one run (Steinke, Nasr and Jagielski 2023) on one layer's sums; None clips and charges, no more."""
-    canaries, guesses = 96, 48
-    config = parse_config({**settings, **PRIVATE, "dp.noise-multiplier": noise or 0.5, "fedspallm.segments": canaries})
-    client = FedSpaLLMClient(config, NodeContext(0, 0, tmp_path))
-    model, size = client.model, config.batch_size
-    draw = torch.Generator().manual_seed(7)
-    texts = torch.randint(0, 256, (canaries, 24), generator=draw)
-    is_in = torch.rand(canaries, generator=draw) < 0.5
-    hidden = model.embed(texts, size)
-    module = model.layer(0, model.layer_tensors(0))
-
-    def vector(found):
-        return torch.cat([hessians.isometric(matrix.double()) for matrix in found.values()])
-
-    alone = [input_matrices(model, module, model.prunable(0), hidden[i : i + 1], size, 0.5) for i in range(canaries)]
-    known = torch.stack([vector(each) for each in alone])
-    monkeypatch.setattr(client, "hidden_states_before", lambda *_: hidden * is_in[:, None, None])
-    if noise is None:
-        monkeypatch.setattr("fedprune_app.privacy.noise.noised", lambda total, draws, std: total)
-    payload, told = client.answer_training(Task(1, fields=FIELDS))
-    means = {name: payload.tensors[hessians.HESSIAN + name].double() for name in alone[0]}
-    sums = {name: hessians.unpacked(mean * canaries, len(alone[0][name])) for name, mean in means.items()}
-    ridge = 4 * (0.5 * (noise or 0.01)) ** 2  # the most likely coins, each with a deviation of a half
-    system = known @ known.T + ridge * torch.eye(canaries, dtype=torch.float64)
-    scores = torch.linalg.solve(system, known @ (vector(sums) - known.sum(dim=0) / 2))
-    guessed = guesses_of(scores.float(), guesses)
-    correct = int((guessed[guessed != 0] == torch.where(is_in, 1, -1)[guessed != 0]).sum())
-    bound = lower_bound(canaries, guesses, correct, config.dp.delta)
-    if noise is None:
-        assert correct == guesses
-        assert bound > 2.5
-    else:
-        assert guesses / 2 < correct < guesses
-        assert bound <= told["epsilon"]
+@pytest.mark.parametrize("unit", ["example", "group"])
+@pytest.mark.parametrize("family", ["llama"], indirect=True)
+def test_an_audit_bounds_a_part_of_the_claim_and_finds_noise_at_half_of_what_is_charged(settings, tmp_path, unit):
+    """The model is so narrow that many canaries have no direction of their own."""
+    more = {"dp.noise-multiplier": 1.0, "dp.unit": unit, "fedspallm.segments": 40, "dp.group-limit": 2}
+    texts = {"data-dir": str(text_folder(tmp_path / "texts", num_documents=80, size=30))}
+    asked = replace(prepare(RunInputs({**settings, **PRIVATE, **texts, **more})), placement=Placement("inprocess", 2))
+    noised, half = (audit(asked, Question(noise_share=share)) for share in (1.0, 0.5))
+    assert noised.canaries == 40
+    assert noised.tally.steps % RELEASES == 0
+    assert noised.claim == half.claim
+    assert 0.2 * noised.claim < noised.bound < noised.claim
+    assert not half.holds
 
 
 # --- a client's own text ----------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from fedprune_app.core.flops import forward_flops
 from fedprune_app.data import splits
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.initial import initial_model
+from tests.examples import full, in_test
 from tests.strategies.reference import BIASES, WEIGHTS, logits, share_correct
 
 SYSTEMS = ("subfedavg", "fedavg", "standalone")
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=in_test(SYSTEMS, "subfedavg"))
 def many(request, federation):
     """Twelve clients, of which three a round take part: some never do."""
     return federation(system=request.param, clients=12, shard_size=20, fraction_train=0.25, evaluate_every=3)
@@ -51,7 +52,6 @@ def recomputed(run, partition):
     )
 
 
-@pytest.mark.few(1)
 def test_every_client_is_evaluated_and_its_accuracies_are_those_of_the_models_on_disk(many):
     rows = many.rows(3)
     trained = [partition for partition in rows if many.client(partition)]
@@ -62,7 +62,6 @@ def test_every_client_is_evaluated_and_its_accuracies_are_those_of_the_models_on
         assert [row.get(name) for name in names] == [e if e is None else pytest.approx(float(e)) for e in expected]
 
 
-@pytest.mark.few(1)
 def test_mean_std_and_worst_decile_are_over_all_clients(many):
     personal = sorted(float(recomputed(many, partition)[0]) for partition in range(12))
     last = many.rounds[-1]
@@ -111,8 +110,7 @@ def test_the_first_loss_reported_is_that_of_the_data(federation):
     assert run.rounds[0]["loss_mean"] == pytest.approx(sum(row["loss"] for row in run.rows(1).values()) / 2)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("gate_split", "is_moved"), [("validation", False), ("test", True)])
+@pytest.mark.parametrize(("gate_split", "is_moved"), [("validation", False), full("test", True)])
 def test_only_a_gate_on_test_data_sees_test_labels(federation, monkeypatch, gate_split, is_moved):
     """The same data but for the labels of the test images, in a folder of another name."""
     real = splits.load_dataset

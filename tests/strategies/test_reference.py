@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.examples import first
+from tests.examples import in_test
 from tests.strategies import reference
 
 SYSTEMS = {
@@ -28,7 +28,7 @@ SYSTEMS = {
 }
 
 
-@pytest.fixture(scope="module", params=first(2, SYSTEMS))
+@pytest.fixture(scope="module", params=in_test(SYSTEMS, "subfedavg"))
 def both(request, federation):
     run = federation(system=request.param.partition(",")[0], **SYSTEMS[request.param])
     return run, reference.federation(run.config, run.num_clients)
@@ -38,7 +38,6 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
 def test_every_clients_masks_are_the_references_and_its_weights_close(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -64,7 +63,6 @@ def test_the_servers_model_is_the_references(both):
         close(run.server, expected.server)
 
 
-@pytest.mark.few(1)
 def test_the_same_clients_took_part(both):
     run, expected = both
     rounds = range(1, len(expected.participants) + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.examples import first
+from tests.examples import in_test
 from tests.strategies import reference_dispfl as reference
 from tests.strategies.reference import WEIGHTS
 
@@ -55,7 +55,7 @@ TRAINED = {
 SPARSE = [name for name in TRAINED if name.startswith("dispfl")]
 
 
-@pytest.fixture(scope="module", params=first(2, TRAINED))
+@pytest.fixture(scope="module", params=in_test(TRAINED, "dispfl"))
 def both(request, federation):
     settings = {**COMMON, **TRAINED[request.param]}
     run = federation(system=request.param.partition(",")[0], **settings)
@@ -70,7 +70,6 @@ def equal(actual, expected):
     return {name: torch.equal(actual[name], mask) for name, mask in expected.items()}
 
 
-@pytest.mark.few(1)
 def test_every_clients_masks_are_the_references_exactly(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -90,7 +89,6 @@ def test_every_clients_weights_are_close_to_the_references(both):
         close(run.client(partition)[1].group("weights"), client.tensors)
 
 
-@pytest.mark.few(1)
 def test_no_decision_of_a_mask_search_is_within_float_noise(both):
     """The last coordinate that is chosen and the first that is not are further apart than the two runs, everywhere."""
     run, expected = both

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedprune_app.privacy import noise
+from tests.examples import in_test
 from tests.known_noise import KnownNoise
 from tests.strategies import reference_fedltp as reference
 
@@ -112,8 +113,7 @@ def close(one, other):
         torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", FEDLTP)
+@pytest.mark.parametrize("case", in_test(FEDLTP, "one-shot"))
 def test_fedltp_is_what_its_algorithms_say(finished, case):
     run = finished(system="fedltp", **FEDLTP[case])
     expected = reference.fedltp(run.config, run.num_clients)
@@ -134,8 +134,7 @@ def test_fedltp_is_what_its_algorithms_say(finished, case):
         assert torch.equal(run.server[name] != 0, expected.model[name] != 0)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("case", BASELINES)
+@pytest.mark.parametrize("case", in_test(BASELINES, "dpfed, private"))
 def test_the_baselines_are_what_their_algorithms_say(finished, case):
     run = finished(**BASELINES[case])
     expected = reference.baseline(run.config, run.num_clients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.examples import first
+from tests.examples import in_test
 from tests.strategies import reference_fedp3 as reference
 
 COMMON = {
@@ -77,7 +77,7 @@ TRAINED = {
 }
 
 
-@pytest.fixture(scope="module", params=first(2, TRAINED))
+@pytest.fixture(scope="module", params=in_test(TRAINED, "opu2"))
 def both(request, federation):
     run = federation(system="fedp3", **{**COMMON, **TRAINED[request.param]})
     return run, reference.federation(run.config, run.num_clients)
@@ -87,7 +87,6 @@ def close(actual, expected):
     torch.testing.assert_close(dict(actual), dict(expected), rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.few(1)
 def test_every_clients_masks_are_the_references_exactly(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -101,7 +100,6 @@ def test_every_clients_masks_are_the_references_exactly(both):
         assert all(torch.equal(masks[name], mask) for name, mask in client.masks.items())
 
 
-@pytest.mark.few(1)
 def test_every_clients_weights_and_the_servers_are_close_to_the_references(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -111,7 +109,6 @@ def test_every_clients_weights_and_the_servers_are_close_to_the_references(both)
     close(run.server, {name: tensor for name, tensor in expected.server.items() if name not in head})
 
 
-@pytest.mark.few(1)
 def test_what_travels_is_what_the_algorithm_says(both):
     """Down own layers in full and the others masked; up own layers alone, without masks."""
     run, expected = both
@@ -130,7 +127,6 @@ def test_what_travels_is_what_the_algorithm_says(both):
                 assert not message.down.tensors[name][~mask].any()
 
 
-@pytest.mark.few(6)
 def test_no_decision_is_within_float_noise(both):
     run, expected = both
     trained = {k: client for k, client in expected.clients.items() if client.round}

@@ -38,7 +38,7 @@ def by_class(groups: Groups) -> Variants:
         clients = sorted(shares)[::step]
         classes = sorted({int(label) for share_by_class in shares.values() for label in share_by_class})
         trace = heatmap(
-            [str(client) for client in clients],
+            [text_of(run.client_name(client)) for client in clients],
             [text_of(class_name(run, label)) for label in classes],
             [[_rounded(shares[client].get(str(label))) for client in clients] for label in classes],
             "client %{x}, class %{y}<br>%{z:.1%} correct",
@@ -132,7 +132,7 @@ def partition(groups: Groups) -> Variants:
             [(row["train"][label] or None) if label < len(row["train"]) else None for row in rows]
             for label in range(classes)
         ]
-        clients = [row["partition"] for row in rows]
+        clients = [text_of(run.client_name(row["partition"])) for row in rows]
         names = [text_of(class_name(run, label)) for label in range(classes)]
         trace = heatmap(clients, names, counts, "client %{x}, class %{y}: %{z} examples")
         y_axis = axis("Class", type="category", automargin=True)

@@ -1,0 +1,36 @@
+"""Write the page of all settings, docs/reference/settings.md, from their declarations: `make settings`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedprune_app.config import OPTIONS, toml_value
+
+PAGE = Path(__file__).parents[1] / "reference" / "settings.md"
+
+
+def settings_page() -> str:
+    """Return the page: a table for the settings of all systems, and one for each system's or group's own."""
+    lines = [
+        "# Settings",
+        "",
+        "`fedprune list --keys` prints the same table, and `fedprune list --keys SYSTEM` the settings that have an",
+        "effect with one system. A setting is given as `KEY=VALUE`, in a run-config file, or as an argument in Python.",
+    ]
+    table = ""
+    keys: dict[str, str] = {}  # by meaning, the first key that has it
+    for key, option in OPTIONS.items():
+        name = key.partition(".")[0] if "." in key else "all systems"
+        if name != table:
+            table = name
+            lines += ["", f"## {table}", "", "| key | default | meaning |", "| --- | --- | --- |"]
+        meaning = option.help + (f" Allowed: {option.range}." if option.range else "")
+        meaning += "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
+        if (first := keys.setdefault(meaning, key)) != key and option.choices:
+            meaning = f"As `{first}`."
+        lines.append(f"| `{key}` | `{toml_value(option.default)}` | {meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(settings_page())

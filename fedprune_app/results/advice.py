@@ -1,0 +1,189 @@
+"""Answers on somebody's own data, made of finished runs: whether to federate, how to prune, what privacy costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedprune_app.results.columns import traffic_of
+from fedprune_app.results.differences import Difference, difference, personal_accuracies
+from fedprune_app.results.groups import NOT_MEASURED, Group
+from fedprune_app.results.metrics import MEGABYTE
+
+ALONE = "standalone"
+FEDERATED = "fedavg-ft"  # fixed beforehand, as the first of the tuned comparison in docs/evidence.md
+MARGIN = 0.01  # so far behind counts as level
+_FEWEST = 3  # seeds
+_UNFINISHED = "cannot be told: runs of it have failed"
+_BYTES_PER_SECOND = 10e6 / 8  # at 10 Mbit/s
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a question in one line, and what it rests on."""
+
+    question: str
+    answer: str
+    details: tuple[str, ...] = ()
+
+
+Methods = Mapping[str, Group]  # by the name of a system; of private ones it ends in " private"
+
+
+def private(system: str) -> str:
+    return f"{system} private"
+
+
+def _between(methods: Methods, first: str, second: str, client: int | None = None) -> Difference | None:
+    """Return how far the first method's own models are ahead on test data, over all clients or of one client."""
+    if first not in methods or second not in methods:
+        return None
+    first_pairs, second_pairs = (
+        {key: value for key, value in personal_accuracies(methods[name]).items() if client in (None, key[1])}
+        for name in (first, second)
+    )
+    return difference(first_pairs, second_pairs, of_other_seeds=True)
+
+
+def points(found: Difference) -> str:
+    if len(found.by_seed) < 2:
+        return f"{100 * found.mean:+.1f} points"
+    return f"{100 * found.mean:+.1f} points ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+
+
+def is_ahead(found: Difference, margin: float = 0.0) -> bool | None:
+    """Return whether other seeds would show a difference above ``-margin``; None where these cannot tell."""
+    if len(found.by_seed) < _FEWEST or found.low <= -margin <= found.high:
+        return None
+    return found.low > -margin
+
+
+def _open(found: Difference) -> str:
+    count = len(found.by_seed)
+    return f"cannot be told with {count} seed{'s' * (count != 1)}"
+
+
+def federate(methods: Methods, names: Sequence[str]) -> Answer:
+    """Answer whether the sites should federate, by a method that was fixed beforehand."""
+    question = "Should these sites federate?"
+    if (found := _between(methods, FEDERATED, ALONE)) is None:
+        return Answer(question, _UNFINISHED)
+    word = {True: "yes", False: "no", None: _open(found)}[is_ahead(found)]
+    details = []
+    by_site = {name: _between(methods, FEDERATED, ALONE, client) for client, name in enumerate(names)}
+    if sites := {name: site for name, site in by_site.items() if site is not None}:
+        best = max(sites, key=lambda name: sites[name].mean)
+        losers = ", ".join(name for name, site in sites.items() if is_ahead(site) is False)
+        losses = f"clearly worse off: {losers}" if losers else "no site clearly loses"
+        details.append(f"{best} gains most, {points(sites[best])}; {losses}")
+    if own := _between(methods, "fedavg", ALONE):
+        details.append(f"FedAvg's clients after their local training: {points(own)}")
+    return Answer(question, f"{word}: {points(found)} with FedAvg-FT against training alone", tuple(details))
+
+
+def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, str]) -> Answer:
+    """Answer whether to prune: the sparse methods beside FedAvg-FT or training alone, by validation the better one."""
+    question = "Should you prune, and how?"
+    dense = max((FEDERATED, ALONE), key=lambda name: validation_of(methods[name]) if name in methods else 0.0)
+    verdicts, details = [], []
+    for name in sparse:
+        if (found := _between(methods, name, dense)) is None:
+            continue
+        verdicts.append(verdict := is_ahead(found, MARGIN))
+        words = {True: "at most a point behind", False: "more than a point behind", None: _open(found)}[verdict]
+        text = f"{name}: {words}, {points(found)} against {dense}{_saved(methods[name], methods[dense])}"
+        details.append(text + shares.get(name, ""))
+    if not verdicts:
+        return Answer(question, _UNFINISHED)
+    answer = "cannot be told: no sparse method is shown to be at most a point behind"
+    if True in verdicts:
+        answer = f"yes, with {details[verdicts.index(True)]}"
+    elif None not in verdicts:
+        answer = "no: each sparse method is more than a point behind"
+    return Answer(question, answer, tuple(details))
+
+
+def _saved(sparse: Group, dense: Group) -> str:
+    kept, bytes_of, dense_bytes = sparse.last("density_mean"), sparse.over(traffic_of), dense.over(traffic_of)
+    words = f"; {kept.mean:.0%} of the weights" if kept else ""
+    if dense.system == ALONE or not (bytes_of and dense_bytes):
+        return words
+    return f"{words}, {bytes_of.mean / dense_bytes.mean:.0%} of the traffic"
+
+
+def privacy(methods: Methods, epsilon: float) -> Answer:
+    """Answer what privacy costs: each private method beside itself without privacy, and beside training alone."""
+    question = "What does privacy cost?"
+    if not epsilon:
+        return Answer(question, "not asked: with --epsilon 8 private methods run too")
+    details = []
+    for name, group in methods.items():
+        if name == private(group.system) and (found := _between(methods, name, group.system)):
+            details.append(f"ε {epsilon:g} with {group.system}: {points(found)} against the same without privacy")
+    worth = _between(methods, private("fedavg"), ALONE)
+    if worth is None:
+        return Answer(question, _UNFINISHED, tuple(details))
+    word = {
+        True: "worth it",
+        False: "not worth it: a site alone tells nobody anything, and is more accurate",
+        None: f"whether it is worth it {_open(worth)}",
+    }[is_ahead(worth)]
+    text = f"{word}; private FedAvg at ε {epsilon:g} has {points(worth)} against training alone without privacy"
+    return Answer(question, text, tuple(details))
+
+
+def cost_of(group: Group, num_sites: int) -> str:
+    """Return what a run on nodes would take: sites compute at the same time, at most as long as all took in turns."""
+    total = group.over(traffic_of)
+    by_site = (total.mean if total else 0) / num_sites
+    seconds = max(run.info["seconds"] for run in group.runs) + by_site / _BYTES_PER_SECOND
+    return f"{by_site / MEGABYTE:,.1f} MB and at most {seconds / 60:.1f} minutes a site, at 10 Mbit/s"
+
+
+def validation_of(group: Group) -> float:
+    """Return the mean validation accuracy, by which alone anything is chosen."""
+    found = group.last("accuracy_validation_mean")
+    return found.mean if found else 0.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Finished runs of several methods on the same sites, and what follows from them.
+
+    ``names`` are those of the sites by number. ``models`` are the site and the file of each exported model, and
+    ``matrix`` is the file of the runs. ``shares`` say of sparse methods what their files save.
+    """
+
+    methods: Methods
+    names: Sequence[str]
+    epsilon: float
+    sparse: Sequence[str]
+    shares: Mapping[str, str]
+    models: Sequence[tuple[str, Path]]
+    notes: Sequence[str]
+    matrix: Path
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        return (
+            federate(self.methods, self.names),
+            prune(self.methods, self.sparse, self.shares),
+            privacy(self.methods, self.epsilon),
+        )
+
+    @property
+    def costs(self) -> dict[str, str]:
+        return {name: cost_of(group, len(self.names)) for name, group in self.methods.items()}
+
+    @property
+    def site_rows(self) -> list[list[str]]:
+        """A row for each site: accuracy alone and federated in percent, and their difference with its interval."""
+        rows = []
+        for client, name in enumerate(self.names):
+            means = []
+            for system in (ALONE, FEDERATED):
+                accuracies = personal_accuracies(self.methods[system]).items() if system in self.methods else ()
+                found = [value for (_, k), value in accuracies if k == client]
+                means.append(f"{100 * sum(found) / len(found):.1f}" if found else NOT_MEASURED)
+            gain = _between(self.methods, FEDERATED, ALONE, client)
+            rows.append([name, *means, points(gain) if gain else NOT_MEASURED])
+        return rows

@@ -1,0 +1,163 @@
+"""Secure sums in whole runs: the same model with and without, whoever is lost on the way, and nothing seen of one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedprune_app import server_app
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.engine.secure_aggregation import MASKED, STAGE
+from fedprune_app.engine.simulated_grid import run_in_process
+from fedprune_app.preflight.inputs import RunInputs
+from fedprune_app.preflight.prepare import prepare
+from tests.conftest import Finished, wrapped_app
+from tests.strategies.test_fedspallm import cut_off, family, llm, resumed, settings, texts
+
+__all__ = ["family", "llm", "settings", "texts"]  # fixtures
+
+
+@pytest.fixture(scope="session", params=["llama"])
+def family(request):  # noqa: F811 - one is enough
+    return request.param
+
+
+@pytest.fixture
+def wanted(settings):
+    return {**settings, "fedspallm.merge": "hessians"}
+
+
+@pytest.fixture
+def run(wanted, tmp_path):
+    """``run(app=..., clients=3, **settings)`` runs anew, and returns the run."""
+
+    def go(app=None, clients=3, **more):
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        given = {name.replace("_", "-"): value for name, value in more.items()}
+        given = {name.replace("fedspallm-", "fedspallm.").replace("dp-", "dp."): v for name, v in given.items()}
+        config = parse_config({**wanted, "out-dir": str(folder), **given})
+        run_in_process(server_app.app, app or losing({}), clients, config.to_dict())
+        return Finished(folder)
+
+    return go
+
+
+def losing(lost, sent=None):
+    """The real app, whose clients in ``lost`` fail at a stage of the sum (None: of a plain run), as if they had gone.
+
+    The payloads of the others are added to ``sent``.
+    """
+
+    def train(message, context, honest):
+        stage = wire.fields_of(message.content).get(STAGE)
+        if context.node_config["partition-id"] in lost.get(stage, ()):
+            raise OSError("gone")
+        reply = honest(message, context)
+        if sent is not None and wire.PAYLOAD in reply.content:
+            sent.append(wire.payload_of(reply.content, 10**8))
+        return reply
+
+    return wrapped_app(train)
+
+
+@pytest.mark.parametrize("layers_per_exchange", [1, 0])
+def test_a_run_ends_with_the_same_model_with_secure_sums_and_without(run, layers_per_exchange):
+    sent = []
+    plain = run(fedspallm_layers_per_exchange=layers_per_exchange)
+    secure = run(losing({}, sent), fedspallm_layers_per_exchange=layers_per_exchange, secure_sums=True)
+    assert secure.sha256 == plain.sha256
+    columns = ("replies", "failures", "perplexity_global", "density_global")
+    assert [[row[name] for name in columns] for row in secure.rounds] == [
+        [row[name] for name in columns] for row in plain.rounds
+    ]
+    assert [row["layers_pruned"] for row in secure.clients] == [row["layers_pruned"] for row in plain.clients]
+    assert len(sent) == 6
+    assert all(payload.tensors.keys() == {MASKED} for payload in sent)
+
+
+def test_a_private_run_ends_with_the_same_model_with_secure_sums_and_without(run):
+    """Noise can make of a diagonal what no sum of products has."""
+    private = {"dp_enabled": True, "dp_noise_multiplier": 2.0, "dp_clip_norm": 0.5}
+    assert run(secure_sums=True, **private).sha256 == run(**private).sha256
+
+
+@pytest.mark.parametrize("stage", ["keys", "shares", "input"])
+def test_the_sum_is_of_those_that_are_left_wherever_the_others_are_lost(run, stage):
+    """Five clients of which two go: the model is that of three, to the bit."""
+    secure = run(losing({stage: {1, 4}}), clients=5, secure_sums=True)
+    plain = run(losing({None: {1, 4}}), clients=5)
+    assert secure.sha256 == plain.sha256
+    assert secure.rounds[0]["replies"] == plain.rounds[0]["replies"] == 6
+    assert sorted({text.split(":")[0] for text in secure.rounds[0]["failure_reasons"]}) == ["client 1", "client 4"]
+
+
+@pytest.mark.parametrize("stage", ["agree", "open"])
+def test_a_sum_is_opened_by_those_that_are_left_after_it(run, stage):
+    secure = run(losing({stage: {0, 3}}), clients=5, secure_sums=True)
+    assert secure.sha256 == run(clients=5).sha256
+    assert secure.rounds[0]["replies"] == 10
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ("keys", "2 clients are left after stage 'keys' of the secure sum, allowed: 3 or more"),
+        ("shares", "2 clients are left after stage 'shares' of the secure sum, allowed: 3 or more"),
+        ("input", "2 clients are left after stage 'input' of the secure sum, allowed: 3 or more"),
+        ("agree", "2 clients are left after stage 'agree' of the secure sum, allowed: 3 or more"),
+        ("open", "2 shares of client 0 are opened and do not give its secret, allowed: 3"),
+    ],
+)
+def test_below_the_threshold_the_run_stops_with_one_line(run, stage, line):
+    with pytest.raises(TooFewReplies, match=line) as error:
+        run(losing({stage: {1, 3}}), clients=4, secure_sums=True)
+    assert str(error.value).startswith("decoder layer 0 in round 1: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_same_model(run, wanted, tmp_path, monkeypatch):
+    secure = {**wanted, "secure-sums": True}
+    cut_off(secure, tmp_path / "cut", monkeypatch)
+    assert resumed(secure, tmp_path / "cut").sha256 == run().sha256
+
+
+def test_a_threshold_of_the_run_is_what_members_hold_to(run):
+    assert run(losing({"input": {2}}), secure_sums=True, secure_sums_threshold=2).rounds[0]["replies"] == 4
+    with pytest.raises(TooFewReplies, match="secure-sums-threshold is 2, allowed: more than half of a sum's 4 members"):
+        run(clients=4, secure_sums=True, secure_sums_threshold=2)
+
+
+def test_a_client_of_a_run_with_secure_sums_sends_nothing_in_the_clear(run):
+    """A server that asks as in a plain run is refused."""
+
+    def train(message, context, honest):
+        fields = message.content["fields"]
+        if fields.pop(STAGE, None) == "input":
+            fields.pop("sum/body")
+        return honest(message, context)
+
+    with pytest.raises(TooFewReplies, match="field 'sum/stage' is 'None'"):
+        run(wrapped_app(train), secure_sums=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"fedspallm.merge": "mean"}, "fedspallm.merge is 'mean', allowed with secure-sums: hessians"),
+        ({"fedspallm.hessian-form": "int8"}, "fedspallm.hessian-form is 'int8', allowed with secure-sums: float32"),
+        (
+            {"fedspallm.recovery-rounds": 1, "num-server-rounds": 2},
+            "fedspallm.recovery-rounds is 1, allowed with secure-sums: 0",
+        ),
+    ],
+)
+def test_what_is_no_sum_is_refused_by_name(wanted, more, line):
+    with pytest.raises(ConfigError, match=line):
+        prepare(RunInputs({**wanted, "secure-sums": True, **more}))
+
+
+@pytest.mark.parametrize("system", ["fedfomo", "fedp3", "dispfl", "subfedavg"])
+def test_a_system_whose_server_reads_single_updates_is_refused_by_name(system):
+    with pytest.raises(ConfigError, match=f"secure-sums is true, allowed with system '{system}': false"):
+        prepare(RunInputs({"system": system, "secure-sums": True}))

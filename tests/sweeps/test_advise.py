@@ -1,0 +1,74 @@
+"""Advice on a folder of one's own: from files to a page, models and the matrix that repeats the runs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from fedprune_app.preflight.own_data import settings_of
+from tests.refusing import refuses
+
+
+@pytest.fixture
+def clinics(tmp_path):
+    """A table of three clinics, whose rows have the label by the sum of two columns."""
+    rng, folder = np.random.default_rng(0), tmp_path / "clinics"
+    folder.mkdir()
+    lines = ["a,b,clinic,outcome"]
+    for clinic, count in (("c10", 60), ("c2", 40), ("c1", 30)):
+        for a, b in rng.normal(size=(count, 2)):
+            lines.append(f"{a},{b},{clinic},{'ill' if a + b > 0 else 'well'}")
+    (folder / "train.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_a_table_says_which_column_may_be_the_owners(clinics):
+    with refuses("owner-column", allowed="one of the columns a, b, clinic, outcome"):
+        settings_of(clinics, {})
+    found = settings_of(clinics, {"owner-column": "clinic"})
+    assert (found["dataset"], found["partition"], found["owner-column"]) == ("table", "owners", "clinic")
+
+
+def test_folders_of_sites_are_found_and_large_pictures_made_small(tmp_path):
+    for site in ("north", "south"):
+        for label in ("cat", "dog"):
+            (tmp_path / site / label).mkdir(parents=True)
+            Image.new("RGB", (100, 80)).save(tmp_path / site / label / "1.png")
+    found = settings_of(tmp_path, {})
+    assert (found["dataset"], found["partition"], found["image-size"]) == ("image-folder", "owners", 32)
+    assert settings_of(tmp_path, {"image-size": 64})["image-size"] == 64
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    with refuses("DIR", tmp_path):
+        settings_of(tmp_path, {})
+
+
+def test_too_few_minutes_are_refused_by_what_the_first_rounds_took(fedprune, clinics):
+    code, said = fedprune(
+        "advise", clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0.01", "-o", "advice"
+    )
+    assert code == 2
+    assert "error: --minutes is 0.01, allowed: at least " in said
+
+
+@pytest.mark.slow
+def test_advice_on_a_table_is_a_page_with_three_answers_and_models_that_work(fedprune, clinics, tmp_path):
+    given = ("owner-column=clinic", "label-column=outcome", "--minutes", "2.5", "--epsilon", "8")
+    code, said = fedprune("advise", clinics, *given, "-o", "advice")
+    assert code == 0, said
+    page = (tmp_path / "advice" / "advice.html").read_text()
+    for text in ("Should these sites federate?", "Should you prune, and how?", "What does privacy cost?", "c10"):
+        assert text in page
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "advice" / "runs").glob("*/run.json")]
+    assert {run["seed"] for run in runs} <= {1, 2, 3}
+    assert {run["status"] for run in runs} == {"completed"}
+    assert runs[0]["client_names"] == {"0": "c1", "1": "c2", "2": "c10"}
+    assert all(run["final_sha256"] in page for run in runs)
+    document = yaml.safe_load((tmp_path / "advice" / "runs.yaml").read_text())
+    assert document["clients"] == 3
+    assert fedprune("predict", tmp_path / "advice" / "models" / "c10.onnx", clinics / "train.csv")[0] == 0
+    code, said = fedprune("advise", clinics, *given, "-o", "advice")
+    assert (code, "--output is" in said) == (2, True)
