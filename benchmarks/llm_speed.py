@@ -1,9 +1,8 @@
-"""Size and speed of language models on one CPU thread, in turns: as stock transformers, or packed by fedprune export.
+"""Size and speed of language models on one CPU thread, in turns, in stock transformers.
 
-    python benchmarks/llm_speed.py dense=FOLDER cut=runs/x/0/models/global packed=runs/x/packed
+    python benchmarks/llm_speed.py dense=FOLDER cut=runs/x/0/models/global
 
-A folder with packed.json is a packed model, computed from its kept weights where that is faster; any other folder is
-what ``AutoModelForCausalLM.from_pretrained`` loads. A turn reads a prompt of ``--prompt`` tokens, or writes
+A folder is what ``AutoModelForCausalLM.from_pretrained`` loads. A turn reads a prompt of ``--prompt`` tokens, or writes
 ``--tokens`` tokens with a cache. Ratios are medians over the turns, of processor time.
 """
 
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 
-from fedprune_app.models.saving import load_packed
 from fedprune_app.models.transformers import import_transformers
 
 
@@ -43,7 +41,7 @@ def main() -> None:
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for name, model in models.items():
         prompt, token = (of_model[name] for of_model in times.values())
-        disk = sum(path.stat().st_size for path in folders[name].iterdir() if path.suffix in (".safetensors", ".fp"))
+        disk = sum(path.stat().st_size for path in folders[name].iterdir() if path.suffix == ".safetensors")
         sizes = f"{disk / 1e6:.0f} | {memory(model) / 1e6:.0f} | {median(prompt):.0f}"
         faster = median(a / b for a, b in zip(times["ms for a token"][first], token, strict=True))
         print(f"| {name} | {sizes} | {median(token) / options.tokens:.1f} | {faster:.2f} |")
@@ -51,8 +49,6 @@ def main() -> None:
 
 def opened(folder: Path) -> Any:
     """Return the model in a folder, in evaluation mode."""
-    if (folder / "packed.json").exists():
-        return load_packed(folder, sparse=True)
     transformers = import_transformers()
     return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 

@@ -104,8 +104,8 @@ class FedSpaLLMClient(Node):
         if options.merge != "hessians":
             allowed = "hessians, since masks and weights are chosen by the raw text"
             return f"fedspallm.merge is {options.merge!r}, allowed with dp.enabled: {allowed}"
-        if options.hessian_form != "float32":
-            return f"fedspallm.hessian-form is {options.hessian_form!r}, allowed with dp.enabled: float32"
+        if options.hessian_form == "int8":
+            return "fedspallm.hessian-form is 'int8', allowed with dp.enabled: float32, diagonal"
         if options.recovery_rounds:
             return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with dp.enabled: 0"
         if config.dp.clip_norm > 1:
@@ -273,15 +273,16 @@ class FedSpaLLMClient(Node):
         """Return means of clipped second moments over the segments, noised and charged, in place of Hessians.
 
         ``hidden`` are the hidden states that enter the layer, ``meta`` the state's values. One segment, or one document
-        by the mean over its segments, changes a sum by at most ``dp.clip-norm`` in the Frobenius norm.
+        by the mean over its segments, changes a sum by at most ``dp.clip-norm`` in the Frobenius norm. If only
+        diagonals travel, only they are noised, and the norm is that of the diagonal.
         """
-        clip_norm = self.config.dp.clip_norm
-        size = self.config.batch_size
+        clip_norm, size = self.config.dp.clip_norm, self.config.batch_size
+        by_diagonal = self.options.hessian_form == "diagonal"
         states = hidden if len(hidden) else hidden.new_zeros(1, *hidden.shape[1:])  # for the shapes of the sums
         states_by_size = self.by_document_size(states)
         moments: TensorDict = {}
         for count, some in states_by_size.items():
-            sums = input_matrices(self.model, module, self.observed_matrices, some, size, clip_norm)
+            sums = input_matrices(self.model, module, self.observed_matrices, some, size, clip_norm, by_diagonal)
             moments = {name: total / count + moments.get(name, 0) for name, total in sums.items()}
         model = [self.model.shell_digest(), *(self.model.layer_digest(number) for number in range(layer + 1))]
         received_digests = meta["received"]
@@ -292,15 +293,18 @@ class FedSpaLLMClient(Node):
         )
         if max(states_by_size) > 1:
             settings += f" {self.config.dp.group_limit} of each document"
+        if by_diagonal:
+            settings += " on the diagonal"
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors = {}
         for name, total in moments.items():
-            vector = hessians.isometric(total.double() * bool(len(hidden)))
+            released = total.double() * bool(len(hidden))
+            vector = released.diagonal().cpu() if by_diagonal else hessians.isometric(released)
             vector = noises.noised(
                 vector, noise.gaussian(len(vector), vector.device), privacy.noise_multiplier * clip_norm
             )
-            mean = hessians.from_isometric(vector, len(total)) / self.num_examples
-            tensors[hessians.HESSIAN + name] = mean.float()
+            noised_total = vector if by_diagonal else hessians.from_isometric(vector, len(total))
+            tensors[hessians.HESSIAN + name] = (noised_total / self.num_examples).float()
         privacy.charge_steps(len(moments), f"second moments of decoder layer {layer}")
         return Payload(tensors)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         predict,
         report,
         run,
-        sparsify,
         sweep,
     )
 
@@ -41,7 +40,6 @@ __all__ = [
     "predict",
     "report",
     "run",
-    "sparsify",
     "sweep",
 ]
 

@@ -37,7 +37,6 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.exports.file import load_model
 from fedprune_app.files import LATEST, folder_for
 from fedprune_app.models.saving import load_packed
-from fedprune_app.models.sparse import sparsify
 from fedprune_app.preflight.inputs import Placement, RunInputs, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.groups import group_runs
@@ -62,7 +61,6 @@ __all__ = [
     "predict",
     "report",
     "run",
-    "sparsify",
     "sweep",
 ]
 
@@ -351,8 +349,8 @@ def export(
 ) -> Path:
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
-    The ``format`` is safetensors, sparse or onnx, by default that of the suffix of ``output``. :func:`load_model` reads
-    a safetensors file. For a language model, or a checkpoint of transformers instead of a run, the format is sparse,
+    The ``format`` is safetensors or onnx, by default that of the suffix of ``output``. :func:`load_model` reads a
+    safetensors file. For a language model, or a checkpoint of transformers instead of a run, the format is packed,
     and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and ``plugins`` are as for
     :func:`model`. Raises ``ValueError`` if the export is not possible.
     """

@@ -152,11 +152,11 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
     """Return the registered clients of the run.
 
     A resumed run must have the same clients with the same data, otherwise :class:`ConfigError` is raised. Additional
-    clients are left out.
+    clients are left out, as are those that ``only-clients`` does not name.
     """
     system = SYSTEMS[config.system]
     numbers = {int(node): int(client) for node, client in earlier_info.get("nodes", {}).items()}
-    ids = {int(client["partition"]) for client in earlier_info.get("partition") or []}
+    ids = {int(client["partition"]) for client in earlier_info.get("partition") or []} or config.chosen_clients()
     if ids and config.min_clients > len(ids):
         raise ConfigError(
             "min-clients", config.min_clients, "at most that", condition=f"when resuming {len(ids)} clients"

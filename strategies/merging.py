@@ -15,8 +15,8 @@ A merge adds up the replies to one layer at a time. With ``clients_prune``, clie
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -122,7 +122,9 @@ class Compression:
         found = {}
         for name, total in sums.items():
             hessian = total.matrix().to(self.dense.device)
-            if self.config.dp.enabled:
+            if self.options.hessian_form == "diagonal":
+                hessian.clamp_(min=0)  # what noise took below
+            elif self.config.dp.enabled:
                 std = self.std * math.sqrt(total.num_added) / max(1, total.weight)
                 hessian = hessians.denoised(hessian, std)
             found[name] = hessians.shrunk(hessian, self.options.shrinkage())
@@ -180,6 +182,7 @@ class HessianMerge:
         self.compression, self.model = Compression(config, model.dense), model
         self.cut, self.options = self.compression.cut, config.fedspallm
         self._sums: dict[str, hessians.HessianSum] = {}
+        self._digests: list[str] = []
 
     def answer(self, layer: int) -> Schema:
         sums = hessians.like(self.compression.sizes, self.options.hessian_form)
@@ -187,6 +190,7 @@ class HessianMerge:
 
     def begin(self, layer: int, pruners: Iterable[int]) -> None:
         is_noised = self.compression.config.dp.enabled
+        self._digests = []
         self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.compression.sizes.items()}
 
     def add(self, update: Payload, num_examples: int) -> None:
@@ -195,12 +199,13 @@ class HessianMerge:
             total.check(name, update.tensors, num_examples)
         for name, total in self._sums.items():
             total.add(name, update.tensors, num_examples)
+        self._digests.append(update.digest())
 
     def merged(self, layer: int, row: dict[str, Any]) -> Payload:
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         if self.options.keep_sums:
-            save_sums(self.model.sums, layer, self._sums)
+            save_sums(self.model.sums, layer, KeptSums(self._sums, sorted(self._digests)))
         hessian_of = self.compression.hessians_of(self._sums)
         self._sums = {}
         payload = self.compression.pruned(layer, hessian_of)
@@ -211,17 +216,45 @@ class HessianMerge:
         return payload
 
 
-def save_sums(files: LayerFiles, layer: int, sums: Mapping[str, hessians.HessianSum]) -> None:
-    """Save the sums of a layer, as integers."""
-    parts = [total.tensors(name) for name, total in sums.items()]
-    files.save(layer, 1, Payload({name: tensor for part in parts for name, tensor in part.items()}))
+@dataclass
+class KeptSums:
+    """The sums of a layer by the first matrix of their input, and a digest of what each client sent, in order."""
+
+    sums: dict[str, hessians.HessianSum]
+    digests: list[str]
+
+    def include(self, other: Self, sign: int) -> None:
+        """Add what other clients sent or, with a ``sign`` of -1, take it away. Raises ``ValueError``, of one line."""
+        known = [digest for digest in other.digests if digest in self.digests]
+        if sign > 0 and known:
+            raise ValueError(f"what a client sent is in the sums already: digest {known[0][:16]}, allowed: once")
+        if sign < 0 and len(known) < len(other.digests):
+            raise ValueError("the sums are not of what the client sends now, allowed: the same bytes as then")
+        if sign < 0 and len(known) == len(self.digests):
+            raise ValueError("nothing would be left of the sums, allowed: to forget fewer than all clients")
+        kept = [digest for digest in self.digests if digest not in known]
+        self.digests = sorted(kept + (other.digests if sign > 0 else []))
+        for name, total in self.sums.items():
+            total.include(other.sums[name], sign)
 
 
-def load_sums(files: LayerFiles, layer: int, compression: Compression) -> dict[str, hessians.HessianSum]:
-    """Return the sums of a layer that :func:`save_sums` saved. Raises ``ValueError`` if they are missing."""
+def save_sums(files: LayerFiles, layer: int, kept: KeptSums) -> None:
+    """Keep the sums of a layer, as integers, and digests as bytes (clients, 32)."""
+    tensors = {name: tensor for part, total in kept.sums.items() for name, tensor in total.tensors(part).items()}
+    tensors["digests"] = torch.tensor([list(bytes.fromhex(digest)) for digest in kept.digests], dtype=torch.uint8)
+    files.save(layer, 1, Payload(tensors))
+
+
+def load_sums(files: LayerFiles, layer: int, compression: Compression) -> KeptSums:
+    """Return the sums of a layer that :func:`save_sums` kept. Raises ``ValueError`` where they are not there."""
     sizes, is_noised = compression.sizes, compression.config.dp.enabled
-    tensors = files.load(layer, 1, sum(16 * (size + 1) ** 2 for size in sizes.values())).tensors
-    return {name: hessians.HessianSum.of(name, tensors, size, is_noised) for name, size in sizes.items()}
+    most_bytes = sum(16 * (size + 1) ** 2 for size in sizes.values()) + _MOST_DIGESTS
+    tensors = files.load(layer, 1, most_bytes).tensors
+    sums = {name: hessians.HessianSum.of(name, tensors, size, is_noised) for name, size in sizes.items()}
+    return KeptSums(sums, [bytes(row.tolist()).hex() for row in tensors["digests"]])
+
+
+_MOST_DIGESTS = 2**25  # bytes, of a million clients
 
 
 MERGES: dict[str, type[MeanMerge] | type[HessianMerge]] = {

@@ -162,7 +162,7 @@ def test_a_model_is_exported_where_its_data_have_moved(tmp_path):
 def test_a_language_model_is_exported_as_a_folder(tmp_path):
     folder = tiny_checkpoint(tmp_path / "checkpoint", "llama")
     path = fedprune_app.export(folder, tmp_path / "packed")
-    assert fedprune_app.load_packed(path, sparse=True).config.num_hidden_layers == 3
+    assert fedprune_app.load_packed(path).config.num_hidden_layers == 3
     for given in ({"client": 1}, {"format": "onnx"}, {"state_dir": "s"}, {"plugins": ["p"]}):
         with refuses(*next(iter(given.items())), condition="language model"):
             fedprune_app.export(folder, tmp_path / "x", **given)

@@ -42,6 +42,7 @@ RULES = {
     "masks": "FedPrLLM's vote of masks",
     "hessians": "SparseGPT by summed Hessians",
     "alps": "ALPS by summed Hessians",
+    "norms": "Wanda by summed norms",
 }
 """The rules by which the server makes a layer."""
 SEEDS = 3
@@ -55,7 +56,8 @@ class Claim:
 
     With ``own`` it says that on its own kind of text a client's own model is better than the global one. With ``than``
     it says that the gain at ``density`` is larger than the gain at the density ``than``. With ``rule`` it says that the
-    global model is better by this rule than by the rule ``against``.
+    global model is better by this rule than by the rule ``against``, or behind it by at most ``margin``, a difference
+    of logarithms.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Claim:
     than: float = 0.0
     rule: str = ""
     against: str = ""
+    margin: float = 0.0
 
     @property
     def text(self) -> str:
@@ -74,6 +77,9 @@ class Claim:
         percent = f"{1 - self.density:.0%}"
         if self.own:
             return f"{percent}: own better than global, each on its own kind of text"
+        if self.margin:
+            behind = f"at most {100 * self.margin:g} points behind"
+            return f"{percent}: {RULES[self.rule]} {behind} {RULES[self.against]}"
         if self.rule:
             return f"{percent}: {RULES[self.rule]} better than {RULES[self.against]}"
         if self.than:
@@ -109,6 +115,8 @@ CLAIMS = (
             ("g", 0.5, "alps", "hessians"),
         )
     ),
+    Claim("5h", "articles", 4, 0.5, rule="norms", against="masks", margin=0.1),
+    Claim("5i", "articles", 4, 0.3, rule="norms", against="masks", margin=0.1),
 )
 
 
@@ -141,6 +149,8 @@ def write_texts(corpora: Path, out: Path) -> None:
 
 def rule_of(config: Mapping[str, object]) -> str:
     """The rule by which the server of these settings makes a layer, of :data:`RULES`."""
+    if config["fedspallm.hessian-form"] == "diagonal":
+        return "norms"
     return "alps" if config["fedspallm.refine"] else str(config["fedspallm.merge"])
 
 
@@ -231,7 +241,8 @@ def compared(claim: Claim) -> Difference | None:
     """The difference of a claim, with the interval for other seeds; None before its first run."""
     cell = claim.deal, claim.clients, claim.density
     if claim.rule:
-        return difference(globals_of(claim.rule, *cell), globals_of(claim.against, *cell), of_other_seeds=True)
+        limit = {key: value - claim.margin for key, value in globals_of(claim.against, *cell).items()}
+        return difference(globals_of(claim.rule, *cell), limit, of_other_seeds=True)
     made = gains_at_home if claim.own else gains
     first = made(claim.deal, claim.clients, claim.density)
     second = gains(claim.deal, claim.clients, claim.than) if claim.than else dict.fromkeys(first, 0.0)

@@ -170,12 +170,15 @@ def export(
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
-        typer.Option("--format", help="safetensors, sparse, onnx or gguf. Default: as the file's suffix says."),
+        typer.Option("--format", help="safetensors or onnx; packed or gguf. Default: as the file's suffix says."),
     ] = "",
     type: Annotated[
         str,
         typer.Option("--type", help="Of a .gguf file's matrices, such as Q4_0. Default: the model's own dtype."),
     ] = "",
+    imatrix: Annotated[
+        bool, typer.Option("--imatrix", help="Write llama.cpp's importance matrix by kept sums, in place of the model.")
+    ] = False,
     force: Force = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
@@ -190,17 +193,20 @@ def export(
 
     RUN is the folder of a completed run.
     The command prints the model's costs beside those of the dense model.
-    With format sparse, a CPU computes only with the kept weights.
-    For a language model the format is sparse, or gguf for llama.cpp and Ollama.
+    For a language model the format is packed, or gguf for llama.cpp and Ollama.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
     from fedprune_app.exports.formats import check_options, export_model, format_of, is_gguf, is_language_model
 
     if type and not is_gguf(output):
         raise ConfigError("--type", type, "none, since it has no effect", condition=f"with --output {str(output)!r}")
+    if imatrix and (type or not is_gguf(output) or not is_language_model(folder)):
+        raise ConfigError("--imatrix", True, "with RUN of a language model and -o FILE.gguf, without --type")
     if is_language_model(folder):
         check_options(output, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugin)
-        if is_gguf(output):
+        if imatrix:
+            _export_imatrix(folder, output.expanduser(), force)
+        elif is_gguf(output):
             _export_gguf(folder, output.expanduser(), type, force)
         else:
             _export_language_model(folder, output, force)
@@ -233,20 +239,22 @@ def export(
     echo(f": {output.resolve()}", "exported", "green")
 
 
+def _export_imatrix(folder: Path, output: Path, force: bool) -> None:
+    from fedprune_app.exports.language import export_imatrix
+
+    with console.status(Text(f"writing {output}")):
+        segments = export_imatrix(folder, output, force=force)
+    echo(f": {output.resolve()}, of {segments} segments that stayed with their clients", "exported", "green")
+    echo(f"llama-quantize --imatrix {output} model.gguf model-q4.gguf Q4_K_M", "use:", "green")
+
+
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     from fedprune_app.exports.formats import pack_model
 
     with console.status(Text(f"packing {folder}")):
         packed_model = pack_model(folder, output.expanduser(), force=force)
-    dense, sparse = packed_model.dense, packed_model.sparse
-    rows = [
-        ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
-        ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
-        ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
-    ]
-    table = _costs(f"density {packed_model.density:.2f}", "sparse", rows)
-    table.add_row("sparse linear layers", "0", str(packed_model.sparse_layers), f"of {packed_model.layers}")
-    Terminal().print(table)
+    rows = [("bytes on disk", packed_model.dense_bytes, packed_model.packed_bytes, ",.0f")]
+    Terminal().print(_costs(f"density {packed_model.density:.2f}", "packed", rows))
     echo(f": {output.resolve()}", "exported", "green")
 
 

@@ -142,6 +142,11 @@ def sweep(
     outcome.check()
 
 
+NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")]
+SumsRun = Annotated[Path, typer.Argument(metavar="RUN")]
+ClientsRun = Annotated[Path, typer.Argument(metavar="CLIENTS")]
+
+
 @app.command()
 def advise(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
@@ -183,21 +188,57 @@ def advise(
 
 
 @app.command()
-def compress(
-    folder: Annotated[Path, typer.Argument(metavar="RUN")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")],
-    overrides: Overrides = None,
-) -> None:
-    """Make another model from the sums that a run kept, without its clients.
+def compress(folder: SumsRun, output: NewFolder, overrides: Overrides = None) -> None:
+    """Make another model of the sums that a run kept, without its clients.
 
     RUN is the folder of a completed run with fedspallm.keep-sums=true.
     KEY=VALUE is of density, fedspallm.bits, .pattern or .refine.
     """
     from fedprune_app.exports.compressed import compress as made
 
-    info = made(folder, inputs_in(None, overrides).on_command_line, output)
+    _print_made(made(folder, inputs_in(None, overrides).on_command_line, output), output)
+
+
+@app.command()
+def join(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
+    """Add clients to the sums that a run kept, and make its model anew.
+
+    RUN is the folder of a completed run with fedspallm.keep-sums=true.
+    CLIENTS is the folder of another one, in which these clients took part.
+    The model is the one that a run of all of them makes.
+    """
+    from fedprune_app.exports.compressed import combine
+
+    _print_made(combine(folder, clients, output), output)
+
+
+@app.command()
+def forget(folder: SumsRun, clients: ClientsRun, output: NewFolder) -> None:
+    """Take clients out of the sums that a run kept, and make its model anew.
+
+    RUN is the folder of a completed run with fedspallm.keep-sums=true.
+    CLIENTS is the folder of a run in which they alone sent the same sums again.
+    The model is the one that a run of the others makes.
+    """
+    from fedprune_app.exports.compressed import combine
+
+    info = combine(folder, clients, output, forgets=True)
+    _print_made(info, output)
+    numbers = ", ".join(map(str, info["forgotten"]))
+    echo(
+        f" that client {numbers} took part, in {output / 'run.json'}, and models that were given away",
+        "left:",
+        "yellow",
+    )
+    echo(f" all of {numbers} until you delete the folders {folder} and {clients}", "left:", "yellow")
+
+
+def _print_made(info: Values, output: Path) -> None:
     for name, value in info["perplexity"].items():
         echo(f" {value:.2f} on {name}, dense {info['dense_perplexity'][name]['value']:.2f}", "perplexity:", "green")
+    if info["epsilon_paid"] is not None:
+        echo(f" {info['epsilon_paid']:.2f} at most was paid for the sums, and nothing for this model", "ε:", "green")
+    echo(f"models: sha256 {info['final_sha256'][:16]}…")
     print_sizes(info, output)
 
 

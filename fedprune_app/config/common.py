@@ -329,6 +329,7 @@ class CommonOptions:
         1, "The number of clients that a run waits for, startup-seconds long, and needs to begin.", least=1,
         resumable=True,
     )  # fmt: skip
+    only_clients: str = option("", "The numbers of the clients that take part, such as '0 2 3'. Empty means all.")
     min_replies: int = option(
         1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
     )
@@ -437,11 +438,19 @@ class CommonOptions:
 
     def check(self) -> None:
         class_names(self.classes)
+        self.chosen_clients()
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
             raise ConfigError("evaluate-clients", self.evaluate_clients, allowed)
         if self.resume_from and self.out_dir and self.out_dir != self.resume_from:
             raise ConfigError("out-dir", self.out_dir, "that same folder, or nothing", condition="with resume-from")
+
+    def chosen_clients(self) -> set[int]:
+        """Return the numbers in ``only-clients``. Raises :class:`ConfigError`."""
+        numbers = self.only_clients.replace(",", " ").split()
+        if not all(map(str.isdecimal, numbers)):
+            raise ConfigError("only-clients", self.only_clients, "whole numbers of clients, from 0: '0 2 3'")
+        return set(map(int, numbers))
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,18 @@ class ClippedMoments:
 
     A sequence with T tokens adds ``1/T Σ_t x_t x_tᵀ / ‖x_t‖²``, scaled down where its Frobenius norm is above
     ``clip_norm``. Every token has equal weight, so the same norm suits every layer: no sequence's is above 1. A
-    sequence with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation.
+    sequence with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation. With
+    ``by_diagonal`` the norm is that of the diagonal, for clients that release nothing else.
     """
 
-    def __init__(self, num_inputs: int, device: torch.device | str = "cpu", clip_norm: float = 1.0) -> None:
-        self.clip_norm = clip_norm
+    def __init__(
+        self,
+        num_inputs: int,
+        device: torch.device | str = "cpu",
+        clip_norm: float = 1.0,
+        by_diagonal: bool = False,
+    ) -> None:
+        self.clip_norm, self.by_diagonal = clip_norm, by_diagonal
         self.matrix = torch.zeros(num_inputs, num_inputs, device=device)  # the sum (in, in)
 
     def add(self, inputs: Tensor) -> None:
@@ -136,6 +143,8 @@ class ClippedMoments:
         factors = tokens if tokens.shape[1] <= tokens.shape[2] else tokens.mT
         chunk_size = max(1, _PRODUCTS // factors.shape[1] ** 2)
         sizes = torch.cat([(chunk @ chunk.mT).flatten(1).norm(dim=1) for chunk in torch.split(factors, chunk_size)])
+        if self.by_diagonal:
+            sizes = tokens.square().sum(dim=1).norm(dim=1)
         # A sequence that adds nothing has the norm 0.
         shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
         rows = (tokens * shares[:, None, None]).flatten(0, 1)
@@ -241,6 +250,18 @@ class HessianSum:
         if largest * (self.weight + weight) > _LARGEST:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
         return upper
+
+    def include(self, other: Self, sign: int = 1) -> None:
+        """Add another sum or, with a ``sign`` of -1, take it away again: to the last bit what would never have had it.
+
+        Raises ``ValueError`` for a sum that would be too large to be exact.
+        """
+        self._whole += sign * other._whole
+        self._fraction += sign * other._fraction
+        self.weight += sign * other.weight
+        self.num_added += sign * other.num_added
+        if int(self._whole.abs().max()) > _LARGEST:
+            raise ValueError(f"a sum of Hessians is above {_LARGEST:g}, allowed: at most that")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the sum as tensors for a checkpoint, which :meth:`of` reads."""

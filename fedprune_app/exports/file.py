@@ -38,7 +38,6 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
-from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import (
     Build,
     architecture,
@@ -139,14 +138,11 @@ def read_export_info(path: str | PathLike[str]) -> ExportInfo:
         return _read(Path(path))[0]
 
 
-def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse: bool = False) -> nn.Module:
+def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.Module:
     """Load the exported network on the CPU, in evaluation mode, with the logits of the original model.
 
     A plug-in's own function ``build(image_shape, num_classes)`` makes a plug-in's network; if the plug-in registered
     the network under a name, importing the plug-in is enough.
-
-    With ``sparse``, linear layers compute only with their kept weights if that is faster on this machine, see
-    :func:`~fedprune_app.models.sparse.sparsify`.
 
     Pruned weights are zeros, and removed channels are missing. The file need not be trusted: everything is checked
     before memory is allocated, never more than for the full network. Raises a one-line ``ValueError`` that names the
@@ -164,10 +160,7 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
         # the values, and one byte per element of a mask
         num_bytes = sum(codec.counted(tensor.shape) * (tensor.element_size() + 1) for tensor in full.values())
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(num_bytes, MAX_FILE_BYTES))
-        network = network_of(info, payload, build)
-    if sparse:
-        sparsify(network)
-    return network
+        return network_of(info, payload, build)
 
 
 def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -> nn.Module:

@@ -4,7 +4,6 @@ The network is without removed channels. Single pruned weights are left out of t
 values and entropy-coded masks. In ONNX files, which have only dense tensors, these weights are zeros.
 """
 
-import copy
 import platform
 import statistics
 import time
@@ -12,10 +11,9 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -30,7 +28,6 @@ from fedprune_app.exports.find import CHECKPOINT, Exportable, find_model, finish
 from fedprune_app.files import replace_file
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
-from fedprune_app.models.sparse import SparseLinear, sparsify
 from fedprune_app.models.vision import parameter_names, state_tensors
 from fedprune_app.results.ownership import check_new_file
 
@@ -113,9 +110,8 @@ def machine() -> str:
     return f"{processor}, PyTorch {torch.__version__}"
 
 
-SPARSE = "sparse"  # the safetensors file, with the times of load_model(file, sparse=True)
-GGUF = "gguf"  # of language models
-FORMATS = ("safetensors", SPARSE, "onnx")
+PACKED, GGUF = "packed", "gguf"  # of language models
+FORMATS = ("safetensors", "onnx")
 SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx"}
 
 
@@ -125,7 +121,7 @@ def format_of(output: Path, format: str) -> str:
     Raises a one-line ``ValueError`` for a suffix of another format.
     """
     by_suffix = SUFFIXES.get(output.suffix.lower())
-    if format in FORMATS and by_suffix not in (None, "safetensors" if format == SPARSE else format):
+    if format in FORMATS and by_suffix not in (None, format):
         raise ConfigError("--output", output, f"no suffix of {by_suffix}", condition=f"with format {format!r}")
     if not format and output.suffix and by_suffix is None:
         raise ConfigError("--output", output, f"a file that ends in {', '.join(SUFFIXES)}, or a format")
@@ -214,11 +210,8 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, int, Runner]
     most a ten-thousandth of the largest logit.
     """
     if format != "onnx":
-        network = copy.deepcopy(model.network)
-        if format == SPARSE:
-            sparsify(network)
         dense = safetensors.torch.save(state_tensors(model.full, include_buffers=True))
-        return encode_export(model.info, model.payload), network, len(dense), model.full
+        return encode_export(model.info, model.payload), model.network, len(dense), model.full
     content, runner = _onnx(model.network, model.info)
     for batch in (1, 3):
         images = example_images(model.info.image_shape, batch)
@@ -233,28 +226,12 @@ def convert(model: Exportable, format: str) -> tuple[bytes, Runner, int, Runner]
 # --- packed language models -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Bytes of a language model on disk and in memory, and milliseconds for one token on one thread."""
+class Packed(NamedTuple):
+    """A checkpoint has these bytes dense and packed; ``density`` is the share of prunable weights that is left."""
 
-    disk: int
-    memory: int
-    milliseconds: float
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Costs of the ``dense`` language model and of the packed, ``sparse`` one.
-
-    ``density`` is the kept share of the prunable weights. Of the decoder's ``layers`` linear layers, ``sparse_layers``
-    are computed from packed weights on this machine; the others are faster dense.
-    """
-
-    dense: Cost
-    sparse: Cost
+    dense_bytes: int
+    packed_bytes: int
     density: float
-    layers: int
-    sparse_layers: int
 
 
 def is_language_model(folder: Path) -> bool:
@@ -274,7 +251,7 @@ def check_options(output: Path, client: int | str | None, format: str, **options
     condition = "with a language model"
     if client is not None:
         raise ConfigError("--client", client, "none, for the global model", condition=condition)
-    if format not in ("", own := GGUF if is_gguf(output) else SPARSE):
+    if format not in ("", own := GGUF if is_gguf(output) else PACKED):
         raise ConfigError("--format", format, own, condition=f"{condition} and --output {str(output)!r}")
     if output.suffix.lower() in SUFFIXES:
         raise ConfigError("--output", output, "a folder, whose name has no suffix of a file", condition=condition)
@@ -284,10 +261,9 @@ def check_options(output: Path, client: int | str | None, format: str, **options
 
 
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
-    """Write the packed model of a run, or of a checkpoint, to the folder ``output``; return the costs of both.
+    """Write the packed model of a run, or of a checkpoint, to the folder ``output``: kept values and coded masks.
 
-    A packed model has kept values and coded masks, with which a CPU can also compute. A weight that is exactly 0 counts
-    as pruned. Raises a one-line ``ValueError``.
+    A weight that is exactly 0 counts as pruned. Raises a one-line ``ValueError``.
     """
     if output.exists() and not (force and (output / "packed.json").is_file()):
         raise ConfigError(
@@ -304,22 +280,6 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         counts["kept"] += payload.num_kept()
         return payload
 
-    disk_bytes = write_packed(model, layer, output)
-    with one_thread():
-        dense, sparse = load_packed(output), load_packed(output, sparse=True)
-    token = torch.zeros((1, 1), dtype=torch.int64)
-    with one_thread(), torch.inference_mode():
-        times = medians([partial(network, use_cache=False) for network in (dense, sparse)], token)
-    linear_types = [type(module) for module in sparse.modules() if isinstance(module, nn.Linear | SparseLinear)]
-    return Packed(
-        Cost(_bytes(dense), _bytes(dense), times[0]),
-        Cost(disk_bytes, _bytes(sparse), times[1]),
-        counts["kept"] / max(1, counts["all"]),
-        max(0, len(linear_types) - 1),  # without the head
-        linear_types.count(SparseLinear),
-    )
-
-
-def _bytes(model: nn.Module) -> int:
-    tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *model.buffers()]}  # tied ones once
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    packed_bytes = write_packed(model, layer, output)
+    dense_bytes = sum(tensor.numel() * tensor.element_size() for tensor in load_packed(output).state_dict().values())
+    return Packed(dense_bytes, packed_bytes, counts["kept"] / max(1, counts["all"]))

@@ -58,8 +58,13 @@ def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | 
     for key, value in layout.config().items():
         getattr(writer, f"add_{key}")(value)
     add_keys(writer, model.folder, model.config.vocab_size)
-    for name, tensor in layout.tensors():
-        writer.add_tensor(layout.name(name), layout.packed(name, tensor), raw_dtype=layout.kind(name, tensor))
+    try:
+        for name, tensor in layout.tensors():
+            writer.add_tensor(layout.name(name), layout.packed(name, tensor), raw_dtype=layout.kind(name, tensor))
+    except ValueError:
+        if writer.temp_file is not None:
+            writer.temp_file.close()
+        raise
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,6 +74,28 @@ def write_gguf(model: LanguageModel, path: Path, kind: str = "", codes: Codes | 
         if not layout.holds(name, tensor, found[layout.name(name)]):
             raise ValueError(f"tensor '{name}' is another one in the GGUF file than in the model: nothing is left")
     return layout.most
+
+
+def write_imatrix(model: LanguageModel, path: Path, squares: Mapping[str, tuple[Tensor, int]], length: int) -> None:
+    """Write llama.cpp's importance matrix of ``model`` to the GGUF file ``path``.
+
+    By the name of a matrix ``squares`` has its inputs' sums of squares (in,) and the number of segments that these are
+    over, of ``length`` tokens. Source: ``save_imatrix`` in llama.cpp's tools/imatrix. Errors are as in
+    :func:`write_gguf`.
+    """
+    layout = _Layout(model, "", {})
+    writer = layout.gguf.GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", ["texts of clients that stayed with them"])
+    writer.add_uint32("imatrix.chunk_count", max(count for _, count in squares.values()))
+    writer.add_uint32("imatrix.chunk_size", length)
+    for name, (total, count) in squares.items():
+        writer.add_tensor(f"{layout.name(name)}.in_sum2", total.float().numpy()[None])
+        writer.add_tensor(f"{layout.name(name)}.counts", np.array([[count * length]], dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 class _Layout:
@@ -146,13 +173,13 @@ class _Layout:
         """Return a tensor's data in the file."""
         unit_dim = _UNITS.get(_part(name))
         shape = [self.units if dim == unit_dim else size for dim, size in enumerate(tensor.shape)]
+        kind = self.kind(name, tensor)
+        if shape[-1] % self.gguf.GGML_QUANT_SIZES[kind][0]:
+            raise self._refused(f"of type {kind.name}: '{name}' has rows of {shape[-1]} weights, allowed: n x 32")
         if name in self.codes:
             data = self.codes[name][1].numpy()
         else:
-            values, kind = _padded(tensor.float().numpy(), shape), self.kind(name, tensor)
-            if shape[-1] % self.gguf.GGML_QUANT_SIZES[kind][0]:
-                raise self._refused(f"of type {kind.name}: '{name}' has rows of {shape[-1]} weights, allowed: n x 32")
-            data = self.gguf.quants.quantize(values, kind)
+            data = self.gguf.quants.quantize(_padded(tensor.float().numpy(), shape), kind)
         data = _padded(data, [shape[0], *data.shape[1:]])  # bytes of 0 are weights of 0
         return np.ascontiguousarray(self._turned(name, data, (2, -1)))
 

@@ -8,8 +8,11 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
+from fedprune_app.exports.compressed import SumsRun
 from fedprune_app.exports.find import finished_checkpoint
-from fedprune_app.exports.gguf_file import write_gguf
+from fedprune_app.exports.gguf_file import write_gguf, write_imatrix
 from fedprune_app.exports.llama_cpp import token_milliseconds
 from fedprune_app.files import make_durable, scratch_folder
 from fedprune_app.learning.language_models import language_model
@@ -61,3 +64,30 @@ def export_gguf(folder: Path, output: Path, kind: str = "", *, force: bool = Fal
         Costs(f"{name}, {kinds[name]}", sizes[name], milliseconds, perplexities.get(name))
         for name, milliseconds in zip(models, times, strict=False)
     ]
+
+
+def export_imatrix(folder: Path, output: Path, *, force: bool = False) -> int:
+    """Write the importance matrix of a run's model, by the sums that the run kept, to the GGUF file ``output``.
+
+    It is for the file that :func:`export_gguf` writes. Returns the number of segments that the sums are over. Raises a
+    one-line ``ValueError``; nothing is left then.
+    """
+    check_new_file(output, force)
+    source = SumsRun(folder, {})
+    model, squares = source.model, dict[str, tuple[Tensor, int]]()
+    for layer in range(model.num_layers):
+        sums, masks = source.sums(layer).sums, source.pruned.layer(layer).masks
+        hessian_of = source.compression.hessians_of(sums)
+        for names in source.compression.groups:
+            count = sums[names[0]].weight
+            diagonal = hessian_of[names[0]].diagonal().cpu() * count / 2  # twice the mean over segments
+            if source.compression.cut is not None:
+                diagonal = diagonal[masks[names[0]].any(dim=0)]
+            squares |= dict.fromkeys(model.named(layer, dict.fromkeys(names, diagonal)), (diagonal, count))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(output.parent) as scratch:
+        path = scratch / "imatrix"
+        write_imatrix(model, path, squares, model.sequence_length(source.options.segment_length))
+        os.replace(path, output)
+    make_durable([output])
+    return max(count for _, count in squares.values())

@@ -38,8 +38,9 @@ def register_clients(
     them can take part, it also queries each node that connects within ``startup_seconds``, and repeats the query to
     those left out, which their operators may have repaired. A node with data of its own gets its number by the order of
     node ids. For a resumed run ``numbers`` (node id to number) has the numbers, and other nodes are not queried;
-    ``ids`` are its clients, and other clients are left out. The majority's properties (:meth:`ClientInfo.common`) are
-    the run's. A client is left out if it fails, reports other properties, or claims another's number.
+    ``ids`` are its clients, or those of ``only-clients``, and other clients are left out. The majority's properties
+    (:meth:`ClientInfo.common`) are the run's. A client is left out if it fails, reports other properties, or claims
+    another's number.
 
     Raises :class:`TooFewReplies` with the first reason if fewer than ``min_clients`` connect or can take part. If none
     of the first ``min_clients`` can start, the run's settings are most likely wrong: that is raised at once. Raises
@@ -157,7 +158,7 @@ def _select_clients(infos: Iterable[ClientInfo], ids: Collection[int] | None) ->
         if ids is None or info.id in ids:
             candidates.append(info)
         else:
-            errors.append(f"client {info.id} is no part of the run, allowed when resuming: the clients of run.json")
+            errors.append(f"client {info.id} is no part of the run, allowed: only-clients, or when resuming run.json's")
     members, misfits = _select_majority(candidates)
     errors += misfits
     claims = Counter(info.id for info in members)

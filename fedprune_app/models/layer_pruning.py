@@ -111,13 +111,17 @@ def input_matrices(
     hidden: Tensor,
     batch_size: int,
     clip_norm: float | None = None,
+    by_diagonal: bool = False,
 ) -> TensorDict:
     """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
 
-    With ``clip_norm`` they are :class:`ClippedMoments`. Matrices with the same input tensor share a Hessian, under the
-    name of the first of them. The module and the hidden states (sequences, length, width) are not changed.
+    With ``clip_norm`` they are :class:`ClippedMoments`, clipped ``by_diagonal`` or not. Matrices with the same input
+    tensor share a Hessian, under the name of the first of them. The module and the hidden states (sequences, length,
+    width) are not changed.
     """
-    kind: MakeStatistic = Hessian if clip_norm is None else partial(ClippedMoments, clip_norm=clip_norm)
+    kind: MakeStatistic = Hessian
+    if clip_norm is not None:
+        kind = partial(ClippedMoments, clip_norm=clip_norm, by_diagonal=by_diagonal)
     statistics = _observe(model, module, names, hidden, kind, batch_size)[1]
     first_names = [group[0] for group in _group_by_inputs(names, statistics) if group[0] in statistics]
     return {name: statistics[name].matrix for name in first_names}

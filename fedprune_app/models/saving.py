@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.digests import check_json, json_with_digest
@@ -21,8 +20,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.files import as_path, replacing_folder
 from fedprune_app.models.checkpoints import INDEX, fill, inside, skeleton
 from fedprune_app.models.cutting import Cut, narrowed
-from fedprune_app.models.llm import LanguageModel, decoder_layers
-from fedprune_app.models.sparse import Chooser
+from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.transformers import import_transformers
 
 # Returns the pruned matrices of decoder layer i with their masks; empty for a dense layer.
@@ -93,23 +91,19 @@ def read_codes(folder: Path) -> dict[str, tuple[str, Tensor]]:
     return codes
 
 
-def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
+def load_packed(folder: Path | str) -> Any:
     """Return a transformers model from a folder of :func:`write_packed`, on the CPU, in evaluation mode.
 
-    With ``sparse`` the pruned matrices stay packed in memory wherever this computes a token faster, see
-    :mod:`fedprune_app.models.sparse`. While loading, the matrices of one layer at a time are dense. Such a model is for
-    inference. Raises ``ValueError`` for another folder.
+    Raises ``ValueError`` for another folder.
     """
     folder = as_path("folder", folder)
     if not folder.is_dir():  # transformers would treat it as a name on the hub
         raise ValueError(f"packed model {str(folder)!r}: there is no such folder")
     try:
         config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
-        if not sparse:
-            tensors = {name: tensor for part in _parts(folder) for name, tensor in part.tensors.items()}
-            return fill(skeleton(config, _dtype(tensors)), tensors)
-        size = sum(path.stat().st_size for path in folder.glob("part-*.fp"))
-        return _sparse_model(config, _parts(folder), Chooser(size))
+        tensors = {name: tensor for part in _parts(folder) for name, tensor in part.tensors.items()}
+        dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+        return fill(skeleton(config, dtype), tensors)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
 
@@ -125,37 +119,6 @@ def _parts(folder: Path) -> Iterator[Payload]:
         if hashlib.sha256(data).hexdigest() != index["sha256"][name]:
             raise ValueError(f"{name} is damaged: its content is not what was written")
         yield codec.unpack(data, int(max_bytes))
-
-
-def _sparse_model(config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:
-    shell = next(parts).tensors
-    model = skeleton(config, _dtype(shell))
-    prefix, layers = decoder_layers(model)
-    model.set_submodule(prefix, nn.ModuleList(nn.Identity() for _ in layers))
-    fill(model, shell)
-    pairs = enumerate(zip(layers, parts, strict=True))
-    sparse_layers = [_layer(layer, f"{prefix}.{i}.", part, chooser) for i, (layer, part) in pairs]
-    model.set_submodule(prefix, nn.ModuleList(sparse_layers))
-    return model.requires_grad_(False)
-
-
-def _dtype(tensors: Tensors) -> torch.dtype:
-    return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-
-
-def _layer(template: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.Module:
-    """Return the decoder layer of a part with names that begin with ``start``, sparse where that is faster."""
-    module = copy.deepcopy(template)  # on the meta device
-    tensors = {name.removeprefix(start): tensor for name, tensor in part.tensors.items()}
-    for name in [name.removeprefix(start) for name in part.masks]:
-        owner = name.removesuffix(".weight")
-        is_linear = owner != name and type(template.get_submodule(owner)) is nn.Linear  # subclasses may compute more
-        if is_linear and (sparse_layer := chooser.layer(tensors[name], tensors.get(f"{owner}.bias"))):
-            module.set_submodule(owner, sparse_layer)
-            tensors = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] != owner}
-            tensors |= {f"{owner}.{key}": tensor for key, tensor in sparse_layer.state_dict().items()}
-    module.load_state_dict(tensors, assign=True)
-    return module
 
 
 def _named_part(model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut | None) -> tuple[TensorDict, Tensors]:

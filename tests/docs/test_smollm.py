@@ -12,12 +12,20 @@ from fedprune_app.sweeps.matrix import read_matrix
 from tests.docs.blocks import ROOT
 from tests.docs.scripts import script
 
-smollm = script("smollm")
+smollm, one_upload = script("smollm"), script("one_upload")
 
 
 def test_the_tables_of_the_page_are_those_of_the_data():
     assert smollm.written(smollm.PAGE.read_text()) == smollm.PAGE.read_text()
     assert smollm.as_csv(smollm.claims_table()) == smollm.ALL_CLAIMS.read_text()
+
+
+def test_the_tables_of_one_upload_are_those_of_its_data_and_each_claim_is_of_two_models():
+    assert one_upload.written(smollm.PAGE.read_text()) == smollm.PAGE.read_text()
+    assert one_upload.as_csv(one_upload.claims_table()) == one_upload.ALL_CLAIMS.read_text()
+    names = {model.name for model in one_upload.MODELS}
+    assert {name for claim in one_upload.CLAIMS for name in (claim.better, claim.other)} <= names
+    assert {model.source for model in one_upload.MODELS} <= names | {""}
 
 
 def test_no_run_has_two_rows_for_a_text():

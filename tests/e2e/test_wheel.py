@@ -104,11 +104,11 @@ def test_an_installed_wheel_runs_on_every_engine_beside_packages_of_the_same_nam
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_a_wheel_has_the_library_in_c_where_a_compiler_is(site, tmp_path):
     code = (
-        "from fedprune_app.core import compiled, masked_tensors, sparse_linear\n"
-        "print(compiled.FOLDER.parents[2], masked_tensors.is_compiled(), sparse_linear.instructions())"
+        "from fedprune_app.core import compiled, masked_tensors\n"
+        "print(compiled.FOLDER.parents[2], masked_tensors.is_compiled())"
     )
-    place, is_compiled, instructions = python(site, tmp_path, code).rsplit(maxsplit=2)
-    assert (place, is_compiled, bool(instructions)) == (str(site), "True", True)
+    place, is_compiled = python(site, tmp_path, code).rsplit(maxsplit=1)
+    assert (place, is_compiled) == (str(site), "True")
     (wheel,) = site.parent.glob("*.whl")
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")

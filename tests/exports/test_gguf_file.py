@@ -207,7 +207,7 @@ def test_the_command_writes_the_file_and_says_how_to_use_it(fedprune, tmp_path, 
     for arguments, says in (
         ((path,), "exists, allowed: a new file"),
         ((tmp_path / "a.gguf", "--type", "Q3_K"), "--type is 'Q3_K'"),
-        ((tmp_path / "a.gguf", "--format", "sparse"), "--format is 'sparse'"),
+        ((tmp_path / "a.gguf", "--format", "packed"), "--format is 'packed'"),
         ((tmp_path / "a", "--type", "Q8_0"), "--type is 'Q8_0'"),
         ((tmp_path / "a.gguf", "--client", "1"), "--client is 1"),
     ):
@@ -291,3 +291,12 @@ def test_the_command_times_a_token_and_predict_continues_texts(llama_cpp, fedpru
     path.write_bytes(b"GGUF")
     code, _, err = fedprune("predict", path, "a text")
     assert (code, "llama.cpp" in err) == (2, True), err
+
+
+def test_codes_whose_rows_end_within_a_block_are_refused_but_for_feed_forward_units(tmp_path):
+    tiny(tmp_path / "llm", num_attention_heads=1, num_key_value_heads=1, head_dim=16)
+    model = LanguageModel(tmp_path / "llm")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    codes = {name: ("Q4_1", torch.zeros(64, 20, dtype=torch.uint8))}
+    with pytest.raises(ValueError, match=f"of type Q4_1: '{name}' has rows of 16 weights"):
+        write_gguf(model, tmp_path / "model.gguf", codes=codes)

@@ -331,7 +331,7 @@ def test_a_node_that_is_no_part_of_a_run_does_not_stop_its_resumption(federate, 
     resumed = federate(name="part", num_server_rounds=2, resume_from=str(tmp_path / "part"), **settings)
     assert [row["partition"] for row in resumed.info["partition"]] == [0, 1, 3]
     assert resumed.info["clients_left_out"] == [
-        "client 2 is no part of the run, allowed when resuming: the clients of run.json"
+        "client 2 is no part of the run, allowed: only-clients, or when resuming run.json's"
     ]
     assert resumed.sha256 == whole.sha256
 

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from fedprune_app.models import sparse
 from fedprune_app.models.embedded import byte_tokenizer
 from fedprune_app.models.layer_pruning import Pruner, check_layers, prune_layer, same_inputs
 from fedprune_app.models.llm import LanguageModel
@@ -32,12 +31,6 @@ REFUSED = {
 }
 WALKED = [kind for kind in CONFIGS if kind not in REFUSED]
 QUICKLY_REFUSED = ("Mamba", "Llama4Text", "Gemma3nText")
-
-
-@pytest.fixture(autouse=True)
-def unmeasured(monkeypatch):
-    """No layer's speed is measured, which takes seconds: all that can be packed are."""
-    monkeypatch.setattr(sparse, "speed_of", lambda *_: sparse.Speed(2.0, 1.0))
 
 
 def in_turn(kinds, quick, *quickest):
@@ -78,11 +71,10 @@ def test_a_model_is_pruned_layer_by_layer_and_is_then_what_transformers_loads(ki
             name: int(tensor.count_nonzero()) for name, tensor in payload.tensors.items()
         }
     write_packed(model, layers.__getitem__, tmp_path / "packed")
-    for is_sparse in (False, True):
-        with torch.no_grad():
-            logits = load_packed(tmp_path / "packed", sparse=is_sparse)(IDS, use_cache=False).logits
-        found = F.cross_entropy(logits[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="none").mean(1)
-        assert found.tolist() == pytest.approx(expected, 1e-5)
+    with torch.no_grad():
+        logits = load_packed(tmp_path / "packed")(IDS, use_cache=False).logits
+    found = F.cross_entropy(logits[:, :-1].transpose(1, 2), IDS[:, 1:], reduction="none").mean(1)
+    assert found.tolist() == pytest.approx(expected, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss", "GPT2"])

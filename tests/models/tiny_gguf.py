@@ -12,12 +12,12 @@ from fedprune_app.models.transformers import import_transformers
 from tests.models.tiny_llm import drawn_model
 
 
-def gguf_model(seed: int = 0):
-    """A random LLaMA of transformers, whose rows are long enough for blocks of 32 weights."""
+def gguf_model(seed: int = 0, width: int = 32):
+    """A random LLaMA of transformers with four heads, whose rows are long enough for blocks of 32 weights."""
     transformers = import_transformers()
     config = transformers.LlamaConfig(
         vocab_size=257,
-        hidden_size=32,
+        hidden_size=width,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
+from rich.console import Console
 from safetensors.torch import load_file
 
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import NodeContext
 from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
-from fedprune_app.exports.compressed import compress
+from fedprune_app.exports.compressed import combine, compress
 from fedprune_app.exports.language import export_gguf
 from fedprune_app.models.layer_pruning import input_matrices
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import read_codes
-from fedprune_app.results.reader import load_run
+from fedprune_app.preflight.inputs import Placement, RunInputs
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.results.reader import load_run, read_info
+from fedprune_app.running import Session
+from strategies.merging import Compression, load_sums
+from strategies.pruned_model import PrunedModel
 from tests.examples import full
 from tests.exports.test_gguf_file import tiny
 from tests.models.tiny_llm import text_folder, tiny_byte_model
@@ -178,6 +187,137 @@ def test_bits_and_forms_that_cannot_be_are_refused(key, value, more):
 def test_what_cannot_be_compressed_is_refused(run, tmp_path):
     with refuses("seed", 7):
         compress(run().folder, {"seed": 7}, tmp_path / "new")
-    with pytest.raises(ValueError, match=r"fedspallm\.keep-sums"):
+    with pytest.raises(ValueError, match=r"keeps no sums.*fedspallm\.keep-sums"):
         compress(run(fedspallm_keep_sums=False).folder, {}, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def alone(run):
+    """Runs in which some of the three clients take part, by their numbers; none means all."""
+    return lambda *numbers, **more: run(only_clients=" ".join(map(str, numbers)), fraction_train=1.0, **more)
+
+
+def test_a_client_joins_and_is_forgotten_as_if_it_had_always_or_never_been_there(alone, tmp_path):
+    everybody, others, client = alone(), alone(0, 2), alone(1)
+    assert [each["partition"] for each in others.info["partition"]] == [0, 2]
+    joined = combine(others.folder, client.folder, tmp_path / "joined")
+    forgotten = combine(everybody.folder, client.folder, tmp_path / "forgotten", forgets=True)
+    assert joined["final_sha256"] == everybody.info["final_sha256"]
+    assert forgotten["final_sha256"] == others.info["final_sha256"] != everybody.info["final_sha256"]
+    assert (joined["joined"], forgotten["forgotten"]) == ([1], [1])
+    assert (
+        compress(tmp_path / "joined", {"density": 0.7}, tmp_path / "more")["final_sha256"]
+        == (alone(density=0.7).info["final_sha256"])
+    )
+
+
+def test_clients_may_join_and_be_forgotten_in_any_order(alone, tmp_path):
+    """The sums are what counts: the model is made of them by the code of every run."""
+    order, config = random.Random(0), alone().config
+    model = LanguageModel(Path(config.model))
+    compression = Compression(config, model)
+
+    def sums(result):
+        return load_sums(PrunedModel(model, result.folder, result.info["run_key"]).sums, 1, compression)
+
+    expected = {numbers: sums(alone(*numbers)) for numbers in [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]}
+    there, total = {0}, sums(alone(0))
+    for _ in range(20):
+        client = order.choice([each for each in range(3) if there != {each}])
+        total.include(sums(alone(client)), -1 if client in there else 1)
+        there ^= {client}
+        wanted = expected[tuple(sorted(there))]
+        assert total.digests == wanted.digests
+        for name, each in total.sums.items():
+            tensors, others = each.tensors("x"), wanted.sums[name].tensors("x")
+            assert all(torch.equal(tensor, others[key]) for key, tensor in tensors.items())
+
+
+def test_who_is_not_in_the_sums_or_is_already_or_is_all_that_there_is_changes_nothing(alone, tmp_path):
+    everybody, client, new = alone(), alone(1), tmp_path / "new"
+    with pytest.raises(ValueError, match=r"in the sums already: digest [0-9a-f]{16}, allowed: once"):
+        combine(everybody.folder, client.folder, new)
+    with pytest.raises(ValueError, match="not of what the client sends now, allowed: the same bytes as then"):
+        combine(everybody.folder, alone(1, seed=5).folder, new, forgets=True)
+    with pytest.raises(ValueError, match="nothing would be left of the sums"):
+        combine(client.folder, client.folder, new, forgets=True)
+    assert not new.exists()
+
+
+def test_what_clients_trained_or_noised_is_not_forgotten_with_the_reason_in_one_line(alone, federation, tmp_path):
+    client, layer_by_layer = alone(1).folder, alone(fedspallm_layers_per_exchange=1).folder
+    recovered = alone(num_server_rounds=2, fedspallm_recovery_rounds=1, fedspallm_recovery_segments=8).folder
+    private = alone(dp_enabled=True, dp_noise_multiplier=1.0, dp_accuracies="none").folder
+    trained = federation(2, system="fedavg", num_server_rounds=1).folder
+    for run, reason in (
+        (layer_by_layer, "each sum depends on those before it"),
+        (recovered, "clients trained its weights"),
+        (private, "nobody can send the same noise again"),
+        (trained, "what a client gave cannot be told from its weights"),
+    ):
+        with pytest.raises(ValueError, match=f"stays as it is: .*{reason}.*, allowed: ") as error:
+            combine(run, client, tmp_path / "new", forgets=True)
+        assert "\n" not in str(error.value)
+
+
+def test_the_command_says_what_remains_of_a_forgotten_client(alone, fedprune, tmp_path):
+    code, said = fedprune("forget", alone().folder, alone(1).folder, "-o", "new")
+    assert (code, "client 1 took part" in said, "until you delete the folders" in said) == (0, True, True), said
+    code, said = fedprune("join", "new", alone(1).folder, "-o", "newer")
+    assert (code, "perplexity:" in said) == (0, True), said
+
+
+def test_a_private_runs_models_say_what_was_paid_for_them(alone, fedprune, tmp_path):
+    result = alone(dp_enabled=True, dp_noise_multiplier=1.0, dp_accuracies="none")
+    code, said = fedprune("compress", result.folder, "fedspallm.bits=4", "-o", "new")
+    paid = result.rounds[-1]["epsilon_max"]
+    assert (code, read_info(tmp_path / "new")["epsilon_paid"]) == (0, paid)
+    assert f"ε: {paid:.2f} at most was paid" in said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("engine", ["ray", "gRPC with TLS"])
+def test_a_client_that_sends_again_elsewhere_is_forgotten_and_joins_to_the_same_model(alone, tmp_path, engine):
+    nodes = tuple({"partition-id": k, "num-partitions": 3} for k in range(3))
+    placement = Placement("ray", 3, num_workers=1) if engine == "ray" else Placement(num_clients=3, nodes=nodes)
+    here = {numbers: alone(*numbers) for numbers in [(), (0, 2), (1,)]}
+    values = {**here[1,].config.to_dict(), "out-dir": str(tmp_path / "client"), "deadline-seconds": 600.0}
+    with Session(Console(stderr=True)) as session:
+        session.run(prepare(RunInputs(values), placement), tmp_path / "client")
+    forgotten = combine(here[()].folder, tmp_path / "client", tmp_path / "forgotten", forgets=True)
+    assert forgotten["final_sha256"] == here[0, 2].info["final_sha256"]
+    joined = combine(here[0, 2].folder, tmp_path / "client", tmp_path / "joined")
+    assert joined["final_sha256"] == here[()].info["final_sha256"]
+
+
+@pytest.mark.parametrize("more", [{}, {"fedspallm_hessian_form": "diagonal"}, {"fedspallm_pattern": "cut"}], ids=str)
+def test_an_importance_matrix_has_the_squares_of_all_clients_inputs(alone, fedprune, tmp_path, more):
+    tiny(tmp_path / "llm")
+    result = alone(model=str(tmp_path / "llm"), **more)
+    code, said = fedprune("export", result.folder, "-o", "texts.gguf", "--imatrix")
+    assert (code, "of 12 segments" in said) == (0, True), said
+    reader = GGUFReader(tmp_path / "texts.gguf")
+    assert reader.fields["general.type"].contents() == "imatrix"
+    assert [reader.fields[f"imatrix.{key}"].contents() for key in ("chunk_count", "chunk_size")] == [12, 16]
+    found = {each.name: each.data for each in reader.tensors}
+    export_gguf(result.folder, tmp_path / "model.gguf")
+    matrices = {each.name: each for each in GGUFReader(tmp_path / "model.gguf").tensors if "_norm" not in each.name}
+    for name, matrix in matrices.items():
+        if name.startswith("blk."):  # as llama.cpp quantizes: a weight for each input
+            assert found[f"{name}.in_sum2"].shape == (1, matrix.shape[0]), name
+            assert found[f"{name}.counts"].tolist() == [[12 * 16]]
+    model, total = LanguageModel(tmp_path / "llm"), 0.0
+    for partition in range(3):
+        segments = FedSpaLLMClient(result.config, NodeContext(partition, 3, tmp_path)).segments()[0]
+        total += model.layer(0, model.layer_tensors(0)).input_layernorm(model.embed(segments, 4)).square().sum((0, 1))
+    squares = torch.from_numpy(found["blk.0.attn_q.weight.in_sum2"].copy())[0]
+    torch.testing.assert_close(squares, total, rtol=1e-4, atol=1e-4)
+
+
+def test_an_importance_matrix_needs_kept_sums_and_a_gguf_file(run, fedprune):
+    folder = run(fedspallm_keep_sums=False).folder
+    assert fedprune("export", folder, "-o", "x.gguf", "--imatrix")[0] == 2
+    code, said = fedprune("export", folder, "-o", "x", "--imatrix")
+    assert (code, "--imatrix is true, allowed:" in said) == (2, True), said

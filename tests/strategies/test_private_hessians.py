@@ -35,8 +35,8 @@ def options(**more):
     return {key.replace(".", "_").replace("-", "_"): value for key, value in {**PRIVATE, **more}.items()}
 
 
-def moments(inputs, clip_norm):
-    found = hessians.ClippedMoments(inputs.shape[-1], clip_norm=clip_norm)
+def moments(inputs, clip_norm, by_diagonal=False):
+    found = hessians.ClippedMoments(inputs.shape[-1], clip_norm=clip_norm, by_diagonal=by_diagonal)
     found.add(inputs)
     return found.matrix
 
@@ -71,6 +71,17 @@ def test_a_blank_in_the_place_of_a_segment_changes_the_sum_by_at_most_the_clippi
         norm = float(hessians.isometric(moved).norm())
         assert norm <= clip_norm * (1 + 1e-5)
         assert norm > 0.04
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 0.3, 1.0])
+def test_a_blank_in_the_place_of_a_segment_changes_a_diagonal_by_at_most_the_clipping_norm_of_diagonals(clip_norm):
+    inputs = torch.randn(5, 7, 6, generator=torch.Generator().manual_seed(2))
+    inputs[0] = 1e15 * torch.eye(6)[0]  # one input alone has the largest norm
+    for segment in range(len(inputs)):
+        other = inputs.clone()
+        other[segment] = 0
+        moved = moments(inputs, clip_norm, True).diagonal() - moments(other, clip_norm, True).diagonal()
+        assert 0.99 * min(clip_norm, 0.4) < float(moved.double().norm()) <= clip_norm * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
@@ -171,6 +182,27 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.few(1)
+def test_a_private_diagonal_is_noised_alone_for_the_same_price(run, tmp_path):
+    result = run(**options(**{"fedspallm.hessian-form": "diagonal", "dp.clip-norm": 0.05}))
+    config, noise = result.config, []
+    client = FedSpaLLMClient(config, NodeContext(0, CLIENTS, tmp_path))
+    module = client.model.layer(0, client.model.layer_tensors(0))
+    for partition in range(CLIENTS):
+        segments = segments_of(config, partition, CLIENTS, tmp_path)
+        hidden = client.model.embed(segments, config.batch_size)
+        expected = input_matrices(client.model, module, client.observed_matrices, hidden, 4, 0.05, by_diagonal=True)
+        sent = uploads(result)[partition, 1].tensors
+        for name, total in expected.items():
+            assert sent[hessians.HESSIAN + name].shape == total.diagonal().shape
+            noise.append(sent[hessians.HESSIAN + name].double() * len(segments) - total.diagonal().double())
+    every = torch.cat(noise)
+    assert float(every.std()) == pytest.approx(2.0 * 0.05, rel=5 / math.sqrt(2 * len(every)))
+    assert result.rounds[-1]["epsilon_max"] == pytest.approx(epsilon({Steps(2.0, 1.0): 2 * RELEASES}, config.dp.delta))
+    assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.few(1)
 def test_nothing_else_of_the_text_is_told(run):
     result = run(**options())
     for message in result.wiretap.messages:
@@ -354,6 +386,7 @@ def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_p
             ("fedspallm.recovery-rounds", 1),
         ),
         ({"dp.clip-norm": 2.0}, ("dp.clip-norm", 2.0)),
+        ({"fedspallm.hessian-form": "int8"}, ("fedspallm.hessian-form", "int8")),
     ],
 )
 def test_settings_that_would_leak_are_refused(settings, more, message):
