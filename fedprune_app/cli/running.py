@@ -160,10 +160,10 @@ def advise(
     ),
     engine: Engine = "inprocess",
 ) -> None:
-    """Say whether to federate, how to prune, and what privacy costs, on data of your own.
+    """Say whether to federate, how to prune, and what privacy costs, on your data.
 
     DIR has <site>/<class>/* (images), or train.csv with a column of sites.
-    Each KEY=VALUE is a setting of all runs, such as owner-column=clinic label-column=outcome.
+    Each KEY=VALUE is a setting of all runs, such as owner-column=clinic.
     A few methods run with three seeds.
     """
     from fedprune_app.results.report import write_report

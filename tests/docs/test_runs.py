@@ -23,7 +23,7 @@ from tests.docs.blocks import ROOT, Block, blocks, copy_of_the_repository
 USE = next(block for block in blocks() if block.page.endswith("guide.md") and "--out runs/first" in block.text)
 SNIPPET, IN_PYTHON = (
     next(block for block in blocks() if block.language == "python" and text in block.text)
-    for text in ("transformers", "fedprune_app.run(")
+    for text in ("transformers", "fedprune.run(")
 )
 PRIVATE, AUDIT = (
     next(block for block in blocks() if block.page == "docs/privacy.md" and text in block.text)

@@ -209,7 +209,7 @@ def test_the_command_writes_the_file_and_says_how_to_use_it(fedprune, tmp_path, 
         ((tmp_path / "a.gguf", "--type", "Q3_K"), "--type is 'Q3_K'"),
         ((tmp_path / "a.gguf", "--format", "packed"), "--format is 'packed'"),
         ((tmp_path / "a", "--type", "Q8_0"), "--type is 'Q8_0'"),
-        ((tmp_path / "a.gguf", "--client", "1"), "--client is 1"),
+        ((tmp_path / "a.gguf", "--client", "1"), "--client is"),
     ):
         code, _, err = fedprune("export", tmp_path / "model", "-o", *arguments)
         assert says in err

@@ -16,7 +16,7 @@ FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), r
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """The files of the page, in the current folder."""
-    assert FILES.keys() == {"mine.py", "my_prox.py", "server_momentum.py", "drift.py", "test_my_prox.py"}
+    assert FILES.keys() == {"half.py", "mine.py", "my_prox.py", "server_momentum.py", "drift.py", "test_my_prox.py"}
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
