@@ -377,7 +377,7 @@ def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
         (lambda api, _: api.report([None], "r.html"), "runs is None"),
         (lambda api, _: api.report(5, "r.html"), "runs is 5"),
         (lambda api, run: api.model(run, 99), "client is 99"),
-        (lambda api, run: api.masks(run, "0"), "client is '0'"),
+        (lambda api, run: api.masks(run, "nobody"), "client is 'nobody'"),
         (lambda api, _: api.model(5), "run is 5"),
     ],
 )

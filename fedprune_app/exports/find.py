@@ -4,7 +4,6 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 from torch import nn
@@ -25,6 +24,7 @@ from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
 from fedprune_app.exports.file import ExportInfo, full_density, network_of, probe
 from fedprune_app.federation.clients import ImageClientInfo
+from fedprune_app.files import scratch_folder
 from fedprune_app.models.initial import channels_of, initial_model, seed_of_builder
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
@@ -220,10 +220,10 @@ def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
         )
     count, round = int(info["num_partitions"]), int(info["rounds_completed"])
     task = Task(round, Payload(read_tensors(run / _GLOBAL, round=round).tensors))
-    with TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         kind = SYSTEMS[config.system].client
         assert issubclass(kind, ImageClient)
-        node = kind(config, NodeContext(client, count, Path(folder)))
+        node = kind(config, NodeContext(client, count, folder))
         tensors = node.personal_model(task, State({}))
         if node.test_accuracy(task, tensors) != accuracy:
             raise ValueError(f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had")

@@ -53,7 +53,7 @@ class Tally:
         """Return the step of most noise and least sampling that is not ruled out; None where any noise is possible.
 
         >>> Tally(100, present=400, found=400, absent=600, cleared=600, draws=400, chances=1000).step(0.95)
-        Steps(noise_multiplier=0.201..., sample_rate=0.366...)
+        Steps(noise_multiplier=0.208..., sample_rate=0.366...)
         """
         if self.chances:
             doubt = (1 - confidence) / 3

@@ -21,7 +21,7 @@ ELSEWHERE = {  # why the text need not say it
     "the tensors with which training begins, or the seed, are in the key beside it": (
         *("system", "model", "init", "batch-norm", "seed"),
     ),
-    "who takes part": ("fraction-train", "drop-probability", "holdout-clients"),
+    "who takes part": ("fraction-train", "drop-probability", "holdout-clients", "only-clients"),
     "how the same numbers are computed; a private run refuses what makes others": (
         *("augmentation", "precision", "training-form", "deterministic", "num-threads", "dp.grad-sample"),
     ),

@@ -197,7 +197,7 @@ def test_clients_work_one_at_a_time_and_train_when_no_other_is_left_to_work():
     def work(client, trainings):
         for number in range(trainings):
             log.append(("works", client))
-            assert cohort.together(f"{client}.{number}", train_cohort) == f"trained {client}.{number}"
+            assert cohort.train_in_cohort(f"{client}.{number}", train_cohort) == f"trained {client}.{number}"
         log.append(("is done", client))
         return client
 

@@ -182,7 +182,6 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.few(1)
 def test_a_private_diagonal_is_noised_alone_for_the_same_price(run, tmp_path):
     result = run(**options(**{"fedspallm.hessian-form": "diagonal", "dp.clip-norm": 0.05}))
     config, noise = result.config, []
@@ -202,7 +201,6 @@ def test_a_private_diagonal_is_noised_alone_for_the_same_price(run, tmp_path):
     assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
 
 
-@pytest.mark.few(1)
 def test_nothing_else_of_the_text_is_told(run):
     result = run(**options())
     for message in result.wiretap.messages:

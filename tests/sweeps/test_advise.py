@@ -12,6 +12,8 @@ from PIL import Image
 from fedprune_app.preflight.own_data import settings_of
 from tests.refusing import refuses
 
+pytestmark = pytest.mark.usefixtures("no_plugins")
+
 
 @pytest.fixture
 def clinics(tmp_path):
