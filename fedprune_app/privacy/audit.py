@@ -52,8 +52,9 @@ class Tally:
     def step(self, confidence: float) -> Steps | None:
         """Return the step of most noise and least sampling that is not ruled out; None where any noise is possible.
 
-        >>> Tally(100, present=400, found=400, absent=600, cleared=600, draws=400, chances=1000).step(0.95)
-        Steps(noise_multiplier=0.208..., sample_rate=0.366...)
+        >>> tally = Tally(100, present=400, found=400, absent=600, cleared=600, draws=400, chances=1000)
+        >>> [round(number, 3) for number in (tally.step(0.95).noise_multiplier, tally.step(0.95).sample_rate)]
+        [0.209, 0.367]
         """
         if self.chances:
             doubt = (1 - confidence) / 3
