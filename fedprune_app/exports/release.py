@@ -152,8 +152,9 @@ class Pack:
             }
             for number, ledger in enumerate(ledgers, start=1)
         ]
-        steps = [release for ledger in ledgers for release in ledger.spent if isinstance(release, Steps)]
-        largest = max((ledger.epsilon(dp.delta, dp.accountant) for ledger in ledgers), default=None)
+        most_spent = max(ledgers, key=lambda ledger: ledger.epsilon(dp.delta, dp.accountant), default=None)
+        spent = {} if most_spent is None else most_spent.spent
+        largest = None if most_spent is None else most_spent.epsilon(dp.delta, dp.accountant)
         budget = dp.epsilon_budget or dp.target_epsilon or None
         return {
             "unit": self.config.protected_unit,
@@ -163,10 +164,10 @@ class Pack:
             "budget": budget,
             "budget_left": None if budget is None or largest is None else max(budget - largest, 0.0),
             "clip_norm": dp.clip_norm,
-            "noise_multiplier": min((step.noise_multiplier for step in steps), default=None),
-            "releases": max((sum(ledger.spent.values()) for ledger in ledgers), default=0),
+            "noise_multiplier": min((each.noise_multiplier for each in spent if isinstance(each, Steps)), default=None),
+            "releases": sum(spent.values()),
             "accuracies": dp.accuracies,
-            "noise": {source: len(numbers) for source, numbers in (self.run.info.get("noise") or {}).items()},
+            "noise": {name: len(who) for name, who in (self.run.info.get("noise") or {}).items() if who},
             "clients": clients,
             "messages": {"client_to_server": sum(bool(row.get("bytes_up")) for row in rows)},
             "bytes": {"client_to_server": traffic["up"], "server_to_client": traffic["down"]},
@@ -282,14 +283,14 @@ def release(question: Question, output: Path) -> Path:
     for name, reason in refusals.items():
         if name not in question.allowed:
             raise ValueError(f"{reason}: refused; allowed: another run, or --allow {name}, which the page then says")
-    attack = None
+    attack, info = None, None
     if is_language_model(question.run):
         output.mkdir(parents=True)
         pack_model(question.run, output / "MODEL")
     else:
         model = find_model(question.run, question.client, trusted=question.trusted)
         pack.files["MODEL/model.safetensors"] = convert(model, "safetensors")[0]
-        attack = pack.membership(model)
+        attack, info = pack.membership(model), model.info
     for name, content in pack.files.items():
         replace_file(output / name, content)
     digests = dict(_digests(output))
@@ -309,6 +310,7 @@ def release(question: Question, output: Path) -> Path:
         pack=pack,
         privacy=privacy,
         attack=attack,
+        info=info,
         warnings=refusals,
         digests=digests,
         day=datetime.now(UTC).date().isoformat(),
