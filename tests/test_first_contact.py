@@ -219,7 +219,7 @@ def test_a_run_is_checked_without_being_started(fedprune, tmp_path, monkeypatch,
         (["dataset=mnist", "data-dir=none"], "none"),
         (["density=0.1"], "density is 0.1"),
         (["partition=classes", "classes-per-client=11"], "classes-per-client is 11"),
-        full(["system=subfedavg-hy"], "BatchNorm"),
+        full(["system=subfedavg-hy", "model=cnn-small"], "BatchNorm"),
         full(["model=resnet18-gn"], ""),
     ],
 )

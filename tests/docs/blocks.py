@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FEDPRUNE = ("fedprune", "python")
 FLOWER = ("flwr", "flower-superlink", "flower-superexec", "flower-supernode")
 # What else a block of commands may call.
-SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker", "pip")
+SHELL = ("source", "umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker", "pip")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`((?:fedprune|make) [^`]+)`")
 _TARGETS = re.compile(r"^([a-z-]+):", re.MULTILINE)
@@ -101,6 +101,10 @@ class Started(Exception):
     """A command would have begun its work."""
 
 
+def _started(*arguments: Any, **more: Any) -> Any:
+    raise Started
+
+
 @dataclass(frozen=True)
 class Checker:
     """Takes command lines as far as they go without starting anything, in a folder with the repository's configs."""
@@ -115,9 +119,6 @@ class Checker:
         self.monkeypatch.chdir(self.folder)
         self.monkeypatch.setenv("HOME", str(self.folder))
 
-        def started(*arguments: Any, **more: Any) -> Any:
-            raise Started
-
         for name in (
             "preflight.can_start.prepare_models",
             "preflight.can_start.embedded_model",
@@ -127,6 +128,8 @@ class Checker:
             "exports.formats.export_model",
             "exports.formats.pack_model",
             "exports.language.export_gguf",
+            "exports.language.export_imatrix",
+            "exports.compressed.combine",
             "exports.compressed.compress",
             "exports.predict.predictions",
             "exports.release.release",
@@ -143,13 +146,14 @@ class Checker:
             "launching.credentials.log_in",
             "launching.local.superlink_command",
         ):
-            self.monkeypatch.setattr(f"fedprune_app.{name}", started)
-        self.monkeypatch.setattr(faults, "campaign", started)
-        self.monkeypatch.setattr(faults, "_show_schedule", started)
+            self.monkeypatch.setattr(f"fedprune_app.{name}", _started)
+        self.monkeypatch.setattr(faults, "campaign", _started)
+        self.monkeypatch.setattr(faults, "_show_schedule", _started)
         self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded_info", _recorded_info)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
         self.monkeypatch.setattr(
-            "fedprune_app.exports.formats.is_language_model", lambda folder: "smollm" in folder.name
+            "fedprune_app.exports.formats.is_language_model",
+            lambda folder: any(word in folder.name for word in ("smollm", "sums", "cut")),
         )
         self.monkeypatch.setattr("fedprune_app.preflight.inputs._check_ray_address", lambda address: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
@@ -157,6 +161,10 @@ class Checker:
     def check(self, words: list[str]) -> None:
         """Raise what the command would say to a user, if it would not start."""
         program, *arguments = words
+        if arguments[:1] == ["audit"] and not re.search("=|toml", arguments[1]):  # it takes a run, or files of settings
+            (self.folder / arguments[1]).mkdir(parents=True)
+            (self.folder / arguments[1] / "run.json").touch()
+            self.monkeypatch.setattr("fedprune_app.results.reader.read_info", _started)
         if program == "fedprune":
             _until_started(cli.app, arguments)
         elif program == "python":

@@ -110,7 +110,7 @@ def test_a_pack_verifies_and_has_the_epsilon_that_clients_told(pack, run):
     privacy = json.loads((pack / "privacy.json").read_text())
     assert privacy["unit"] == "patient"
     assert privacy["budget_left"] == pytest.approx(20 - max(row["epsilon"] for row in last))
-    assert privacy["noise"] == {"seed": 0, "operating-system": 2}
+    assert privacy["noise"] == {"operating-system": 2}
     assert load_model(pack / "MODEL" / "model.safetensors")(torch.zeros(1, 2, 1, 1)).shape == (1, 2)
 
 
@@ -129,16 +129,17 @@ def test_no_file_of_a_pack_has_a_secret(pack, run):
 def test_the_page_answers_what_a_governor_asks(pack):
     page = page_of(pack)
     for answer in (
-        "Whatever one patient's record had been, nothing that left a site, this model included, would have been more",
-        "The common model of a federated training with the system “fedavg” after 2 rounds",
+        "Whatever one patient's record had been, everything that left a site, this model included, would have been",
+        "times as likely or as unlikely, with an exception of one chance in",
+        "The common model of a federated training with the system “fedavg” after 2 rounds. It gives one of 2 classes",
         "2 sites trained it; the data stayed there",
-        "One patient , with all of its examples : ε is at most".replace(" ,", ",").replace(" :", ":"),
-        "The run's budget is 20.0, of which",
-        "Yes: every client drew it from its operating system, and nobody else can know or subtract it.",
-        "the ledger withstood (confidence 95 %)",
+        "One patient, with all of its examples: ε (0 is perfect; the smaller, the stronger) is at most",
+        "This run could spend 20.0, of which",
+        "Yes: every site drew it from its operating system and kept none of it, so that nobody can subtract it.",
+        "this does not contradict the claim (confidence 95 %)",
         "4 updates with",
         "Two patients are protected less than one",
-        "a policy of the site that wins over the run: ε of all runs at most 20.0",
+        "a policy of the site that overrides the run's settings: ε of all runs at most 20.0",
         "fedprune release --verify PACK",
     ):
         assert answer in page
