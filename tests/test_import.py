@@ -38,7 +38,10 @@ print(*[name for name in before if before[name] != after[name]])
 
 @pytest.mark.parametrize(
     "imported",
-    ["fedprune_app, strategies, clients", "fedprune_app.api, fedprune_app.server_app, fedprune_app.client_app"],
+    [
+        "fedprune_app.api, fedprune_app.server_app, fedprune_app.client_app",
+        pytest.param("fedprune_app, strategies, clients", marks=pytest.mark.full),
+    ],
 )
 def test_to_import_fedprune_changes_nothing_in_the_process(imported):
     command = [sys.executable, "-c", CODE.replace("IMPORTED", imported)]

@@ -487,6 +487,7 @@ def test_a_language_model_is_pruned_with_text_that_each_node_has_to_itself(own, 
     assert first["perplexity_personal"] == first["perplexity"]["own"]
 
 
+@pytest.mark.full
 def test_what_nodes_call_their_own_test_files_does_not_matter_and_no_servers_text_is_compared_with_them(own, tmp_path):
     """One has names that the server's test/ lacks; one has its name and other words; one has the very same file."""
     public = text_folder(tmp_path / "public")

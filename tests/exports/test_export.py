@@ -150,6 +150,7 @@ def test_an_exported_model_computes_what_the_clients_own_code_does(system, finis
         assert small.file_bytes == path.stat().st_size
 
 
+@pytest.mark.full
 def test_an_onnx_file_predicts_as_the_file_of_safetensors_does(finished, pictures, tmp_path):
     run = finished("subfedavg-hy")
     files = sorted(Path(pictures, "test").rglob("*.png"))[:5]
@@ -161,6 +162,7 @@ def test_an_onnx_file_predicts_as_the_file_of_safetensors_does(finished, picture
         predictions(tmp_path / "x.onnx", files)
 
 
+@pytest.mark.full
 def test_a_pruned_onnx_file_says_how_many_zeros_it_has(fedprune, finished, tmp_path):
     run = finished("dispfl")
     code, _, err = fedprune("export", run.folder, "--client", trained(run)[0], "-o", tmp_path / "m.onnx")

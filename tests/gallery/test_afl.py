@@ -80,5 +80,6 @@ def test_a_client_sends_its_moments_once(tmp_path):
     assert (rounds[0]["flops"] > 0, rounds[1]["flops"]) == (True, 0)
 
 
+@pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("afl", plugins=str(small.GALLERY / "afl.py"))

@@ -140,7 +140,7 @@ SYSTEMS = {
 
 @pytest.mark.parametrize(
     "system",
-    [name if name in ("fedavg", "fedp3") else pytest.param(name, marks=pytest.mark.full) for name in SYSTEMS],
+    [name if name == "fedavg" else pytest.param(name, marks=pytest.mark.full) for name in SYSTEMS],
 )
 def test_the_bound_is_near_the_claim_and_noise_at_half_of_what_is_charged_is_found(system):
     asked = prepared(2, system=system, **SYSTEMS[system])

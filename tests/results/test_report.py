@@ -651,6 +651,7 @@ def test_a_run_that_is_named_twice_is_shown_once(make_run, tmp_path):
     assert "latest" not in page
 
 
+@pytest.mark.full
 def test_a_page_of_two_hundred_runs_is_small_and_can_be_filtered(make_run):
     runs = [load_run(make_run("first", rounds=20))]
     for number in range(1, 200):

@@ -62,6 +62,7 @@ def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp
     assert again.data.params == run.data.params
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypatch):
     """MLflow's own default is to ask again for minutes, and its errors quote the address."""

@@ -245,6 +245,7 @@ def test_who_is_not_in_the_sums_or_is_already_or_is_all_that_there_is_changes_no
     assert not new.exists()
 
 
+@pytest.mark.full
 def test_what_clients_trained_or_noised_is_not_forgotten_with_the_reason_in_one_line(alone, federation, tmp_path):
     client, layer_by_layer = alone(1).folder, alone(fedspallm_layers_per_exchange=1).folder
     recovered = alone(num_server_rounds=2, fedspallm_recovery_rounds=1, fedspallm_recovery_segments=8).folder
@@ -292,7 +293,11 @@ def test_a_client_that_sends_again_elsewhere_is_forgotten_and_joins_to_the_same_
     assert joined["final_sha256"] == here[()].info["final_sha256"]
 
 
-@pytest.mark.parametrize("more", [{}, {"fedspallm_hessian_form": "diagonal"}, {"fedspallm_pattern": "cut"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, full({"fedspallm_hessian_form": "diagonal"}), full({"fedspallm_pattern": "cut"})],
+    ids=str,
+)
 def test_an_importance_matrix_has_the_squares_of_all_clients_inputs(alone, fedprune, tmp_path, more):
     tiny(tmp_path / "llm")
     result = alone(model=str(tmp_path / "llm"), **more)
