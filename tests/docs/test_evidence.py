@@ -389,6 +389,7 @@ def test_a_page_shows_the_columns_of_a_table_that_it_asks_for(tmp_path, monkeypa
     assert evidence.as_csv(evidence.data_table("mine")) == (tmp_path / "mine.csv").read_text()
 
 
+@pytest.mark.full
 def test_the_figures_are_drawn_from_the_data():
     figures = dict(evidence.figures())
     files = {path.stem: path.read_text() for path in evidence.FIGURES.glob("*.svg")}

@@ -105,7 +105,7 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
     ("strategy", "client", "said"),
     [
         # the server forgets something that it needs
-        (
+        full(
             "def end(self, round):\n        super().end(round)\n        self.sent = getattr(self, 'sent', 0) + 1\n"
             "        self.model = {n: t * (1 + self.sent / 100) for n, t in self.model.items()}",
             "pass",

@@ -134,7 +134,7 @@ def test_fedltp_is_what_its_algorithms_say(finished, case):
         assert torch.equal(run.server[name] != 0, expected.model[name] != 0)
 
 
-@pytest.mark.parametrize("case", in_test(BASELINES, "dpfed, private"))
+@pytest.mark.parametrize("case", in_test(BASELINES, "dpfed, unequal clients"))
 def test_the_baselines_are_what_their_algorithms_say(finished, case):
     run = finished(**BASELINES[case])
     expected = reference.baseline(run.config, run.num_clients)

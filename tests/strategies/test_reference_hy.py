@@ -170,6 +170,7 @@ def test_no_choice_that_was_adopted_is_within_float_noise(both):
     assert min(expected.margins) > noise
 
 
+@pytest.mark.full
 def test_the_reference_runs_take_every_branch_of_both_gates(compared):
     names = "lenet5-bn", "to a target that is met", "with weight decay"
     decisions = {words for name in names for words in compared(name)[1].decisions}
