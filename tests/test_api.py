@@ -164,7 +164,7 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
     path = fedprune_app.export(folder, tmp_path / "packed")
     assert fedprune_app.load_packed(path).config.num_hidden_layers == 3
     for given in ({"client": 1}, {"format": "onnx"}, {"state_dir": "s"}, {"plugins": ["p"]}):
-        with refuses(*next(iter(given.items())), condition="language model"):
+        with refuses(*next(iter(given.items())), condition="with a language model"):
             fedprune_app.export(folder, tmp_path / "x", **given)
 
 

@@ -31,7 +31,7 @@ def test_list_names_what_there_is_for_people_and_machines(capsys):
     assert {"subfedavg", "fedavg", "standalone"} <= listed["systems"].keys()
     assert listed["keys"]["learning-rate"]["default"] == 0.01
     assert all(entry["help"] for entry in listed["keys"].values())
-    assert listed["keys"]["momentum"]["range"] == OPTIONS["momentum"].range
+    assert listed["keys"]["momentum"]["range"] == "at least 0 and below 1"
     assert listed["keys"]["dispfl.gossip"]["choices"].keys() == {"server", "client"}
 
 
@@ -149,7 +149,7 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         (["run", "-c", "missing.toml"], "config file is 'missing.toml'"),
         (["run", "--engine", "spark"], "--engine is 'spark'"),
         (["run", "--clients", "0"], "--clients is 0"),
-        (["run", "--resume"], "no run to resume"),
+        (["run", "--resume"], "holds no run to resume"),
         (["run", "out-dir=/x"], "out-dir is '/x'"),
         (
             ["run", "--engine", "inprocess", "--workers", "2"],

@@ -25,7 +25,7 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
             "is no folder; dataset 'cifar10' is read from cifar-10-batches-bin",
         ),
         (["dataset=mnist", "data-dir=nowhere"], "is no folder; dataset 'mnist' is read from MNIST/raw"),
-        (["dataset=image-folder", "data-dir=float"], "more than 8 bits"),
+        (["dataset=image-folder", "data-dir=float"], "has more than 8 bits per channel, allowed: 8 bits"),
         (
             ["dataset=table", "augmentation=crop-flip"],
             "augmentation is 'crop-flip'",
@@ -34,14 +34,14 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         (["samples-per-client=100000"], "samples-per-client is 100000"),
         (["shard-size=100000"], "1438 samples make 0 of shard-size 100000"),
         full(["model=vgg11-gn"], "model is 'vgg11-gn': image shape 1x8x8 is too small for this model"),
-        full(["system=fjord", "model=resnet18-gn"], "system 'fjord'"),
+        full(["system=fjord", "model=resnet18-gn"], "allowed with system 'fjord'"),
         full(["system=fedcr", "model=cnn-small"], "model is 'cnn-small'"),
         full(
             ["system=lg-fedavg", "lgfedavg.global-layers=9"],
             "lgfedavg.global-layers is 9: the last 9 layers of a model",
         ),
         full(["system=fedspa", "fedspa.share=1e-5", *PRIVATE], "fedspa.share is 1e-05"),
-        full(["batch-norm=local"], "batch-norm is "),
+        full(["batch-norm=local"], "batch-norm is 'local'"),
         full(["system=fedltp", "fedltp.tickets=0", "density=0.5"], "density is 0.5, which has no effect"),
         full(
             ["system=fedltp", "fedltp.tickets=0", "fedltp.rule=quantile"],

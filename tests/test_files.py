@@ -93,7 +93,9 @@ def test_a_secret_is_not_written_to_the_folder_of_another_user(place):
 def test_a_secret_is_refused_where_others_may_write(place, mode, is_refused):
     place.chmod(mode)
     if is_refused:
-        with pytest.raises(SharedFolderError, match="nobody else may write to"):
+        with pytest.raises(
+            SharedFolderError, match="allowed: a folder that is yours and that nobody else may write to"
+        ):
             replace_file(place / "key", b"secret", mode=0o600)
     else:
         replace_file(place / "key", b"secret", mode=0o600)

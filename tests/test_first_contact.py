@@ -84,7 +84,7 @@ def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune,
 @pytest.mark.parametrize(
     ("settings", "note"),
     [
-        (["system=subfedavg", "local-epochs=1"], "local-epochs is 1, "),
+        (["system=subfedavg", "local-epochs=1"], "local-epochs is 1, so no client prunes: "),
         full(
             ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.delta=0.01", "dp.second-delta=1e-5"],
             "dp.delta is 0.01, and client ",

@@ -45,7 +45,7 @@ def assert_refused(done: tuple[int, str], *says: str) -> None:
 def test_a_run_begins_in_no_folder_with_a_users_files(fedprune, tmp_path, name):
     before = fill(tmp_path / "mine", **{name: "mine"})
     first = name.replace("_json", ".json").partition("__")[0]
-    said = (f"holds '{first}'", "a new folder")
+    said = (f"holds '{first}'", "which fedprune did not write", "allowed: a new folder")
     assert_refused(fedprune("run", *SMALL, *HERE, "--out", "mine"), *said)
     assert contents(tmp_path / "mine") == before
 
@@ -84,7 +84,7 @@ def test_a_resumed_sweep_takes_no_folder_with_a_users_files(fedprune, tmp_path):
     (tmp_path / "m.yaml").write_text(MATRIX)
     sweep = ["sweep", "m.yaml", "--engine", "inprocess", "--out", "mine", "--resume"]
     before = fill(tmp_path / "mine", table_md="mine")
-    assert_refused(fedprune(*sweep), "holds 'table.md'", "a new folder")
+    assert_refused(fedprune(*sweep), "holds 'table.md'", "allowed: a new folder")
     assert contents(tmp_path / "mine") == before
     (tmp_path / "mine" / "table.md").unlink()
     mark(tmp_path / "mine", "sweep")
@@ -146,7 +146,7 @@ def quick_demo(monkeypatch):
 def test_a_demo_refuses_a_folder_with_a_users_run(fedprune, quick_demo, tmp_path):
     made_up_run(tmp_path / "mine" / "standalone", "standalone", rounds=2)
     before = fill(tmp_path / "mine", standalone__notes_txt="mine", notes_txt="mine")
-    assert_refused(fedprune("demo", "--out", "mine"), "no demo's")
+    assert_refused(fedprune("demo", "--out", "mine"), "holds a run that is no demo's")
     assert contents(tmp_path / "mine") == before
 
 
@@ -160,7 +160,7 @@ def test_a_demo_refuses_a_folder_that_is_itself_a_run(fedprune, quick_demo, tmp_
 @pytest.mark.parametrize("name", ["report_html", "fedavg__rounds_jsonl", "fedavg__models__global_safetensors"])
 def test_a_demo_refuses_a_folder_with_a_users_files_in_its_way(fedprune, quick_demo, tmp_path, name):
     before = fill(tmp_path / "mine", **{name: "mine"})
-    assert_refused(fedprune("demo", "--out", "mine"), "did not write")
+    assert_refused(fedprune("demo", "--out", "mine"), "fedprune did not write")
     assert contents(tmp_path / "mine") == before
 
 

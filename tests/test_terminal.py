@@ -65,7 +65,7 @@ def test_a_sweep_in_a_folder_of_a_strange_name_with_a_run_that_fails(fedprune, t
         (["run", "system=fedspallm", "dataset=stdlib", f"model={STRANGE}"], STRANGE),
         (["sweep", STRANGE], f"matrix is '{STRANGE}'"),
         (["report", STRANGE], f"run folder is '{STRANGE}'"),
-        (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run"),
+        (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run folder"),
         (["run", f"--{STRANGE}"], STRANGE),
         (["run", "--clients", STRANGE], STRANGE),
         ([STRANGE], STRANGE),

@@ -51,8 +51,8 @@ def test_help_is_made_of_sentences_and_every_choice_has_words_of_its_own():
 
 
 def test_bounds_are_told_as_errors_tell_them():
-    assert "below 1" in OPTIONS["momentum"].range
-    assert "at most 1" in OPTIONS["fraction-train"].range
+    assert OPTIONS["momentum"].range == "at least 0 and below 1"
+    assert OPTIONS["fraction-train"].range == "above 0 and at most 1"
     assert OPTIONS["system"].range == ""
 
 

@@ -167,7 +167,7 @@ def test_the_record_says_which_test_split_was_taken(given, taken):
         ("target-rate", "did you mean 'subfedavg.target-rate'?"),
         ("clients", "it is the command's option --clients"),
         ("densty", "did you mean 'density'?"),
-        ("xyzzy", "list --keys"),
+        ("xyzzy", "see `fedprune list --keys`"),
     ],
 )
 def test_a_key_that_people_type_is_answered_with_the_one_that_is_meant(typed, answer):

@@ -54,9 +54,9 @@ def test_everything_else_is_as_the_run_began():
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        ({"system": "dispfl"}, "dispfl.prune-rate"),
-        (PRIVATE, "dp.target-epsilon"),
-        ({**NOISED, "dp.planned-rounds": 5}, "evaluations"),
+        ({"system": "dispfl"}, "dispfl.prune-rate falls over these rounds"),
+        (PRIVATE, "dp.target-epsilon is spread over these rounds"),
+        ({**NOISED, "dp.planned-rounds": 5}, "the noise was chosen for so many evaluations"),
     ],
 )
 def test_a_system_says_why_its_number_of_rounds_is_fixed(before, why):

@@ -213,7 +213,7 @@ def test_levels_are_within_their_grid_and_nearer_than_a_plain_grid(seed, rows, b
     [
         (torch.full((2, 32), 1e9), torch.eye(32), "beyond float16"),
         (torch.full((2, 32), torch.nan), torch.eye(32), "not finite"),
-        (torch.ones(2, 32), -torch.eye(32), "positive definite"),
+        (torch.ones(2, 32), -torch.eye(32), "not positive definite"),
     ],
 )
 def test_what_cannot_be_quantized_is_named(weight, hessian, says):

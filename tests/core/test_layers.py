@@ -48,7 +48,7 @@ def test_texts_name_layers_and_all_below_them_or_take_them_away():
     layers = ["conv1", "layer1.0.conv1", "layer1.1.conv1", "layer10.0.conv1"]
     assert matching(layers, "layer1 conv1") == tuple(layers[:3])  # not layer10
     assert matching(layers, "-layer1.0, -conv1") == ("layer1.1.conv1", "layer10.0.conv1")
-    with pytest.raises(ValueError, match="no hidden layer"):
+    with pytest.raises(ValueError, match="names no hidden layer"):
         matching(layers, "-conv1 -layer1 -layer10")
 
 
@@ -114,5 +114,5 @@ def test_half_of_five_layers_is_two_for_one_half_of_the_clients_and_three_for_th
 
 @pytest.mark.parametrize("share", [0, 1.5])
 def test_a_share_of_the_layers_that_cannot_be_is_refused(share):
-    with pytest.raises(ValueError, match=f"is {share:g}, allowed: "):
+    with pytest.raises(ValueError, match=f"share of the layers is {share:g}, allowed: above 0 and at most 1"):
         assign_layers(7, {0: share}, np.random.default_rng(0))

@@ -27,6 +27,6 @@ def test_the_cosine_never_rises_and_never_reaches_zero(initial, num_rounds):
     [(-0.1, 0, 5), (1.1, 0, 5), (float("nan"), 0, 5), (0.5, 0, 0), (0.5, -1, 5), (0.5, 5, 5)],
 )
 def test_a_wrong_argument_is_named_with_what_is_allowed(initial, round, num_rounds):
-    message = f"fraction is {initial} and round is {round} of {num_rounds}, allowed: "
+    message = f"initial fraction is {initial} and round is {round} of {num_rounds}, allowed: 0 to 1"
     with pytest.raises(ValueError, match=message):
         cosine_fraction(initial, round, num_rounds)

@@ -213,7 +213,7 @@ def test_a_cut_off_cifar_file_is_named(tmp_path):
 def test_pickled_cifar_is_refused_with_a_reason(tmp_path):
     (tmp_path / "cifar-10-batches-py").mkdir()
     (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"\x80\x04.")
-    assert "pickled" in error_of("cifar10", tmp_path)
+    assert "pickled batches are not read" in error_of("cifar10", tmp_path)
 
 
 # --- image folders --------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ def test_missing_files_say_what_is_expected_where(tmp_path, name):
         assert message.startswith(f"data-dir '{tmp_path / folder}' {says}")
         assert f"dataset '{name}'" in message
         own = ("image-folder", "table")  # nobody offers them for download
-        assert ("download=true" in message) == (name not in own)
+        assert message.endswith("set download=true to fetch it") == (name not in own)
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -73,7 +73,7 @@ def test_images_that_are_held_out_for_a_test_have_no_part_in_the_normalisation(p
 
 
 def test_images_of_several_sizes_become_squares_of_one(mixed):
-    with pytest.raises(ValueError, match="image-size"):
+    with pytest.raises(ValueError, match="the key image-size makes them one size"):
         load_dataset("image-folder", mixed)
     for fit in ("crop", "stretch"):
         assert load_dataset("image-folder", mixed, image_size=16, image_fit=fit).image_shape == (1, 16, 16)
@@ -153,7 +153,7 @@ def test_a_dataset_that_does_not_say_whose_its_examples_are_is_refused():
 
 def test_folders_of_people_need_tests_of_their_own(people):
     config = DataConfig("image-folder", str(people), partition="owners", test_split="labels")
-    with pytest.raises(ValueError, match="test-split is not 'holdout'"):
+    with pytest.raises(ValueError, match="test-split is not 'holdout', allowed with partition"):
         label_counts(config, 0, 3)
 
 
@@ -200,7 +200,7 @@ def test_predict_knows_what_was_learnt(fedprune, tmp_path, capsys):
         (("net.safetensors", "none.png"), "image 'none.png' is no file here"),
         (("net.safetensors", "shades"), "image 'shades' is no file here"),
         (("day.png", "day.png"), "exported model 'day.png'"),
-        (("net.safetensors", "net.safetensors"), "read as an image"),
+        (("net.safetensors", "net.safetensors"), "cannot be read as an image"),
     ):
         code, text = fedprune("predict", *given)
         assert (code, said in " ".join(text.split())) == (2, True), text
@@ -232,7 +232,7 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
     splits.clear_cache()
     code, said = fedprune("check-data", *given)
     assert code == 0, said
-    note = "that are no images"
+    note = "files that are no images in the folder of a class"
     assert note in " ".join(said.split())
     assert "are not read: 4" in " ".join(said.split())
     code, said = fedprune("check", *given, "system=fedavg", "model=cnn-small", "partition=iid", "--clients", "2")
@@ -257,7 +257,7 @@ def test_a_table_beside_a_folder_says_which_images_are_of_one_group(mixed):
     data = image_folder("image-folder", mixed, Form(image_size=8))
     assert [i for i, name in enumerate(data.groups) if name == "ann"] == [0, len(data.groups) - 1]
     assert {*data.groups} | {*data.test_groups} == {"ann", ""}
-    for text, said in (("file\nx\n", "'file' and 'group'"), ("file,group\ntrain/no.png,a\n", "train/no.png")):
+    for text, said in (("file\nx\n", "columns 'file' and 'group'"), ("file,group\ntrain/no.png,a\n", "train/no.png")):
         (mixed / "groups.csv").write_text(text)
         with pytest.raises(FileError, match=said):
             image_folder("image-folder", mixed, Form(image_size=8))

@@ -81,7 +81,7 @@ def read(tmp_path, request):
     ids=["16 bits, png", "16 bits, tiff", "16 bits, big-endian", "16 bits, pgm", "int32", "float32"],
 )
 def test_what_would_be_lost_is_refused_with_the_files_name(read, image, name):
-    with pytest.raises(ValueError, match="more than 8 bits") as refused:
+    with pytest.raises(ValueError, match="has more than 8 bits per channel, allowed: 8 bits") as refused:
         read(image, name)
     assert (f"train/a/{name}'" if read.way == "folder" else "training picture 0 ") in str(refused.value)
     assert "\n" not in str(refused.value)

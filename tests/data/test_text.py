@@ -254,7 +254,7 @@ def test_more_texts_come_after_the_datasets_own_and_are_joined_by_name(tmp_path)
     found = perplexity_texts("stdlib", "", more)
     assert list(found) == ["stdlib", "ptb", "mine"]
     assert (found["ptb"], found["mine"]) == (("no it was n't", 0), (" no it \n was n't \n", 0))
-    with pytest.raises(ValueError, match="text in UTF-8"):
+    with pytest.raises(ValueError, match="cannot be read as a text in UTF-8"):
         perplexity_texts("stdlib", "", {"ptb": tmp_path})
     with pytest.raises(ValueError, match="test text 'stdlib' is given twice"):
         perplexity_texts("stdlib", "", {"stdlib": tmp_path / "x.tokens"})

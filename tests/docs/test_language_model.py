@@ -39,5 +39,5 @@ def test_the_tutorial_ends_with_a_file_a_sentence_and_a_site_that_left(fedprune,
         code, said = fedprune(*command)
         assert code == 0, said
     exec(SENTENCE, {})
-    assert "The package can be installed" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("The package can be installed")
     assert Path("smollm2-small.gguf").is_file()

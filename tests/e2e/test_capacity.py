@@ -43,7 +43,7 @@ def test_a_capacity_that_is_no_density_leaves_the_node_out_and_says_why(federate
 @pytest.mark.parametrize(
     ("settings", "allowed"),
     [
-        ({"dispfl.densities": "0.5 1.2"}, "numbers above 0"),
+        ({"dispfl.densities": "0.5 1.2"}, "numbers above 0 and at most 1"),
         ({"dispfl.topology": "star"}, "random, random-in, ring, full, exponential"),
         ({"density": 0.0}, "above 0"),
         ({"drop-probability": 1.0}, "below 1"),

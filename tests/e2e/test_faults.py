@@ -153,7 +153,7 @@ def test_resuming_without_a_readable_checkpoint_keeps_the_record(federate, tmp_p
     first = federate(name="run", num_server_rounds=2)
     for path in (first.folder / "checkpoints").glob("*.safetensors"):
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match="readable checkpoint"):
+    with pytest.raises(ValueError, match="no readable checkpoint"):
         federate(name="run", resume_from=str(tmp_path / "run"))
     assert len(first.rounds) == 2
     assert first.info["status"] == "completed"

@@ -93,7 +93,7 @@ def test_three_nodes_decline_what_their_policies_do_not_bear(deployment, policie
     third = run("again", system="fedavg", **fresh)
     assert left_out(third) == [f"{declines}dp.noise-multiplier is 0.8, {by_noise}: at least 0.9 (error code 2)"]
     (note,) = third.rounds[0]["notes"]
-    assert "privacy budget" in note
+    assert "the privacy budget is" in note
     assert third.info["status"] == "completed"
     assert third.rounds[0]["replies"] == 1
     assert len(Ledger(ledger)) == 2

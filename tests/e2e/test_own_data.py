@@ -115,7 +115,7 @@ def test_what_files_are_called_stays_on_the_node_unless_all_have_the_same_data(o
     path = next((bad / "train").glob("*/*.png"))
     path.rename(path.with_name("smith-john-1961.png")).write_bytes(b"no image")
     (left_out,) = own(places([*folders, bad])).info["clients_left_out"]
-    assert "data of its own" in left_out
+    assert "the node cannot do this with data of its own; the node's log says why" in left_out
     assert "smith" not in left_out
     assert any("smith-john-1961.png' cannot be read" in line for line in caplog.messages)
 
@@ -214,7 +214,7 @@ def test_a_folder_with_an_image_more_keeps_its_ledger_and_other_images_have_anot
     shutil.copytree(folders[1] / "train" / "1", both / "train" / "1", dirs_exist_ok=True)
     for number, image in enumerate(sorted((folders[1] / "train" / "2").iterdir())):
         shutil.copy(image, both / "train" / "2" / f"other-{number}.png")
-    with pytest.raises(TooFewReplies, match="data of its own"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         own(places([both]), name="fourth", **private)
     assert re.search(r"data are in the ledgers '.*', '.*', allowed: all of them in one", caplog.text)
 
@@ -231,14 +231,14 @@ def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folde
         return (replace(each, fields={"clients": 5317, "place": 0}) for each in honest(self, round))
 
     monkeypatch.setattr(LDPFedP3, "send", too_many)
-    with pytest.raises(TooFewReplies, match="data of its own"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         own(places(folders), name="too-many", **private)
     assert "clients is 5317 and place 0, allowed: 1 to 5316" in caplog.text
 
 
 def test_a_fedfomo_client_without_a_validation_image_says_so(own, folders):
     """Each own image is drawn by itself, so that a small folder may have none."""
-    with pytest.raises(TooFewReplies, match="data of its own"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         own(places(folders), system="fedfomo", validation_fraction=1e-3)
 
 
@@ -271,7 +271,7 @@ def test_a_folder_with_a_class_that_the_run_does_not_name_is_left_out(own, folde
     other = image_folder(tmp_path / "other", 3, classes="0124")
     run = own(places([folders[0], other]), [1, 2], system="fedavg", classes="0,1,2,3")
     (reason,) = run.info["clients_left_out"]
-    assert "data of its own" in reason
+    assert "the node cannot do this with data of its own" in reason
 
 
 @pytest.mark.parametrize(

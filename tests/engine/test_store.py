@@ -79,7 +79,7 @@ def test_a_writer_that_dies_leaves_the_old_file_whole(tmp_path):
     store.save(1, state(1))
     (tmp_path / ".writing-abc").write_bytes(b"half")
     assert store.rounds() == [1]
-    with pytest.raises(ValueError, match="written as JSON"):
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
         store.save(1, State({"x": torch.zeros(1)}, {"unserialisable": object()}))
     assert store.load()[1].group("weights")["w"][0] == 1
 
@@ -93,7 +93,7 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
     command = [sys.executable, "-c", claim, str(tmp_path)]
     with exclusive(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True)
-    assert "another process" in refused.stderr
+    assert "in use by another process" in refused.stderr
     assert subprocess.run(command, capture_output=True, text=True).stdout == "held\n"
 
 

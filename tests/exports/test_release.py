@@ -121,12 +121,12 @@ def test_a_clients_own_model_has_the_ledgers_of_all_clients(run, tmp_path):
 
 
 def test_no_file_of_a_pack_has_a_secret(pack, run):
-    secrets = [*SECRETS, socket.gethostname(), os.fspath(run), str(Path.home()), "train.csv"]
+    secrets = [*SECRETS, os.fspath(run), str(Path.home()), "train.csv"]
     for name, content in texts(pack).items():
-        if name.endswith(".safetensors"):  # noised weights may hold a short host name by chance
+        assert [secret for secret in secrets if secret.encode() in content] == [], name
+        if name.endswith(".safetensors"):  # noised weights may spell a short host name by chance
             content = content[: 8 + int.from_bytes(content[:8], "little")]
-        found = [secret for secret in secrets if re.search(rb"(?<!\w)%s(?!\w)" % re.escape(secret.encode()), content)]
-        assert found == [], name
+        assert socket.gethostname().encode() not in content, name
 
 
 def test_the_page_answers_what_a_governor_asks(pack):

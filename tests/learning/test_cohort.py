@@ -237,7 +237,7 @@ def test_no_thread_is_left_behind():
     ("model", "reason"),
     [
         (nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Dropout()), "layer '2' is of type Dropout"),
-        (nn.Sequential(nn.Conv2d(3, 6, 1, groups=3), nn.Flatten()), "rules for groups"),
+        (nn.Sequential(nn.Conv2d(3, 6, 1, groups=3), nn.Flatten()), "the rules for groups do not fit"),
         (nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)), "layer '0' is of type BatchNorm2d"),
     ],
 )

@@ -252,7 +252,7 @@ def test_what_is_not_active_keeps_its_value_and_the_rest_trains_as_if_it_were_co
 def test_masks_and_active_coordinates_exclude_each_other():
     model, (images, labels) = new_model(), new_data()
     masks = half_masks(model)
-    with pytest.raises(ValueError, match="masks and active"):
+    with pytest.raises(ValueError, match="masks and active are given, allowed: one of them"):
         train(model, images, labels, SGD(0.1), rng=generator(), masks=masks, active=masks)
 
 

@@ -23,8 +23,8 @@ QUICK = ("GPT2", "GPTNeoX", "Gemma2", "Bloom", "Mixtral", "GptOss")
 REFUSED = {
     "Mamba": "'mixer.dt_proj.weight' in layer 0 was given no input that is known",
     "Jamba": "'mamba.dt_proj.weight' in layer 0 was given no input that is known",
-    "Rwkv": "no input that is known",
-    "RecurrentGemma": "no input that is known",
+    "Rwkv": "was given no input that is known",
+    "RecurrentGemma": "was given no input that is known",
     "Llama4Text": "'feed_forward.experts.down_proj.0' in layer 0 was given no input that is known",
     "Gemma3nText": "it calls them with more than their hidden states, or reads more than the last one's",
     "Zamba2": "it calls them with more than their hidden states, or reads more than the last one's",

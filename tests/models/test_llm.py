@@ -259,7 +259,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         LanguageModel(folder)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="no safetensors"):
+    with pytest.raises(ValueError, match="holds no safetensors"):
         LanguageModel(folder)
     with pytest.raises(ValueError, match=r"of dtype torch\.int8, allowed: float32"):
         LanguageModel(tiny_checkpoint(tmp_path / "b", "llama"), "int8")
@@ -281,7 +281,7 @@ def test_a_hub_name_is_found_in_the_cache_and_never_fetched_unasked(tmp_path, mo
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match="download=true"):
+    with pytest.raises(ValueError, match=r"not in the hub cache \(download=true fetches it\)"):
         resolve_checkpoint("someone/tiny", download=False)
     repository = tmp_path / "models--someone--tiny"
     tiny_checkpoint(repository / "snapshots" / "abc", "llama")

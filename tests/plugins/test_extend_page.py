@@ -142,7 +142,7 @@ def test_the_python_interface_takes_them_too(files):
     settings = {"num_server_rounds": 1, "plugins": "my_prox.py", "my-prox": {"mu": 0.2}}
     run = fedprune_app.run(system="my-prox", clients=3, engine="inprocess", out="run", progress=False, **settings)
     assert run.info["config"]["my-prox.mu"] == 0.2
-    with pytest.raises(ValueError, match="that this run used"):
+    with pytest.raises(ValueError, match="does not name code that this run used"):
         fedprune_app.export(run, "net.safetensors")
     path = fedprune_app.export(run, "net.safetensors", plugins="my_prox.py")
     assert fedprune_app.load_model(path)(torch.zeros(3, 1, 8, 8)).shape == (3, 10)

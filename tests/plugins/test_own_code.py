@@ -51,7 +51,7 @@ def test_a_network_that_needs_two_examples_is_trained_by_who_has_one_too_many(fe
     ("body", "said"),
     [
         ("return torch.nn.Linear(3, 4)", "fails on images of 1x8x8: RuntimeError"),
-        ("return torch.nn.Flatten()", "can be pruned"),
+        ("return torch.nn.Flatten()", "has no layer that can be pruned"),
         ("return 7", "is of type int, allowed: torch.nn.Module"),
         ("raise KeyError('x')", "cannot be made for images of 1x8x8 and 10 classes: KeyError"),
         ("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))", "returns 2x3 for two images"),
@@ -93,7 +93,7 @@ LABELS = np.array([0, 1, 0, 1, 0, 1])
         (((GREY.astype(int), LABELS), (GREY, LABELS)), r"training examples of shape \(6, 4, 4\) and type int64"),
         (((GREY[:, None, :, :].repeat(2, 1), LABELS), (GREY, LABELS)), "allowed: uint8 images with 1 or 3 channels"),
         (((GREY, LABELS), (GREY[:, :3], LABELS)), "allowed: parts of one shape and type"),
-        (((np.full((6, 3), np.nan), LABELS), (GREY, LABELS)), "NaN or infinity"),
+        (((np.full((6, 3), np.nan), LABELS), (GREY, LABELS)), "examples with NaN or infinity"),
         (([1, 2], [3, 4]), "the training part, of type list, cannot be read as examples with labels: TypeError"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_private_run_takes_a_network_of_one_shape_and_refuses_one_that_mixes_b
     code, said = fedprune("run", "model=nets.py:fixed", *given, "--out", "a")
     assert code == 0, said
     code, said = fedprune("run", "model=nets.py:mixed", *given, "--out", "b")
-    assert (code, "mixes the examples" in said) == (2, True), said
+    assert (code, "the network mixes the examples of a batch" in said) == (2, True), said
     assert not (tmp_path / "b").exists()
 
 
@@ -265,12 +265,12 @@ def unseeded(labels, num_clients, rng):
             "dataset=odd.py:tracked",
             "cannot be read as examples with labels: RuntimeError: Can't call numpy() on Tensor that requires",
         ),
-        ("dataset=odd.py:entropy", "another one each time"),
+        ("dataset=odd.py:entropy", "is another one each time that it is loaded, allowed: one that draws by the global"),
         (
             "model=odd.py:entropic",
-            "another network each time",
+            "is another network each time that it is made, allowed: one that draws by the global",
         ),
-        ("partition=odd.py:unseeded", "other data each time"),
+        ("partition=odd.py:unseeded", "deals other data each time, allowed: a function that draws by the generator"),
     ],
 )
 def test_what_cannot_be_used_as_it_is_is_one_line_before_the_start(fedprune, tmp_path, setting, says):

@@ -250,7 +250,7 @@ def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tm
         assert len(trained) == 1
     assert (len(told), len(parts)) == (1, 3)
     secret.write_text("short")
-    with pytest.raises(TooFewReplies, match="data of its own"):
+    with pytest.raises(TooFewReplies, match="the node cannot do this with data of its own"):
         num_examples(0)
 
 

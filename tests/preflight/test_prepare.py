@@ -70,7 +70,9 @@ NOISED = {"system": "fedavg", "dp.enabled": True, "dp.noise-multiplier": 1.0, "t
 )
 def test_how_much_of_noised_accuracies_is_noise_is_said_before_the_start(more, is_said, tmp_path):
     run = prepare(RunInputs(on_command_line={**NOISED, **more}, out=tmp_path / "run"))
-    said = [line for line in warnings(run.config, Placement("inprocess", 10)) if "with noise" in line]
+    said = [
+        line for line in warnings(run.config, Placement("inprocess", 10)) if "accuracies are told with noise" in line
+    ]
     assert bool(said) == is_said
     assert not said or "± 16 for the mean over 10 clients" in said[0]
 

@@ -701,7 +701,7 @@ def test_a_part_is_asked_for_the_expected_number_of_examples_not_for_the_drawn_o
 
 def test_a_method_that_knows_whole_networks_alone_refuses_parts():
     images, labels = data(4)
-    with pytest.raises(ValueError, match="grad_sample is 'hooks'"):
+    with pytest.raises(ValueError, match="grad_sample is 'hooks', allowed with groups or parts of a network: auto"):
         train(
             network(), images, labels, SGD(0.1), rng=generator(4, "order"), part=lambda _: Part(),
             private=dp(grad_sample="hooks"),

@@ -388,7 +388,7 @@ def test_any_other_damage_is_an_error_and_never_less_spent(tmp_path, position):
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="what was spent"):
+    with pytest.raises(ValueError, match="what was spent is not known"):
         Ledger(path)
 
 

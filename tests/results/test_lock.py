@@ -46,7 +46,7 @@ def test_a_run_whose_process_is_killed_reads_as_interrupted(running, tmp_path):
     process.communicate()
     before = {path: path.stat().st_mtime_ns for path in running.iterdir()}
     info = read_info(running)
-    assert info["status"] == "interrupted"
+    assert (info["status"], info["error"]) == ("interrupted", "its process ended without a word")
     page = write_report([running], tmp_path / "r.html").read_text()
     assert "interrupted" in page
     assert "Still going" not in page

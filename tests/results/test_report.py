@@ -149,7 +149,7 @@ def test_a_run_that_recorded_no_round_still_has_a_page(make_run, tmp_path):
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="one run folder"):
+    with pytest.raises(ValueError, match="at least one run folder"):
         write_report([], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

@@ -139,5 +139,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run(fedprune, tmp
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None if name == kind else find(name))
     code, said = fedprune("run", f"tracking={kind}", "--engine", "inprocess", "--out", "run")
     assert code == 2
-    assert f"needs the package {kind}: " in " ".join(said.split())
+    assert f"which needs the package {kind}: install the extra fedprune[{extra}]" in " ".join(said.split())
     assert not (tmp_path / "run").exists()

@@ -293,7 +293,7 @@ def test_the_newest_model_is_judged_and_kept_while_no_score_was_accepted(federat
     settings = {"system": "fedltp", "fresh": True, "fraction_train": 1.0, **QUICK}
     run = federation(num_server_rounds=2, **settings)
     assert [(row["validations"], row["best_round"]) for row in run.rounds] == [(0, 0), (0, 0)]
-    assert all("no score of any round" in row["notes"][0] for row in run.rounds)
+    assert all("no score of any round was accepted so far" in row["notes"][0] for row in run.rounds)
     judged = [run.wiretap.of("evaluate", round)[0].down.tensors for round in (1, 2)]
     for name, newest in run.wiretap.of("train", 2)[0].down.tensors.items():
         assert torch.equal(judged[0][name], newest)

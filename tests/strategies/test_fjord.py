@@ -151,7 +151,7 @@ def test_batch_norms_are_cut_too_and_a_run_says_how_dense_clients_are(federation
 
 
 def test_local_norms_are_refused_because_nobody_trains_those_beyond_a_clients_width(federation):
-    with pytest.raises(TooFewReplies, match="batch-norm is "):
+    with pytest.raises(TooFewReplies, match="batch-norm is 'local'"):
         federation(**SETTINGS, model="cnn-small-bn", batch_norm="local", fresh=True)
 
 

@@ -268,7 +268,7 @@ def test_what_would_leak_is_refused_on_one_line_that_says_what_is_allowed(settin
 
 
 def test_every_system_has_decided_whether_it_can_be_private():
-    undecided = "nobody has examined"
+    undecided = "nobody has examined what it releases"
     config = parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0})
     assert {name for name, of in SYSTEMS.items() if undecided in of.client.why_not_private(config)} == set()
     assert set(ADMISSIBLE) | {"subfedavg-hy", "fedfomo", "fedcr", "dpsgd-ft", "fedspallm"} == set(SYSTEMS)

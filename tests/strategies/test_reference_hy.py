@@ -362,7 +362,7 @@ def test_local_norms_of_clients_that_never_trained_are_the_initial_ones(hybrid):
 
 
 def test_a_network_without_batch_norm_is_refused_on_one_line(hybrid):
-    with pytest.raises((ConfigError, TooFewReplies, ValueError), match="no BatchNorm") as refused:
+    with pytest.raises((ConfigError, TooFewReplies, ValueError), match="no BatchNorm to rank channels by") as refused:
         hybrid(model="cnn5")
     assert "\n" not in str(refused.value)
 
