@@ -78,11 +78,14 @@ def toml_value(value: Scalar) -> str:
 
 def shipped_configs() -> dict[str, Path]:
     """Return the files of the shipped configurations by name, such as ``subfedavg``."""
+    folder = shipped_folder("configs")
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))} if folder else {}
+
+
+def shipped_folder(name: str) -> Path | None:
+    """Return a folder that comes with fedprune: in a wheel it is in the package, in the repository beside it."""
     package = Path(__file__).parents[1]
-    for folder in (package / "configs", package.parent / "configs"):  # a wheel has them in the package
-        if folder.is_dir():
-            return {path.stem: path for path in sorted(folder.glob("*.toml"))}
-    return {}
+    return next((folder for folder in (package / name, package.parent / name) if folder.is_dir()), None)
 
 
 def config_file(path: Path) -> Path:

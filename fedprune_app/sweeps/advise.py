@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import fedprune_app
 from fedprune_app.config import ConfigError, Settings
+from fedprune_app.config.toml import shipped_folder
 from fedprune_app.core.named import ValueDict
 from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.exports.formats import export_model
@@ -151,9 +151,8 @@ def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[st
     share: ValueDict = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
     of_methods: dict[str, ValueDict] = {ALONE: {}, "fedavg": share, FEDERATED: share, "dispfl": _GOSSIP}
     of_methods |= {"feddst": {**share, "density": 0.5}, "subfedavg-hy": share}
-    places = Path(fedprune_app.__file__).parents[:2]  # of a wheel, and of the repository
-    if file := next((path for place in places if (path := place / "gallery" / "feddst.py").exists()), None):
-        settings["plugins"] = ",".join(filter(None, (str(settings.get("plugins", "")), str(file))))
+    if gallery := shipped_folder("gallery"):
+        settings["plugins"] = ",".join(filter(None, (str(settings.get("plugins", "")), str(gallery / "feddst.py"))))
     else:
         del of_methods["feddst"]
         of_methods["subfedavg"] = share
