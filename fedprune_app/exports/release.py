@@ -1,4 +1,4 @@
-"""A release is one folder for whoever decides whether a trained model may leave: model, promise, attacks, provenance.
+"""One folder for whoever decides whether a trained model may leave: model, promise, attacks, provenance.
 
 Nothing in it names a path, a machine, an owner or a record. ``SHA256SUMS`` has the digest of each other file.
 """
@@ -38,6 +38,7 @@ from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import git_hash, versions
 from fedprune_app.results.report import filled
+from fedprune_app.results.similarity import ranks
 
 SUMS, PAGE = "SHA256SUMS", "README.html"
 REFUSALS = ("no-ledger", "seeded-noise", "open-accuracies", "no-audit", "no-policy")
@@ -46,7 +47,7 @@ _NAMES = ("system", "dataset", "partition")  # of what is registered: no paths
 
 @dataclass(frozen=True)
 class Question:
-    """A question says what to release, and with which evidence; ``allowed`` are refusals that do not count."""
+    """What to release, and with which evidence; ``allowed`` are refusals that do not count."""
 
     run: Path
     client: int | None = None
@@ -69,7 +70,7 @@ def settings_digest(config: Config) -> str:
 
 @dataclass
 class Pack:
-    """A pack is what is known of a run, and the ``files`` of the release, by name."""
+    """What is known of a run for its release, and the ``files`` of the release, by name."""
 
     question: Question
     run: Run
@@ -198,7 +199,7 @@ class Pack:
         """Return what an attack by the released model's confidence finds; None where the data are not here.
 
         The score of an example is the largest probability that the model gives it. ``auc`` is the chance that an
-        example of the training data has a larger score than a test example.
+        example of the training data has a larger score than a test example; equal scores count half.
         """
         if "nodes" in self.run.info:
             return None
@@ -208,8 +209,8 @@ class Pack:
             [confidences(model.network, getattr(each, f"{part}_images")) for each in data] for part in ("train", "test")
         ]
         members, others = (np.concatenate(part) for part in scores)
-        order = np.concatenate([members, others]).argsort().argsort()  # of 0, 1, ...
-        auc = (order[: len(members)].sum() - len(members) * (len(members) - 1) / 2) / (len(members) * len(others))
+        above = ranks(np.concatenate([members, others]))[: len(members)].sum() - len(members) * (len(members) + 1) / 2
+        auc = above / (len(members) * len(others))
         return {"auc": round(float(auc), 2), "n_pos": len(members), "n_neg": len(others)}
 
     @property
