@@ -90,7 +90,7 @@ def _digest(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Advert:
-    """An advert holds the fresh public keys of a member, the digest of its own mask's seed, and who signed them."""
+    """The fresh public keys of a member, the digest of its own mask's seed, and who signed them."""
 
     share_key: str
     mask_key: str
@@ -134,7 +134,7 @@ class Advert:
 
 @dataclass(frozen=True)
 class Identity:
-    """An identity is the node's registered key, if it has one, and the public keys of the nodes that it sums with."""
+    """The node's registered key, if it has one, and the public keys of the nodes that it sums with."""
 
     key: ec.EllipticCurvePrivateKey | None = None
     trusted: frozenset[str] = frozenset()
@@ -171,7 +171,7 @@ def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
 
 
 class Member:
-    """A member is the client's half of the protocol, for one sum at a time.
+    """The client's half of the protocol, for one sum at a time.
 
     ``file`` holds the secrets of the sum at work, since each message may be answered by a fresh process. ``journal``
     says which members' sums the client's addends went into, and stays.
@@ -196,7 +196,7 @@ class Member:
 
         ``message`` is the digest of what the server asked for.
         """
-        self._go_on(SHARES, INPUT)
+        self._advance(SHARES, INPUT)
         state, roster = self.state, self._roster()
         seed, session = bytes.fromhex(state["seed"]), state["session"]
         with _reading():
@@ -242,7 +242,7 @@ class Member:
         return vars(advert)
 
     def _shares(self, body: Body) -> Body:
-        self._go_on(KEYS, SHARES)
+        self._advance(KEYS, SHARES)
         roster = {int(client): Advert.read(advert) for client, advert in body["roster"].items()}
         self.state["roster"] = body["roster"]
         threshold = self._require(roster, roster, "members of the sum")
@@ -261,7 +261,7 @@ class Member:
 
     def _agreed(self, body: Body) -> Body:
         """Sign whose addends have come, once."""
-        self._go_on(INPUT, AGREE)
+        self._advance(INPUT, AGREE)
         survivors = sorted(int(client) for client in body["survivors"])
         self._require(survivors, self.state["members"], "members whose addends have come")
         self.state["survivors"] = survivors
@@ -271,7 +271,7 @@ class Member:
 
     def _opened(self, body: Body) -> Body:
         """Open a share of each member, once; from then on the secrets of this sum are gone."""
-        self._go_on(AGREE, OPEN)
+        self._advance(AGREE, OPEN)
         state, roster = self.state, self._roster()
         survivors = state["survivors"]
         signatures = {int(client): signature for client, signature in body["signatures"].items()}
@@ -295,8 +295,8 @@ class Member:
         self._save()
         return {"opened": opened}
 
-    def _go_on(self, stage: str, next_stage: str) -> None:
-        """Go on to a stage, which each follows one other. Raises ``ValueError`` where that is not the one before."""
+    def _advance(self, stage: str, next_stage: str) -> None:
+        """Enter a stage, which each follows one other. Raises ``ValueError`` where that is not the one before."""
         self.state = json.loads(self.file.read_text()) if self.file.exists() else {"stage": "none"}
         if (found := self.state["stage"]) != stage:
             raise ValueError(f"stage '{next_stage}' of a secure sum follows {found!r}, allowed: {stage!r}")
@@ -306,7 +306,8 @@ class Member:
         replace_file(self.file, json.dumps(self.state).encode(), mode=0o600, private=True)
 
     def _roster(self) -> dict[int, Advert]:
-        return {int(client): Advert.read(advert) for client, advert in self.state["roster"].items()}
+        """Return the adverts of the members, which were read and checked when shares were dealt."""
+        return {int(client): Advert(**advert) for client, advert in self.state["roster"].items()}
 
     def _require(self, some: Collection[int], members: Collection[int], what: str) -> int:
         """Return the threshold. Raises ``ValueError`` unless these are as many of the members, this one among them."""
@@ -340,7 +341,7 @@ class Member:
 
 @dataclass
 class SecureSum:
-    """A secure sum is the server's half of the protocol, for one sum; ``name`` says which, in errors."""
+    """The server's half of the protocol, for one sum; ``name`` says which, in errors."""
 
     name: str
     threshold: int

@@ -22,7 +22,7 @@ from fedprune_app.privacy.accounting import Steps, epsilon
 
 @dataclass
 class Tally:
-    """A tally counts what was seen of noised sums along the canaries' directions, over all ``steps``.
+    """Counts of what was seen of noised sums along the canaries' directions, over all ``steps``.
 
     * ``present`` and ``absent``: how many times a canary was in a sum, and was not.
     * ``found`` and ``cleared``: how many of these were guessed so.
@@ -80,7 +80,7 @@ def at_least(count: int, of: int, doubt: float) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding is an audit's result: the ledger's ``claim`` at ``delta`` for all noised sums, and what was seen."""
+    """An audit's result: the ledger's ``claim`` at ``delta`` for all noised sums, and what was seen."""
 
     canaries: int
     claim: float

@@ -19,7 +19,7 @@ _BYTES_PER_SECOND = 10e6 / 8  # at 10 Mbit/s
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a question in one line, and what it rests on."""
+    """One line for a question, and what it rests on."""
 
     question: str
     answer: str

@@ -52,7 +52,7 @@ _LEAST_OWN = 0.6  # the part of a canary's second moments that must be along a d
 
 @dataclass(frozen=True)
 class Question:
-    """A question says what to ask of a configuration; 0 for ``canaries`` takes all that there is."""
+    """What to ask of a configuration; 0 for ``canaries`` takes all that there is."""
 
     canaries: int = 0
     delta: float = 0.0  # 0: dp.delta
@@ -63,7 +63,7 @@ class Question:
 
 @dataclass
 class Watch:
-    """A watch has the canaries' coins (m,), True for in, and counts what was seen of the sums."""
+    """The canaries' coins (m,), True for in, and counts of what was seen of the sums."""
 
     question: Question
     seed: int
@@ -82,7 +82,7 @@ class Watch:
 
 
 class WatchedPrivacy(ClientPrivacy):
-    """A watched client's steps are watched, and have the noise that the question says."""
+    """Privacy whose steps are observed, and have the noise that the question asks for."""
 
     watch: ClassVar[Watch]
 
@@ -98,7 +98,7 @@ class WatchedPrivacy(ClientPrivacy):
 
 
 class Weaker:
-    """Weaker noise is ``share`` of what it says; samples are drawn as with all of it."""
+    """A ``share`` of the noise that is charged; samples are drawn as with all of it."""
 
     def __init__(self, noise: Noise, share: float) -> None:
         self._noise, self._share = noise, share
@@ -115,7 +115,7 @@ class Weaker:
 
 
 class WatchedImages(ImageClient):
-    """This class comes before the class of the system's client in the order of classes."""
+    """Puts canaries into the images of a system's client, whose class comes after it in the order of classes."""
 
     watch: ClassVar[Watch]
 
@@ -191,7 +191,7 @@ class WatchedStep(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedDPSGD(DPSGD):
-    """Watched DP-SGD does all that DP-SGD does, on a network with coordinates for canaries."""
+    """DP-SGD on a network with coordinates for canaries."""
 
     watch: Watch
     drawn: list[Tensor] = field(default_factory=list)  # the units of the step under way
