@@ -51,6 +51,44 @@ def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice
         assert "gradient: the weights with the largest gradients random: random weights" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("run sys", ["system=", "system=dispfl"]),  # the words as bash passes them
+        ("run system =", ["dispfl", "fedavg"]),
+        ("run system = disp", ["dispfl"]),
+        ("run --clients 4 system = fedavg learning-r", ["learning-rate=", "learning-rate=0.01"]),
+        ("run dp.ena", ["dp.enabled=", "dp.enabled=true", "dp.enabled=false"]),
+        ("check dispfl.growth = ", ["gradient", "random"]),
+        ("run data-dir = ph", []),  # bash completes files
+        ("run -c quick", ["quickstart"]),
+        ("list disp", ["dispfl"]),
+        ("report runs/", ["runs/a", "runs/b"]),
+        ("export r", ["runs/a", "runs/b"]),
+    ],
+)
+def test_a_shell_completes_settings_configurations_and_run_folders(words, offered, monkeypatch, capsys, tmp_path):
+    for name in "ab":
+        write_info(tmp_path / "runs" / name, {})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COMP_WORDS", f"fedprune {words}")
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ") + 1))
+    monkeypatch.setenv("_FEDPRUNE_COMPLETE", "complete_bash")
+    with pytest.raises(SystemExit):
+        cli.app(prog_name="fedprune")
+    found = capsys.readouterr().out.split()
+    assert set(offered) <= set(found)
+    assert bool(found) == bool(offered)
+
+
+def test_most_shells_pass_a_setting_as_one_word(monkeypatch, capsys):
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "fedprune run system=disp")
+    monkeypatch.setenv("_FEDPRUNE_COMPLETE", "complete_zsh")
+    with pytest.raises(SystemExit):
+        cli.app(prog_name="fedprune")
+    assert capsys.readouterr().out.strip() == """_arguments '*: :(("system=dispfl"))'"""
+
+
 def test_a_level_of_the_log_may_be_in_small_letters_or_is_refused(fedprune, monkeypatch):
     for level, code in (("debug", 0), ("", 0), ("foo", 2)):
         monkeypatch.setenv("FEDPRUNE_LOG", level)

@@ -27,12 +27,13 @@ from devtools.faults.schedule import Schedule
 from devtools.faults.simulation import Simulation
 from devtools.faults.tour import write_tour
 from fedprune_app.cli import main
+from fedprune_app.cli.options import Plugins
 from fedprune_app.config import ConfigError
 from fedprune_app.files import scratch_folder
 from fedprune_app.preflight.inputs import RunInputs, inputs_in
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.report import check_page_name
-from fedprune_app.terminal import Plugins, Terminal, console, echo
+from fedprune_app.terminal import Terminal, console, echo
 
 app = typer.Typer(pretty_exceptions_enable=False)
 

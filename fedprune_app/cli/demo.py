@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from fedprune_app.cli.options import Out, Plugins, Workers, values_of
 from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
@@ -21,15 +22,14 @@ from fedprune_app.preflight.inputs import Placement, RunInputs, inputs_in
 from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.ownership import check_free, is_marked
 from fedprune_app.results.reader import read_info
-from fedprune_app.terminal import Out, Plugins, Terminal, Workers, console, echo
+from fedprune_app.terminal import Terminal, console, echo
 
 DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
 LLM_CLIENTS = 4
 LLM_DENSITIES = (0.5, 0.3)
 _COMMON = (
-    "dataset", "partition", "model", "num-server-rounds", "fraction-train", "local-epochs", "learning-rate",
-    "batch-size", "density", "seed", "dp.enabled",
+    "num-server-rounds", "local-epochs", "learning-rate", "density", "dataset", "partition", "model",
 )  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def list_(
     keys: Annotated[
         bool, typer.Option("--keys", help="List all settings with default, meaning, range and choices.")
     ] = False,
-    system: Annotated[str, typer.Argument(metavar="[SYSTEM]")] = "",
+    system: Annotated[str, typer.Argument(metavar="[SYSTEM]", autocompletion=lambda: values_of("system"))] = "",
     plugin: Plugins = None,
 ) -> None:
     """List all systems, datasets, partitions and models.
@@ -136,7 +136,7 @@ def list_(
     out = Terminal()
     if system and not keys:
         out.print(f"{inspect.getdoc(sys.modules[SYSTEMS[system].strategy.__module__])}\n", soft_wrap=True)
-        own = sorted(options, key=lambda key: (not key.startswith(f"{system}."), key not in _COMMON))
+        own = sorted(options, key=lambda key: (key not in _COMMON, not key.startswith(f"{system}.")))
         options = {key: options[key] for key in own[:12]}
     if keys or system:
         table = Table(box=None, pad_edge=False)

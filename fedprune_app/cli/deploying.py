@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from fedprune_app.cli.options import AcceptLoss, Configs, Out, Overrides, Plugins
 from fedprune_app.cli.running import run_once
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.config.options import share_in_turn
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, echo
+from fedprune_app.terminal import console, echo
 
 app = typer.Typer(no_args_is_help=True)
 

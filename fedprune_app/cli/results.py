@@ -14,19 +14,20 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from fedprune_app.cli.options import Plugins, complete_run
 from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.inputs import Placement, inputs_in, of_run, trusted_code
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.terminal import Plugins, Terminal, console, echo, print_rows
+from fedprune_app.terminal import Terminal, console, echo, print_rows
 
 if TYPE_CHECKING:
     from fedprune_app.exports.predict import Prediction
     from fedprune_app.results.groups import Group
 
 app = typer.Typer()
-Folders = Annotated[list[Path], typer.Argument(metavar="DIR...")]
+Folders = Annotated[list[Path], typer.Argument(metavar="DIR...", autocompletion=complete_run)]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")]
 _MOST_TOKENS = 64  # that `predict` adds to a text
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
@@ -103,7 +104,7 @@ def table(
 
 @app.command()
 def figure(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR... FIGURE")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR... FIGURE", autocompletion=complete_run)],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this file: .pdf, .svg or .png.")],
     view: Annotated[str, typer.Option("--view", help="A view of the figure, such as Personal. Default: first.")] = "",
     force: Force = False,
@@ -162,7 +163,7 @@ def _watch(folders: list[Path], output: Path, force: bool) -> None:
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN", autocompletion=complete_run)],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this file, or for a language model folder.")],
     client: Annotated[
         str | None, typer.Option("--client", help="Export the personal model of this client: a number or a name.")
@@ -442,7 +443,7 @@ def audit(
 
 @app.command()
 def release(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False)] = None,
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", show_default=False, autocompletion=complete_run)] = None,
     client: Annotated[
         int | None, typer.Option("--client", help="Release this client's model, not the common one.")
     ] = None,

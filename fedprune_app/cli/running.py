@@ -7,11 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from fedprune_app.core.named import ValueDict, Values
-from fedprune_app.files import LATEST, folder_for
-from fedprune_app.preflight.inputs import Placement, inputs_in
-from fedprune_app.preflight.prepare import Prepared, prepare
-from fedprune_app.terminal import (
+from fedprune_app.cli.options import (
     AcceptLoss,
     Configs,
     Engine,
@@ -20,10 +16,13 @@ from fedprune_app.terminal import (
     Plugins,
     RayAddress,
     Workers,
-    console,
-    echo,
-    print_rows,
+    complete_run,
 )
+from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.files import LATEST, folder_for
+from fedprune_app.preflight.inputs import Placement, inputs_in
+from fedprune_app.preflight.prepare import Prepared, prepare
+from fedprune_app.terminal import console, echo, print_rows
 
 app = typer.Typer()
 _MOST_LINES = 10  # of one kind that are printed at the end of a run
@@ -143,8 +142,8 @@ def sweep(
 
 
 NewFolder = Annotated[Path, typer.Option("-o", "--output", help="The folder for the new model.")]
-SumsRun = Annotated[Path, typer.Argument(metavar="RUN")]
-ClientsRun = Annotated[Path, typer.Argument(metavar="CLIENTS")]
+SumsRun = Annotated[Path, typer.Argument(metavar="RUN", autocompletion=complete_run)]
+ClientsRun = Annotated[Path, typer.Argument(metavar="CLIENTS", autocompletion=complete_run)]
 
 
 @app.command()
