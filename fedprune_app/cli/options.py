@@ -3,6 +3,7 @@
 A completion that returns nothing leaves the shell's own, that of files.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,12 @@ def values_of(key: str) -> list[str]:
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
 
-    names = {"system": SYSTEMS, "dataset": {**DATASETS, **TEXTS}, "partition": PARTITIONS, "model": MODELS}
+    names: dict[str, Iterable[str]] = {
+        "system": SYSTEMS,
+        "dataset": {**DATASETS, **TEXTS},
+        "partition": PARTITIONS,
+        "model": MODELS,
+    }
     if key in names:
         return [*names[key], *installed()[key]]
     option = OPTIONS.get(key)

@@ -165,6 +165,7 @@ def advise(
     Each KEY=VALUE is a setting of all runs, such as owner-column=clinic.
     A few methods run with three seeds.
     """
+    from fedprune_app.results.advice import write_advice
     from fedprune_app.results.report import write_report
     from fedprune_app.sweeps.advise import advise as make
 
@@ -179,7 +180,8 @@ def advise(
         engine=engine,
     )
     runs = [run.folder for group in found.methods.values() for run in group.runs]
-    page = write_report(runs, output / "advice.html", advice=found)
+    write_report(runs, output / "report.html")
+    page = write_advice(found, output / "advice.html")
     for answer in found.answers:
         print_rows([(answer.question, answer.answer), *(("", detail) for detail in answer.details)])
     print_notes(found.notes)

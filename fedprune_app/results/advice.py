@@ -4,13 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedprune_app.files import replace_file
 from fedprune_app.results.columns import traffic_of
-from fedprune_app.results.differences import Difference, difference, personal_accuracies
+from fedprune_app.results.differences import OWN, Difference, difference, personal_accuracies
 from fedprune_app.results.groups import NOT_MEASURED, Group
 from fedprune_app.results.metrics import MEGABYTE
+from fedprune_app.results.report import filled
 
 ALONE = "standalone"
 FEDERATED = "fedavg-ft"  # fixed beforehand, as the first of the tuned comparison in docs/evidence.md
+_WORDS = {ALONE: "training alone", FEDERATED: "FedAvg-FT"}
 MARGIN = 0.01  # so far behind counts as level
 _FEWEST = 3  # seeds
 _UNFINISHED = "cannot be told: runs of it have failed"
@@ -77,7 +80,7 @@ def federate(methods: Methods, names: Sequence[str]) -> Answer:
         details.append(f"{best} gains most, {points(sites[best])}; {losses}")
     if own := _between(methods, "fedavg", ALONE):
         details.append(f"FedAvg's clients after their local training: {points(own)}")
-    return Answer(question, f"{word}: {points(found)} with FedAvg-FT against training alone", tuple(details))
+    return Answer(question, f"{word}: {points(found)} with {_WORDS[FEDERATED]} against {_WORDS[ALONE]}", tuple(details))
 
 
 def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, str]) -> Answer:
@@ -90,13 +93,15 @@ def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, str]) ->
             continue
         verdicts.append(verdict := is_ahead(found, MARGIN))
         words = {True: "at most a point behind", False: "more than a point behind", None: _open(found)}[verdict]
-        text = f"{name}: {words}, {points(found)} against {dense}{_saved(methods[name], methods[dense])}"
+        if is_ahead(found):
+            words = "ahead"
+        text = f"{name}: {words}, {points(found)} against {_WORDS[dense]}{_saved(methods[name], methods[dense])}"
         details.append(text + shares.get(name, ""))
     if not verdicts:
         return Answer(question, _UNFINISHED)
     answer = "cannot be told: no sparse method is shown to be at most a point behind"
     if True in verdicts:
-        answer = f"yes, with {details[verdicts.index(True)]}"
+        answer = f"yes, with {details.pop(verdicts.index(True))}"
     elif None not in verdicts:
         answer = "no: each sparse method is more than a point behind"
     return Answer(question, answer, tuple(details))
@@ -149,11 +154,13 @@ def validation_of(group: Group) -> float:
 class Advice:
     """Finished runs of several methods on the same sites, and what follows from them.
 
-    ``names`` are those of the sites by number. ``models`` are the site and the file of each exported model, and
-    ``matrix`` is the file of the runs. ``shares`` say of sparse methods what their files save.
+    ``names`` are those of the sites by number. ``summaries`` say what each system is. ``models`` are the site and the
+    file of each exported model, and ``matrix`` is the file of the runs. ``shares`` say of sparse methods what their
+    files save.
     """
 
     methods: Methods
+    summaries: Mapping[str, str]
     names: Sequence[str]
     epsilon: float
     sparse: Sequence[str]
@@ -171,8 +178,17 @@ class Advice:
         )
 
     @property
-    def costs(self) -> dict[str, str]:
-        return {name: cost_of(group, len(self.names)) for name, group in self.methods.items()}
+    def method_rows(self) -> list[list[str]]:
+        """A row for each method: its name, what it is, mean accuracy in percent, and what it would take on nodes."""
+        rows = []
+        for name, group in self.methods.items():
+            what = self.summaries[group.system] + (
+                f", with ε {self.epsilon:g}" if name == private(group.system) else ""
+            )
+            found = group.last(OWN)
+            accuracy = f"{100 * found.mean:.1f}" if found else NOT_MEASURED
+            rows.append([name, what, accuracy, cost_of(group, len(self.names))])
+        return rows
 
     @property
     def site_rows(self) -> list[list[str]]:
@@ -187,3 +203,10 @@ class Advice:
             gain = _between(self.methods, FEDERATED, ALONE, client)
             rows.append([name, *means, points(gain) if gain else NOT_MEASURED])
         return rows
+
+
+def write_advice(advice: Advice, out: Path) -> Path:
+    first = next(iter(advice.methods.values())).first
+    page = filled(__package__, "templates/advice.html", advice=advice, first=first)
+    replace_file(out, page.encode())
+    return out

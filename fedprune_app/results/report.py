@@ -19,7 +19,6 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
-from fedprune_app.results.advice import Advice
 from fedprune_app.results.columns import ACCURACIES, Column, cost, last_footnote, outcome, table_key, traffic_of
 from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.differences import OWN, between, difference_tables, of_the_same_data
@@ -106,14 +105,13 @@ def write_report(
     force: bool = False,
     on_left_out: Callable[[str], object] | None = None,
     refresh_seconds: int = 0,
-    advice: Advice | None = None,
 ) -> Path:
     """Write the page that compares the runs in ``folders`` to ``out`` in one step, and return ``out``.
 
     A folder without a readable run is left out. The page says so in one line that names the file, and ``on_left_out``
-    is called with the same line. With ``refresh_seconds`` a browser loads the page anew as often, and ``advice`` stands
-    first. Raises ``ValueError`` for no folders, where no folder is readable, for an ``out`` that is no name of a page,
-    and for one that exists and is no report, unless ``force`` says to replace it.
+    is called with the same line. With ``refresh_seconds`` a browser loads the page anew as often. Raises ``ValueError``
+    for no folders, where no folder is readable, for an ``out`` that is no name of a page, and for one that exists and
+    is no report, unless ``force`` says to replace it.
     """
     check_page_name(Path(out))
     folders = each_once(folders)
@@ -132,7 +130,7 @@ def write_report(
     if on_left_out is not None:
         for reason in left_out:
             on_left_out(reason)
-    page = render(runs, left_out, refresh_seconds, advice)
+    page = render(runs, left_out, refresh_seconds)
     replace_file(Path(out), page.encode("utf-8", errors="replace"))  # JSON may hold half of a surrogate pair
     return Path(out)
 
@@ -145,9 +143,7 @@ def is_any_running(folders: Sequence[Path]) -> bool:
     return False
 
 
-def render(
-    runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: int = 0, advice: Advice | None = None
-) -> str:
+def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: int = 0) -> str:
     """Return the page as HTML; the same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
@@ -156,7 +152,6 @@ def render(
         __package__,
         "templates/report.html",
         title=_title(runs),
-        advice=advice,
         refresh_seconds=refresh_seconds,
         facts=_facts(runs),
         words=comparison(groups) if len(groups) <= _CARDS_UP_TO else [],

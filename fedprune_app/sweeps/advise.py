@@ -18,6 +18,7 @@ from fedprune_app.plugins import names_in
 from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.own_data import settings_of
 from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import advice
 from fedprune_app.results.advice import ALONE, FEDERATED, Advice, private
 from fedprune_app.results.groups import Group, group_runs
@@ -46,7 +47,8 @@ _MOST_ROUNDS, _FEWEST_ROUNDS, _ROUNDS_OF_A_SEARCH = 100, 3, 8
 _SHARE_OF_SEARCH = 3 / 4 + 2 / 2  # three rates for a quarter of the rounds, and two for half of them
 _MOST_SITES = 10  # in a round of a method with a server
 _MOST_FILES = 30
-_RESERVE = 0.15  # of the time, for files and for what takes longer than it did at first
+_RESERVE = 0.25  # of the time, for files and for what takes longer than it did at first
+_OVERTIME = 1.5  # times the minutes, for a last seed: fewer than three tell next to nothing
 
 Entries = dict[str, list[ValueDict]]  # by method: the settings that are tried
 
@@ -135,7 +137,8 @@ def advise(
     notes.append(f"a round of all methods took {pace.of_rounds:.1f} s, so runs have {rounds} rounds")
     final: dict[str, list[Run]] = {}
     for count in range(1, len(SEEDS) + 1):
-        if count > 1 and time.monotonic() + pace.beside + rounds * pace.of_rounds > start + 60 * minutes:
+        needed = time.monotonic() - start + pace.beside + rounds * pace.of_rounds
+        if count > 1 and needed > 60 * minutes * _OVERTIME:
             notes.append(f"the minutes allowed {count - 1} of {len(SEEDS)} seeds")
             break
         final = bench.runs("runs", entries, SEEDS[:count], rounds)
@@ -143,7 +146,9 @@ def advise(
     methods = {method: group_runs(runs)[0] for method, runs in final.items()}
     sparse = [method for method in _SPARSE if method in methods]
     shares, models = _files(methods, sparse, names, out / "models", notes)
-    return Advice(methods, names, epsilon, sparse, shares, models, notes, out / "runs.yaml")
+    notes.append(f"all took {(time.monotonic() - start) / 60:.0f} minutes")
+    summaries = {group.system: SYSTEMS[group.system].summary for group in methods.values()}
+    return Advice(methods, summaries, names, epsilon, sparse, shares, models, notes, out / "runs.yaml")
 
 
 def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[str]) -> Entries:
@@ -157,9 +162,11 @@ def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[st
         del of_methods["feddst"]
         of_methods["subfedavg"] = share
         notes.append("FedDST is in the repository's gallery alone: Sub-FedAvg took its place")
-    if settings["dataset"] == "table":
+    if settings["dataset"] == "table" or epsilon:
         del of_methods["subfedavg-hy"]
-        notes.append("Sub-FedAvg (Hy) removes channels, and a table's network has none")
+        notes.append("Sub-FedAvg (Hy) prunes by BatchNorm, which networks for tables and for private training lack")
+    else:
+        settings.setdefault("model", "auto-bn")  # one network for all methods, the one that Sub-FedAvg (Hy) needs
     entries = {
         method: [{"system": method, **own, "learning-rate": rate} for rate in _RATES]
         for method, own in of_methods.items()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedprune_app.results.advice import federate, is_ahead, privacy, private, prune
+from fedprune_app.results.advice import Advice, federate, is_ahead, privacy, private, prune, write_advice
 from fedprune_app.results.differences import difference
 from fedprune_app.results.groups import Group
 from fedprune_app.results.reader import Run
@@ -54,8 +55,10 @@ def test_a_sparse_method_is_taken_where_it_is_shown_to_be_at_most_a_point_behind
     answer = prune(methods, ["feddst", "dispfl"], {"feddst": "; ONNX file: 100% of the bytes"})
     assert answer.answer.startswith("yes, with feddst: at most a point behind, -0.2 points")
     assert "50% of the weights, 50% of the traffic; ONNX file: 100% of the bytes" in answer.answer
-    assert "dispfl: more than a point behind" in answer.details[1]
+    assert "dispfl: more than a point behind" in answer.details[0]
     assert prune({**methods, "feddst": far}, ["dispfl"], {}).answer.startswith("no: ")
+    ahead = method("feddst", [0.65, 0.75, 0.85])
+    assert prune({**methods, "feddst": ahead}, ["feddst"], {}).answer.startswith("yes, with feddst: ahead, +5.0 points")
     unclear = method("feddst", [0.6, 0.7, 0.8], spread=0.03)
     assert prune({**methods, "feddst": unclear}, ["feddst"], {}).answer.startswith("cannot be told")
 
@@ -75,3 +78,22 @@ def test_a_margin_is_how_far_behind_counts_as_level(values, margin, told):
     found = difference(pairs, dict.fromkeys(pairs, 0.0), of_other_seeds=True)
     assert is_ahead(found, margin) is told
     assert is_ahead(difference(dict.fromkeys(pairs, 0.0), pairs, of_other_seeds=True)) is False or margin
+
+
+def test_the_page_of_advice_is_small_and_says_what_each_method_is(tmp_path):
+    methods = {"standalone": ALONE, "fedavg-ft": method("fedavg-ft", [0.6, 0.7, 0.65])}
+    methods = {name: with_config(group) for name, group in methods.items()}
+    summaries = {"standalone": "every client trains alone", "fedavg-ft": "FedAvg's model, fine-tuned by every client"}
+    models = [("north", tmp_path / "models" / "north.onnx")]
+    advice = Advice(methods, summaries, SITES, 0.0, [], {}, models, ["a note"], tmp_path / "runs.yaml")
+    page = write_advice(advice, tmp_path / "advice.html").read_text()
+    for text in ("3 sites", "3 rounds with 3 seeds", "These are few rounds", "fine-tuned by every client", "a note"):
+        assert text in page
+    assert len(page) < 20_000
+    assert str(tmp_path) not in page
+
+
+def with_config(group):
+    config = {"num-server-rounds": 3, "dataset": "table"}
+    runs = (replace(run, info={**run.info, "config": config, "final_sha256": "0" * 64}) for run in group.runs)
+    return replace(group, runs=tuple(runs))
