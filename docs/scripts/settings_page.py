@@ -1,11 +1,17 @@
-"""Write the page of all settings, docs/reference/settings.md, from their declarations: `make settings`."""
+"""Write what is made of the declarations of settings: `make settings`.
+
+That is the page of all settings, docs/reference/settings.md, and fedprune/__init__.pyi, by which editors complete them.
+"""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
+from fedprune_app import api
 from fedprune_app.config import OPTIONS, toml_value
 
+STUB = Path(__file__).parents[2] / "fedprune" / "__init__.pyi"
 PAGE = Path(__file__).parents[1] / "reference" / "settings.md"
 
 
@@ -32,5 +38,40 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+STUB_HEAD = '''"""What editors know of ``import fedprune``; `make settings` writes it from the declarations."""
+
+from collections.abc import Callable
+from typing import TypedDict, Unpack, overload
+
+from fedprune_app import __version__ as __version__
+from fedprune_app.api import AnyPath, Settings, Values
+'''
+
+
+def stub() -> str:
+    """Return the API for editors: ``run`` takes every setting of fedprune itself by name, and those of plug-ins."""
+    tables: dict[str, dict[str, str]] = {"": {}}
+    for key, option in OPTIONS.items():
+        table, _, name = key.rpartition(".")
+        tables.setdefault(table, {})[name.replace("-", "_")] = type(option.default).__name__
+    own = tables.pop("")
+    lines = [f"from fedprune_app.api import {name} as {name}" for name in api.__all__ if name != "run"]
+    for table, names in tables.items():
+        lines += ["", f"class _{table.title()}(TypedDict, total=False):", *_fields(names)]
+        own[table] = f"_{table.title()}"
+    lines += ["", "class _Keys(TypedDict, total=False):", *_fields(own), ""]
+    *arguments, _ = inspect.signature(api.run).parameters.values()
+    first, *others = [f"    {each.name}: {each.annotation} = ...," for each in arguments]
+    for keys in ("Unpack[_Keys]", "object"):
+        lines += ["@overload", "def run(", first, "    /,", "    *,", *others, f"    **settings: {keys},"]
+        lines.append(") -> Run: ...")
+    return STUB_HEAD + "\n".join(lines) + "\n"
+
+
+def _fields(names: dict[str, str]) -> list[str]:
+    return [f"    {name}: {kind}" for name, kind in sorted(names.items())]
+
+
 if __name__ == "__main__":
     PAGE.write_text(settings_page())
+    STUB.write_text(stub())

@@ -59,6 +59,7 @@ def test_links_to_a_missing_file_and_to_a_missing_heading_are_found(tmp_path):
     assert broken_links([tmp_path / "page.md"]) == ["page.md: there.md#else", "page.md: gone.md"]
 
 
-def test_the_page_of_all_settings_says_what_the_declarations_say():
+def test_the_page_and_the_stub_of_all_settings_say_what_the_declarations_say():
     made = runpy.run_path(str(ROOT / "docs" / "scripts" / "settings_page.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["settings_page"](), "write the page anew: make settings"
+    assert made["STUB"].read_text(encoding="utf-8") == made["stub"](), "write the stub anew: make settings"
