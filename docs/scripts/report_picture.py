@@ -1,4 +1,4 @@
-"""Take the pictures of the demo's report at four widths to docs/assets, and note of which numbers they are.
+"""Take the demo's report to docs/assets, pictures of it at four widths, and note of which numbers they are.
 
 Run ``make demo`` first, then ``python docs/scripts/report_picture.py``. It needs Chromium.
 """
@@ -14,6 +14,7 @@ from PIL import Image
 
 from fedprune_app.cli.demo import DEMO_SYSTEMS, demo_settings
 from fedprune_app.results.reader import load_run
+from fedprune_app.results.report import packed_plotly
 
 ROOT = Path(__file__).parents[2]
 DEMO, ASSETS = ROOT / "runs" / "demo", ROOT / "docs" / "assets"
@@ -41,6 +42,8 @@ def main() -> None:
         frame.unlink()
         with Image.open(picture) as image:
             image.crop((0, 0, width, height)).convert("P", palette=Image.Palette.ADAPTIVE).save(picture, optimize=True)
+    report = (DEMO / "report.html").read_text()
+    (ASSETS / "demo.html").write_text(report.replace(packed_plotly(), ""))  # `make site` puts it in again
     shown = {
         system: {
             "settings": demo_settings(system),

@@ -1,4 +1,4 @@
-"""What the site holds beside docs/*.md: pages from elsewhere in the repository, and notebooks."""
+"""What the site holds beside docs/*.md: pages from elsewhere in the repository, notebooks, and the demo's report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from fedprune_app.results.report import packed_plotly
+
 ROOT = Path(__file__).parents[2]
+WITHOUT_PLOTLY = '<script type="text/plain" id="plotly"></script>'
 _ELSEWHERE = {
     "SECURITY.md": "project/security.md",
     "CONTRIBUTING.md": "project/contributing.md",
@@ -59,6 +62,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Show names in docstrings without the marks that Sphinx knows."""
     return _ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
+
+
+def on_post_build(config: Any) -> None:
+    """Put Plotly into the demo's report, which the repository holds without these 1.8 MB."""
+    page = Path(config["site_dir"]) / "assets" / "demo.html"
+    page.write_text(page.read_text().replace(WITHOUT_PLOTLY, WITHOUT_PLOTLY.replace("><", f">{packed_plotly()}<")))
 
 
 def _as_markdown(path: Path) -> str:

@@ -174,12 +174,12 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         details=[_details(run) for run in runs],
         palette=COLOURS,
         data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in all_figures]},
-        plotly=_packed_plotly(),
+        plotly=packed_plotly(),
     )
 
 
 @cache
-def _packed_plotly() -> str:
+def packed_plotly() -> str:
     """Return plotly.js for the page: compressed, in the letters of base 85, with a comma for the one that HTML reads.
 
     That is 1.8 MB in place of 4.8; the page unpacks it.

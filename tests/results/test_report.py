@@ -18,7 +18,7 @@ from fedprune_app.results.figures import figures, settings
 from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.report import _packed_plotly, _times, appearance, each_once, render, write_report
+from fedprune_app.results.report import _times, appearance, each_once, packed_plotly, render, write_report
 from fedprune_app.results.tables import comma_separated, final_rows
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
@@ -52,7 +52,7 @@ class Elements(HTMLParser):
 
 
 def page_of(folders: list[Path], out: Path) -> str:
-    return write_report(folders, out).read_text(encoding="utf-8").replace(_packed_plotly(), "")
+    return write_report(folders, out).read_text(encoding="utf-8").replace(packed_plotly(), "")
 
 
 def test_the_page_needs_nothing_from_the_network(six, tmp_path):
@@ -629,7 +629,7 @@ def test_a_damaged_run_is_left_out_and_named(make_run, tmp_path):
     page = write_report([good[0], damaged, good[1]], tmp_path / "r.html", on_left_out=said.append).read_text()
     (line,) = said
     assert f"{damaged / 'rounds.jsonl'} is damaged or cut" in line
-    text = " ".join(Elements(page.replace(_packed_plotly(), "")).text.split())
+    text = " ".join(Elements(page.replace(packed_plotly(), "")).text.split())
     assert "Left out: 1 of 3 run folders cannot be read" in text
     assert f"{damaged / 'rounds.jsonl'} is damaged or cut" in text
     assert "Left out" not in page_of(good, tmp_path / "whole.html")
