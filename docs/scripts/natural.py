@@ -18,7 +18,7 @@ import string
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -77,7 +77,7 @@ def _characters(path: Path) -> dict[str, Image.Image]:
 class _ArraysOnly(pickle.Unpickler):
     """Read a pickle of arrays, and nothing that runs other code: these names make arrays and their bytes."""
 
-    allowed = {
+    allowed: ClassVar = {
         ("numpy.core.multiarray", "_reconstruct"): ("numpy._core.multiarray", "_reconstruct"),
         ("numpy", "ndarray"): ("numpy", "ndarray"),
         ("numpy", "dtype"): ("numpy", "dtype"),
