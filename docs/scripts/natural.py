@@ -95,7 +95,8 @@ def _objects(file: BinaryIO) -> dict[str, Any]:
     """The dictionary in an npy file of one object."""
     np.lib.format.read_magic(file)
     np.lib.format.read_array_header_1_0(file)
-    return _ArraysOnly(file, encoding="latin1").load().item()
+    found: dict[str, Any] = _ArraysOnly(file, encoding="latin1").load().item()
+    return found
 
 
 def write_watch(source: Path, out: Path) -> list[str]:
