@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypedDict, Unpack, overload
 
 from fedprune_app import __version__ as __version__
-from fedprune_app.api import AnyPath, Settings, Values
+from fedprune_app.api import AnyPath, Settings
 from fedprune_app.api import ConfigError as ConfigError
 from fedprune_app.api import LaunchError as LaunchError
 from fedprune_app.api import Run as Run
@@ -18,6 +18,7 @@ from fedprune_app.api import model as model
 from fedprune_app.api import predict as predict
 from fedprune_app.api import report as report
 from fedprune_app.api import sweep as sweep
+from fedprune_app.core.named import Values
 
 class _Subfedavg(TypedDict, total=False):
     accuracy_threshold: float

@@ -44,7 +44,7 @@ from collections.abc import Callable
 from typing import TypedDict, Unpack, overload
 
 from fedprune_app import __version__ as __version__
-from fedprune_app.api import AnyPath, Settings, Values
+from fedprune_app.api import AnyPath, Settings
 '''
 
 
@@ -56,6 +56,7 @@ def stub() -> str:
         tables.setdefault(table, {})[name.replace("-", "_")] = type(option.default).__name__
     own = tables.pop("")
     lines = [f"from fedprune_app.api import {name} as {name}" for name in api.__all__ if name != "run"]
+    lines.append("from fedprune_app.core.named import Values")
     for table, names in tables.items():
         lines += ["", f"class _{table.title()}(TypedDict, total=False):", *_fields(names)]
         own[table] = f"_{table.title()}"

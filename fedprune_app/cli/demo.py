@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.options import Out, Plugins, Workers, values_of
+from fedprune_app.cli.options import Out, Plugins, Workers, names_by_key, values_of
 from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
 from fedprune_app.config.errors import not_allowed
@@ -96,9 +96,6 @@ def list_(
     With SYSTEM: what it is, and its twelve most common settings.
     With --keys and SYSTEM: all settings that have an effect with that system.
     """
-    from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
-    from fedprune_app.models.names import MODELS
-    from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
     from fedprune_app.results import system_metrics
 
@@ -111,15 +108,7 @@ def list_(
         for key, option in OPTIONS.items()
         if not system or system in option.needs.get("system", [system]) or is_used(system, key)
     }
-    kinds = {
-        "systems": {name: system.summary for name, system in SYSTEMS.items()},
-        "datasets": {**DATASETS, **TEXTS},
-        "partitions": dict(PARTITIONS),
-        "models": dict(MODELS),
-    }
-    for key, names in installed().items():
-        for name, module in names.items():
-            kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
+    kinds = {f"{key}s": names for key, names in names_by_key().items()}
     metrics = {name: system_metrics.described(name) for name in SYSTEMS if system_metrics.of_system(name)}
     if as_json:
         settings = {

@@ -3,7 +3,8 @@
 A completion that returns nothing leaves the shell's own, that of files.
 """
 
-from collections.abc import Iterable
+import os
+from glob import glob
 from pathlib import Path
 from typing import Annotated
 
@@ -21,39 +22,44 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[str]:
     words = [word for word in ctx.params.get("overrides") or [] if word != "="]
     if words and words[-1] in OPTIONS:
         return values_of(words[-1])
-    keys = [key for key in OPTIONS if key.startswith(incomplete)]
-    if len(keys) > 1:
-        return [f"{key}=" for key in keys]
-    # with values there is more than one candidate, so that no shell ends the word behind the sign
-    return [text for key in keys for text in (f"{key}=", *(f"{key}={name}" for name in values_of(key)))]
+    found = [f"{key}=" for key in OPTIONS if key.startswith(incomplete)]
+    if len(found) == 1:  # with values there is more than one candidate, so that no shell ends the word behind the sign
+        found += [f"{found[0]}{name}" for name in values_of(found[0][:-1])]
+    return found
 
 
 def values_of(key: str) -> list[str]:
+    if key in (names := names_by_key()):
+        return list(names[key])
+    option = OPTIONS.get(key)
+    if option is None:
+        return []
+    return list(option.choices) or (["true", "false"] if isinstance(option.default, bool) else [str(option.default)])
+
+
+def names_by_key() -> dict[str, dict[str, str]]:
+    """Return all systems, datasets, partitions and models, each with one line on it."""
     from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
     from fedprune_app.models.names import MODELS
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
 
-    names: dict[str, Iterable[str]] = {
-        "system": SYSTEMS,
+    found = {
+        "system": {name: system.summary for name, system in SYSTEMS.items()},
         "dataset": {**DATASETS, **TEXTS},
-        "partition": PARTITIONS,
-        "model": MODELS,
+        "partition": dict(PARTITIONS),
+        "model": dict(MODELS),
     }
-    if key in names:
-        return [*names[key], *installed()[key]]
-    option = OPTIONS.get(key)
-    if option is None or (option.default == "" and not option.choices):
-        return []
-    return list(option.choices) or (["true", "false"] if isinstance(option.default, bool) else [str(option.default)])
+    for key, modules in installed().items():
+        for name, module in modules.items():
+            found[key].setdefault(name, f"of the installed plug-in {module}")
+    return found
 
 
 def complete_run(incomplete: str) -> list[str]:
     """Complete the folder of a run in one of the next two levels."""
-    path = Path(incomplete)
-    folder, start = (path, "") if not incomplete or incomplete.endswith("/") else (path.parent, path.name)
-    found = [run.parent for depth in ("", "*/") for run in folder.glob(f"{start}*/{depth}run.json")]
-    return sorted(map(str, found))
+    found = glob(f"{incomplete}*/run.json") + glob(f"{incomplete}*/*/run.json")
+    return [os.path.dirname(path) for path in found]
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", autocompletion=complete_setting)]

@@ -206,7 +206,5 @@ class Advice:
 
 
 def write_advice(advice: Advice, out: Path) -> Path:
-    first = next(iter(advice.methods.values())).first
-    page = filled(__package__, "templates/advice.html", advice=advice, first=first)
-    replace_file(out, page.encode())
+    replace_file(out, filled(__package__, "templates/advice.html", advice=advice).encode())
     return out
