@@ -87,6 +87,7 @@ JUDGED = {
 }
 NOISE: dict[str, object] = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
 SETTINGS: dict[str, dict[str, object]] = {
+    "ditto": {"local-epochs": None, "ditto.global-epochs": 3, "ditto.personal-epochs": 3},
     "subfedavg-hy": {"model": "cnn-small-bn"},
     "dispfl": {"density": 0.5},
     "fedp3": {"density": 0.5},
@@ -116,7 +117,8 @@ def of_gallery(name: str) -> bool:
 def settings_of(name: str) -> dict[str, Any]:
     """The settings of a method's run."""
     if not of_gallery(name):
-        return {"system": name, "fraction-train": 1.0, "model": "cnn-small", **SETTINGS.get(name, {}), **SETTING}
+        given = {"system": name, "fraction-train": 1.0, "model": "cnn-small", **SETTING, **SETTINGS.get(name, {})}
+        return {key: value for key, value in given.items() if value is not None}
     settings = {"model": "cnn-small"} | tomllib.loads((GALLERY / f"{name}.toml").read_text())
     return {**settings, "plugins": str(GALLERY / f"{SHARED.get(name, name)}.py"), **SETTING}
 
