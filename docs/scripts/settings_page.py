@@ -16,7 +16,7 @@ def settings_page() -> str:
         "",
         "`fedprune list --keys` prints the same, and `fedprune list --keys SYSTEM` the settings that have an",
         "effect with one system. A setting is given as `KEY=VALUE`, in a run-config file, or as an argument in Python.",
-        "Behind a key stands its default.",
+        "Behind a key stand its default and the allowed range.",
     ]
     table = ""
     keys: dict[str, str] = {}  # by meaning, the first key that has it
@@ -25,11 +25,11 @@ def settings_page() -> str:
         if name != table:
             table = name
             lines += ["", f"## {table}", ""]
-        meaning = option.help + (f" Allowed: {option.range}." if option.range else "")
-        meaning += "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
+        meaning = option.help + "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
         if (first := keys.setdefault(meaning, key)) != key and option.choices:
             meaning = f"As `{first}`."
-        lines.append(f"* **`{key}`** (`{toml_value(option.default)}`): {meaning}")
+        allowed = f"; {option.range.replace(' and ', ', ')}" if option.range else ""
+        lines.append(f"* **`{key}`** (`{toml_value(option.default)}`{allowed}): {meaning}")
     return "\n".join(lines) + "\n"
 
 
