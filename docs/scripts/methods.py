@@ -80,11 +80,6 @@ METHODS = {
     "afl": Method("–", paper="[He et al., CVPR 2025](https://arxiv.org/abs/2405.16240)"),
 }
 SHARED = {"fedrolex": "heterofl"}  # methods that stand in another method's file
-JUDGED = {
-    "accuracy_personal_mean": "own models",
-    "accuracy_global": "global model",
-    "perplexity_global": "global model's perplexity",
-}
 NOISE: dict[str, object] = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
 SETTINGS: dict[str, dict[str, object]] = {
     "ditto": {"local-epochs": None, "ditto.global-epochs": 3, "ditto.personal-epochs": 3},
@@ -182,9 +177,9 @@ def rows() -> Iterator[str]:
     """The lines of the table."""
     shares = {row["system"]: row for row in read_rows(DATA)}
     by_system = papers()
-    titles = ["`system`", "paper", "what it does", "a client's own", "judged by", "less than FedAvg in", "private"]
+    titles = ["`system`", "paper", "what it does", "a client's own", "less than FedAvg in", "private"]
     yield f"| {' | '.join([*titles, 'secure sums'])} |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield f"|{' --- |' * 7}"
     for name, method in METHODS.items():
         system = SYSTEMS[name]
         target = method.page or (f"../../gallery/{SHARED.get(name, name)}.py" if of_gallery(name) else "")
@@ -197,7 +192,6 @@ def rows() -> Iterator[str]:
             method.paper or by_system.get(name, "–"),
             system.summary.partition(": ")[2],
             method.personal,
-            JUDGED[system.strategy.headline],
             TEXT.get(name) or ", ".join(less) or "–",
             private,
             summed,
