@@ -38,6 +38,8 @@ FIGURE = ROOT / "docs" / "assets" / "smollm.svg"
 ALL_CLAIMS = ROOT / "docs" / "data" / "tables" / "smollm-claims.csv"
 DEALS = {"documents": "articles", "one": "kinds"}
 """The folder of texts by the key fedspallm.deal."""
+GENRES, NUM_GENRES = "genres", 5
+"""The texts of the Brown corpus by genre, which natural.py writes; they are dealt one to a client, as kinds are."""
 RULES = {
     "mean": "the paper's mean",
     "masks": "FedPrLLM's vote of Wanda's masks",
@@ -116,6 +118,10 @@ CLAIMS = (
             ("g", 0.5, "alps", "hessians"),
         )
     ),
+    *(
+        Claim(f"7{letter}", GENRES, NUM_GENRES, density, own=own)
+        for letter, density, own in (("a", 0.5, False), ("b", 0.3, False), ("c", 0.5, True), ("d", 0.3, True))
+    ),
     Claim("5h", "articles", 4, 0.5, rule="norms", against="masks", margin=0.1),
     Claim("5i", "articles", 4, 0.3, rule="norms", against="masks", margin=0.1),
 )
@@ -155,6 +161,11 @@ def rule_of(config: Mapping[str, object]) -> str:
     return "alps" if config["fedspallm.refine"] else str(config["fedspallm.merge"])
 
 
+def deal_of(deal: str, clients: int) -> str:
+    """The texts that this many clients have by the key fedspallm.deal."""
+    return GENRES if (deal, clients) == ("one", NUM_GENRES) else DEALS[deal]
+
+
 def rows_of(run: Run) -> list[Row]:
     """A completed run as rows, one for each test text; ``own`` has the clients' own perplexities in their order."""
     if run.flaw:
@@ -165,7 +176,7 @@ def rows_of(run: Run) -> list[Row]:
         own = [each["perplexity"][text] for each in run.clients if each.get("perplexity")]
         row = {
             "rule": rule_of(config),
-            "deal": DEALS[config["fedspallm.deal"]],
+            "deal": deal_of(config["fedspallm.deal"], len(run.info["partition"])),
             "clients": len(run.info["partition"]),
             "density": config["density"],
             "segments": config["fedspallm.segments"],

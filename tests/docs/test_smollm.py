@@ -43,10 +43,10 @@ def test_no_run_has_two_rows_for_a_text():
 
 def test_every_claim_is_of_a_cell_that_a_matrix_runs():
     cells = set()
-    for name in ("table1", "table2", "table3", "kinds", "rules"):
+    for name in ("table1", "table2", "table3", "kinds", "genres", "rules"):
         matrix = read_matrix(ROOT / "configs" / "matrices" / f"smollm_{name}.yaml")
         for cell in matrix.cells(RunInputs(out=ROOT)):
-            deal = smollm.DEALS[cell.config.fedspallm.deal]
+            deal = smollm.deal_of(cell.config.fedspallm.deal, matrix.num_clients)
             rule = smollm.rule_of(cell.config.to_dict())
             cells.add((rule, deal, matrix.num_clients, cell.config.density, cell.config.seed))
     for claim in smollm.CLAIMS:
