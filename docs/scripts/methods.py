@@ -177,9 +177,9 @@ def rows() -> Iterator[str]:
     """The lines of the table."""
     shares = {row["system"]: row for row in read_rows(DATA)}
     by_system = papers()
-    titles = ["`system`", "paper", "what it does", "a client's own", "less than FedAvg in", "private"]
-    yield f"| {' | '.join([*titles, 'secure sums'])} |"
-    yield f"|{' --- |' * 7}"
+    titles = ["`system`", "paper", "what it does", "a client's own", "less than FedAvg in"]
+    yield f"| {' | '.join([*titles, 'private, secure sums'])} |"
+    yield f"|{' --- |' * 6}"
     for name, method in METHODS.items():
         system = SYSTEMS[name]
         target = method.page or (f"../../gallery/{SHARED.get(name, name)}.py" if of_gallery(name) else "")
@@ -193,8 +193,7 @@ def rows() -> Iterator[str]:
             system.summary.partition(": ")[2],
             method.personal,
             TEXT.get(name) or ", ".join(less) or "–",
-            private,
-            summed,
+            private if summed == "no" else f"{private}, sums {summed}" if private != summed else f"both {private}",
         ]
         yield f"| {' | '.join(cells)} |"
 
