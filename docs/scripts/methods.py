@@ -182,8 +182,9 @@ def rows() -> Iterator[str]:
     yield f"|{' --- |' * 6}"
     for name, method in METHODS.items():
         system = SYSTEMS[name]
-        target = method.page or (f"../../gallery/{SHARED.get(name, name)}.py" if of_gallery(name) else "")
-        key = f"[`{name}`]({target})" if target else f"`{name}`"
+        key = f"[`{name}`]({method.page})" if method.page else f"`{name}`"
+        if of_gallery(name):
+            key = f"[{name}](../../gallery/{SHARED.get(name, name)}.py)"
         less = [what for what in ("file", "upload", "download", "operations") if is_less(shares.get(name, {}), what)]
         private = allowed(name, "dp.enabled", PRIVATE_WITH.get(name, {}))
         summed = allowed(name, "secure-sums", SUMMED_WITH.get(name, {}))
