@@ -87,9 +87,10 @@ def run(app: Path, config: ValueDict, num_clients: int, workers: Workers) -> Non
     from fedprune_app.engine.ray_grid import RayGrid
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    environment = with_this_python({"env_vars": {"PYTHONPATH": paths}})
+    # our own Ray inherits this environment; for another one it would start each process a second time
+    environment = {} if workers.processes else {"env_vars": {"PYTHONPATH": paths}}
     with _time_limit(float(config["startup-seconds"])):
-        ray.init(include_dashboard=False, runtime_env=environment, **workers.init_args())
+        ray.init(include_dashboard=False, runtime_env=with_this_python(environment), **workers.init_args())
     components = _components(app)
     grid = RayGrid(components["clientapp"], num_clients, config, workers.resources(), workers.processes > 0)
     grid.serve(resolve_name(components["serverapp"]))

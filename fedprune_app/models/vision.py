@@ -177,8 +177,6 @@ def build_model(
         _check_repeated(name, model, architecture(name, image_shape, num_classes, seed=seed), image_shape)
     if name in BUILDERS and init == "default":
         return model
-    if name not in BUILDERS:
-        model.to_empty(device="cpu")
     initialise(model, "kaiming" if init == "default" and name in _KAIMING else init, rng)
     return model
 
@@ -210,11 +208,10 @@ def outputs(model: nn.Module, images: Tensor) -> Tensor:
 def architecture(
     name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None, *, seed: int = 0
 ) -> nn.Module:
-    """Return a network of :data:`MODELS` on the meta device, which has shapes without values and uses no memory.
+    """Return a network of :data:`MODELS` on the CPU, as PyTorch or a plug-in's function initialises it.
 
-    A plug-in's network, or one that ``build`` makes, is on the CPU as its function returns it, drawn from the global
-    generators of torch, NumPy and Python with this ``seed``. They are restored afterwards. Raises ``ValueError`` as
-    :func:`build_model`.
+    It is drawn from the global generators of torch, NumPy and Python with this ``seed``. They are restored afterwards.
+    With ``build`` the network is what that function makes. Raises ``ValueError`` as :func:`build_model`.
     """
     build = build or BUILDERS.get(name)
     if name not in MODELS and build is None:
@@ -224,7 +221,7 @@ def architecture(
     if build is not None:
         with global_draws_of(seed):
             return _check_network(name, _build_plugged(build, name, image_shape, num_classes), image_shape, num_classes)
-    with torch.device("meta"):
+    with global_draws_of(seed):
         if name == "resnet18-gn":
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":

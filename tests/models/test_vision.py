@@ -112,13 +112,12 @@ def test_every_model_maps_images_to_one_logit_per_class(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_randomness(name):
+def test_an_architecture_has_the_shapes_of_its_model_and_leaves_the_global_generator_as_it_is(name):
     before = torch.get_rng_state()
     planned = architecture(name, SHAPES[name], 10)
     assert torch.equal(torch.get_rng_state(), before)
     built = build_model(name, SHAPES[name], 10, rng=generator())
     assert [(n, p.shape) for n, p in planned.named_parameters()] == [(n, p.shape) for n, p in built.named_parameters()]
-    assert all(tensor.is_meta for tensor in (*planned.parameters(), *planned.buffers()))
 
 
 @pytest.mark.parametrize("name", in_test(MODELS, "lenet5", "cnn5-bn", "cnn-gn", "mlp3", "cnn-small-cr"))
@@ -204,7 +203,7 @@ def test_group_norms_start_as_the_identity_after_normalising():
 @pytest.mark.parametrize("side", [32, 64])
 def test_a_deep_network_takes_small_images_of_every_size(name, side):
     model = architecture(name, (3, 32, 32), 10)
-    assert model(torch.empty(2, 3, side, side, device="meta")).shape == (2, 10)
+    assert model(torch.zeros(2, 3, side, side)).shape == (2, 10)
 
 
 def test_resnet18_is_dis_pfls():
