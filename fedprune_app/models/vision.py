@@ -15,6 +15,7 @@ from fedprune_app.core.modules import tensors_of
 from fedprune_app.core.named import ImageShape, TensorDict, Tensors, ValueDict
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.texts import error_text
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
@@ -140,6 +141,7 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     implementation", whose 7x7 stem is for ImageNet). No operation overwrites its input, because private training
     differentiates by the outputs of layers. Values and gradients are torchvision's.
     """
+    prepare_torchvision()
     from torchvision.models.resnet import BasicBlock, ResNet
 
     class Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -204,6 +206,12 @@ def test_group_norms_start_as_the_identity_after_normalising():
 def test_a_deep_network_takes_small_images_of_every_size(name, side):
     model = architecture(name, (3, 32, 32), 10)
     assert model(torch.zeros(2, 3, side, side)).shape == (2, 10)
+
+
+def test_a_process_that_imports_nothing_else_can_build_resnet18():
+    """torchvision does not load by itself next to a torch for the CPU alone."""
+    code = "from fedprune_app.models.vision import architecture; architecture('resnet18-gn', (3, 32, 32), 10)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_resnet18_is_dis_pfls():
