@@ -177,7 +177,7 @@ def test_damaged_masks_are_refused_or_read_alike():
 
 
 @compiled
-@pytest.mark.parametrize(("size", "kept"), [(2, 1), (100_000, 1), (100_000, 99_999), full((2**25 + 1, 1))])
+@pytest.mark.parametrize(("size", "kept"), [(2, 1), (100_000, 1), (100_000, 99_999), full(2**25 + 1, 1)])
 def test_masks_of_the_smallest_and_largest_densities_are_equal(size, kept):
     mask = torch.zeros(size, dtype=torch.bool)
     mask[:kept] = True
