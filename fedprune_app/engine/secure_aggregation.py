@@ -2,7 +2,7 @@
 
 A sum takes five exchanges. Each member sends fresh public keys (*keys*), then for every member a share of the seed of
 its own mask and one of its secret mask key, sealed for that member alone (*shares*), then its masked addend (*input*).
-It signs which members' addends it is told have come (*agree*). At last it opens, for each member, one of the two shares
+It signs which members' addends it is told have come, and by which terms it has computed its own (*agree*). At last it opens, for each member, one of the two shares
 that it holds (*open*): that of the own mask of a member whose addend has come, or that of the mask key of one whose
 addend has not. It never opens both.
 
@@ -119,7 +119,9 @@ class Advert:
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.sign_key)).verify(bytes.fromhex(signature), agreed)
         except InvalidSignature:
-            raise ValueError(f"client {client} does not agree on the members whose addends have come") from None
+            raise ValueError(
+                f"client {client} does not agree on the members whose addends have come, or on the sum's terms"
+            ) from None
 
     def check(self, session: str, client: int) -> None:
         """Raise ``ValueError`` unless the signature is that of the signer, if there is one."""
@@ -158,8 +160,8 @@ def _sign_key(seed: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(derived_key(seed, "sign key"))
 
 
-def _agreed(session: str, survivors: Sequence[int]) -> bytes:
-    return f"{session} {list(survivors)}".encode()
+def _agreed(session: str, survivors: Sequence[int], terms: Mapping[str, int]) -> bytes:
+    return f"{session} {list(survivors)} {sorted(terms.items())}".encode()
 
 
 def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
@@ -200,7 +202,8 @@ class Member:
         state, roster = self.state, self._roster()
         seed, session = bytes.fromhex(state["seed"]), state["session"]
         with _reading():
-            dealt = {int(dealer): part for dealer, part in body_of(fields, INPUT)["dealt"].items()}
+            body = body_of(fields, INPUT)
+            dealt = {int(dealer): part for dealer, part in body["dealt"].items()}
         self._require(dealt, roster, "members that dealt shares")
         held, notes = {}, []
         for dealer, (sealed, *digests) in dealt.items():
@@ -216,7 +219,8 @@ class Member:
                 held[dealer] = [part.hex() for part in parts]
             else:
                 notes.append(f"the shares of client {dealer} do not open, or are not those that it announced")
-        state |= {"held": held, "members": sorted(dealt), "addends": [_digest(words.tobytes()), message]}
+        state |= {"held": held, "members": sorted(dealt), "terms": body["terms"]}
+        state["addends"] = [_digest(words.tobytes()), message]
         add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
         private = derived_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
@@ -267,7 +271,7 @@ class Member:
         self.state["survivors"] = survivors
         self._save()
         key = _sign_key(bytes.fromhex(self.state["seed"]))
-        return {"signature": key.sign(_agreed(self.state["session"], survivors)).hex()}
+        return {"signature": key.sign(self._agreement()).hex()}
 
     def _opened(self, body: Body) -> Body:
         """Open a share of each member, once; from then on the secrets of this sum are gone."""
@@ -277,7 +281,7 @@ class Member:
         signatures = {int(client): signature for client, signature in body["signatures"].items()}
         self._require(signatures, survivors, "members that agree on whose addends have come")
         for client, signature in signatures.items():
-            roster[client].check_agreement(client, _agreed(state["session"], survivors), signature)
+            roster[client].check_agreement(client, self._agreement(), signature)
         names = _digest(" ".join(sorted(roster[client].signer or str(client) for client in survivors)).encode())
         text = self.journal.read_text() if self.journal.exists() else ""
         earlier = dict(line.split() for line in text.splitlines() if " " in line)
@@ -294,6 +298,9 @@ class Member:
         self.state = {"session": state["session"], "stage": OPEN}
         self._save()
         return {"opened": opened}
+
+    def _agreement(self) -> bytes:
+        return _agreed(self.state["session"], self.state["survivors"], self.state["terms"])
 
     def _advance(self, stage: str, next_stage: str) -> None:
         """Enter a stage, which each follows one other. Raises ``ValueError`` where that is not the one before."""
@@ -346,6 +353,7 @@ class SecureSum:
     name: str
     threshold: int
     members: list[int]  # those that have answered all stages so far
+    terms: Mapping[str, int] = field(default_factory=dict)  # by which members compute their addends
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
@@ -360,7 +368,7 @@ class SecureSum:
         bodies: dict[str, Body] = {
             KEYS: {"session": self.session},
             SHARES: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
-            INPUT: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
+            INPUT: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}, "terms": dict(self.terms)},
             AGREE: {"survivors": self.survivors},
             OPEN: {"signatures": self.signatures},
         }
@@ -393,7 +401,7 @@ class SecureSum:
 
     def _take_agreed(self, client: int, body: Body) -> None:
         signature = str(body["signature"])
-        self.roster[client].check_agreement(client, _agreed(self.session, self.survivors), signature)
+        self.roster[client].check_agreement(client, _agreed(self.session, self.survivors, self.terms), signature)
         self.signatures[client] = signature
 
     def _take_opened(self, client: int, body: Body) -> None:

@@ -9,14 +9,14 @@ Every reply passes the same checks, in all systems. A round is a plain loop::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MessageType
 
-from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import ReceivedReply, TooFewReplies, message_to, require, send_and_receive
@@ -29,6 +29,16 @@ TRAINING, LAYER, ANSWER = metrics.ReplyKind.TRAINING, metrics.ReplyKind.LAYER, m
 Expect = Callable[[Round, int], wire.Schema]
 
 
+class Accumulator(Protocol):
+    """What adds replies up in integers, which clients compute by the same ``terms``."""
+
+    @property
+    def terms(self) -> Mapping[str, int]: ...
+
+    def integer_shapes(self, shapes: Mapping[str, torch.Size], /) -> dict[str, torch.Size]:
+        """Return the names and shapes of the integers of a reply with these tensors."""
+
+
 def exchange(
     round: Round,
     outgoing: Iterable[OutgoingMessage],
@@ -37,6 +47,7 @@ def exchange(
     name: str = "",
     kind: metrics.ReplyKind = TRAINING,
     least: int = 0,
+    into: Accumulator | None = None,
 ) -> Iterator[Reply]:
     """Send messages and yield each valid reply as it arrives, one at a time; count all of them in the round's log.
 
@@ -44,11 +55,12 @@ def exchange(
     metrics that replies report, and ``name`` is the exchange's name in the log. A reply that is late, rejected or
     declined is not yielded: its reason is in the log. A yielded one counts unless the caller rejects it, see
     :meth:`RoundLog.rejecting`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` at the end if fewer than
-    ``least`` replies counted. With ``secure-sums`` one reply of a training is yielded: the sum of all.
+    ``least`` replies counted. ``into`` is what the caller adds the replies up with, if it does nothing else with them:
+    with ``secure-sums`` one reply is then yielded, the sum of all.
     """
     name = name or f"round {round.number}"
-    if channel_of(round).context.config.secure_sums and kind in (TRAINING, LAYER) and expect is not None:
-        return _summed(round, outgoing, expect, name, kind, least)
+    if channel_of(round).context.config.secure_sums and into is not None and expect is not None:
+        return _summed(round, outgoing, expect, name, kind, least, into)
     return _one_by_one(round, outgoing, expect, name, kind, least)
 
 
@@ -85,18 +97,25 @@ def _one_by_one(
 
 
 def _summed(
-    round: Round, outgoing: Iterable[OutgoingMessage], expect: Expect, name: str, kind: metrics.ReplyKind, least: int
+    round: Round,
+    outgoing: Iterable[OutgoingMessage],
+    expect: Expect,
+    name: str,
+    kind: metrics.ReplyKind,
+    least: int,
+    into: Accumulator,
 ) -> Iterator[Reply]:
     """Yield one reply that is the sum of all, of which none is seen; see :mod:`fedprune_app.engine.secure_aggregation`.
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
     log, num_failures = round.log, len(round.log.failures)
-    secure = SecureSum(name, channel_of(round).context.config.secure_sums_threshold, list(round.participants))
+    threshold = channel_of(round).context.config.secure_sums_threshold
+    secure = SecureSum(name, threshold, list(round.participants), into.terms)
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
         secure.close(stage, log.failures[num_failures:])
-    shapes = hessians.integer_shapes(expect(round, round.participants[0]).shapes)
+    shapes = dict(sorted(into.integer_shapes(expect(round, round.participants[0]).shapes).items()))
     sizes = [shape.numel() for shape in shapes.values()]
     masked = {MASKED: torch.Size([sum(sizes)])}
     schema = wire.Schema(masked, {MASKED: torch.int64}, unscaled=frozenset(masked))
