@@ -306,7 +306,7 @@ class Node(NumPyClient):
         message = hashlib.sha256(f"{self.context.run_key} {task.digest()} {asked}".encode()).hexdigest()
         integers = self.integers(payload, body_of(task.fields, INPUT)["terms"])
         words = torch.cat([tensor.flatten() for _, tensor in sorted(integers.items())]).numpy().view(np.uint64)
-        masked, notes = member.masked(task.fields, words, message)
+        masked, notes = member.masked(task.fields, words, message, wire.digest_of(task.payload, payload.tensors))
         task.notes.extend(notes)
         return Payload({MASKED: torch.from_numpy(masked.view(np.int64))})
 

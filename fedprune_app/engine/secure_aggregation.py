@@ -2,13 +2,13 @@
 
 A sum takes five exchanges. Each member sends fresh public keys (*keys*), then for every member a share of the seed of
 its own mask and one of its secret mask key, sealed for that member alone (*shares*), then its masked addend (*input*).
-It signs which members' addends it is told have come, and by which terms it has computed its own (*agree*). At last it opens, for each member, one of the two shares
+It signs which members' addends it is told have come (*agree*). At last it opens, for each member, one of the two shares
 that it holds (*open*): that of the own mask of a member whose addend has come, or that of the mask key of one whose
 addend has not. It never opens both.
 
 A member signs and opens once, and only where at least the threshold of members is in the sum and has signed the same.
 The threshold is more than half of the members. So a server cannot tell some members that an addend has come, and others
-that it has not. A member writes down which members' sum its addend went into. It refuses to open a sum of the same
+that it has not. Masks between members that compute their addends by other terms, or of another model, stay in the sum. A member writes down which members' sum its addend went into. It refuses to open a sum of the same
 addend, or of the same message, with other members: the difference of two such sums is a single addend.
 
 Where nodes have a registered key, each signs its fresh keys, and sums with the nodes that its operator trusts alone.
@@ -119,9 +119,7 @@ class Advert:
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.sign_key)).verify(bytes.fromhex(signature), agreed)
         except InvalidSignature:
-            raise ValueError(
-                f"client {client} does not agree on the members whose addends have come, or on the sum's terms"
-            ) from None
+            raise ValueError(f"client {client} does not agree on the members whose addends have come") from None
 
     def check(self, session: str, client: int) -> None:
         """Raise ``ValueError`` unless the signature is that of the signer, if there is one."""
@@ -160,8 +158,12 @@ def _sign_key(seed: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(derived_key(seed, "sign key"))
 
 
-def _agreed(session: str, survivors: Sequence[int], terms: Mapping[str, int]) -> bytes:
-    return f"{session} {list(survivors)} {sorted(terms.items())}".encode()
+def _agreed(session: str, survivors: Sequence[int]) -> bytes:
+    return f"{session} {list(survivors)}".encode()
+
+
+def _mask_name(session: str, terms: Mapping[str, object], model: str) -> str:
+    return f"{session} mask {sorted(terms.items())} {model}"
 
 
 def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
@@ -193,10 +195,12 @@ class Member:
         with _reading():
             return packed(stage, answers[stage](body_of(fields, stage)))
 
-    def masked(self, fields: Mapping[str, object], words: Words, message: str) -> tuple[Words, list[str]]:
+    def masked(
+        self, fields: Mapping[str, object], words: Words, message: str, model: str = ""
+    ) -> tuple[Words, list[str]]:
         """Return the addend (n,) under all masks, which overwrites ``words``, and notes on what peers did wrong.
 
-        ``message`` is the digest of what the server asked for.
+        ``message`` is the digest of what the server asked for, and ``model`` of what all members must have received.
         """
         self._advance(SHARES, INPUT)
         state, roster = self.state, self._roster()
@@ -204,6 +208,7 @@ class Member:
         with _reading():
             body = body_of(fields, INPUT)
             dealt = {int(dealer): part for dealer, part in body["dealt"].items()}
+            name = _mask_name(session, body["terms"], model)
         self._require(dealt, roster, "members that dealt shares")
         held, notes = {}, []
         for dealer, (sealed, *digests) in dealt.items():
@@ -219,12 +224,11 @@ class Member:
                 held[dealer] = [part.hex() for part in parts]
             else:
                 notes.append(f"the shares of client {dealer} do not open, or are not those that it announced")
-        state |= {"held": held, "members": sorted(dealt), "terms": body["terms"]}
-        state["addends"] = [_digest(words.tobytes()), message]
+        state |= {"held": held, "members": sorted(dealt), "addends": [_digest(words.tobytes()), message]}
         add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
         private = derived_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
-            key = _pair_key(private, roster[peer].mask_key, f"{session} mask")
+            key = _pair_key(private, roster[peer].mask_key, name)
             add_mask(words, key, subtract=self.client > peer)
         self._save()
         return words, notes
@@ -271,7 +275,7 @@ class Member:
         self.state["survivors"] = survivors
         self._save()
         key = _sign_key(bytes.fromhex(self.state["seed"]))
-        return {"signature": key.sign(self._agreement()).hex()}
+        return {"signature": key.sign(_agreed(self.state["session"], survivors)).hex()}
 
     def _opened(self, body: Body) -> Body:
         """Open a share of each member, once; from then on the secrets of this sum are gone."""
@@ -281,7 +285,7 @@ class Member:
         signatures = {int(client): signature for client, signature in body["signatures"].items()}
         self._require(signatures, survivors, "members that agree on whose addends have come")
         for client, signature in signatures.items():
-            roster[client].check_agreement(client, self._agreement(), signature)
+            roster[client].check_agreement(client, _agreed(state["session"], survivors), signature)
         names = _digest(" ".join(sorted(roster[client].signer or str(client) for client in survivors)).encode())
         text = self.journal.read_text() if self.journal.exists() else ""
         earlier = dict(line.split() for line in text.splitlines() if " " in line)
@@ -298,9 +302,6 @@ class Member:
         self.state = {"session": state["session"], "stage": OPEN}
         self._save()
         return {"opened": opened}
-
-    def _agreement(self) -> bytes:
-        return _agreed(self.state["session"], self.state["survivors"], self.state["terms"])
 
     def _advance(self, stage: str, next_stage: str) -> None:
         """Enter a stage, which each follows one other. Raises ``ValueError`` where that is not the one before."""
@@ -354,6 +355,7 @@ class SecureSum:
     threshold: int
     members: list[int]  # those that have answered all stages so far
     terms: Mapping[str, int] = field(default_factory=dict)  # by which members compute their addends
+    model: str = ""  # the digest of what they receive for it
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
@@ -368,7 +370,10 @@ class SecureSum:
         bodies: dict[str, Body] = {
             KEYS: {"session": self.session},
             SHARES: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
-            INPUT: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}, "terms": dict(self.terms)},
+            INPUT: {
+                "dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()},
+                "terms": dict(self.terms),
+            },
             AGREE: {"survivors": self.survivors},
             OPEN: {"signatures": self.signatures},
         }
@@ -401,7 +406,7 @@ class SecureSum:
 
     def _take_agreed(self, client: int, body: Body) -> None:
         signature = str(body["signature"])
-        self.roster[client].check_agreement(client, _agreed(self.session, self.survivors, self.terms), signature)
+        self.roster[client].check_agreement(client, _agreed(self.session, self.survivors), signature)
         self.signatures[client] = signature
 
     def _take_opened(self, client: int, body: Body) -> None:
@@ -444,6 +449,6 @@ class SecureSum:
                 add_mask(self.total, derived_key(secret, "mask"), subtract=True)
                 continue
             for member in self.survivors:
-                key = _pair_key(secret, self.roster[member].mask_key, f"{self.session} mask")
+                key = _pair_key(secret, self.roster[member].mask_key, _mask_name(self.session, self.terms, self.model))
                 add_mask(self.total, key, subtract=member < dealer)
         return self.total

@@ -115,17 +115,20 @@ def _summed(
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
         secure.close(stage, log.failures[num_failures:])
-    shapes = dict(sorted(into.integer_shapes(expect(round, round.participants[0]).shapes).items()))
+    sent = expect(round, round.participants[0]).shapes
+    shapes = dict(sorted(into.integer_shapes(sent).items()))
     sizes = [shape.numel() for shape in shapes.values()]
     masked = {MASKED: torch.Size([sum(sizes)])}
     schema = wire.Schema(masked, {MASKED: torch.int64}, unscaled=frozenset(masked))
-    inputs = (
-        replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
-        for message in outgoing
-        if message.client in secure.members
-    )
+
+    def inputs() -> Iterator[OutgoingMessage]:
+        for message in outgoing:
+            if message.client in secure.members:
+                secure.model = secure.model or wire.digest_of(message.payload, sent)
+                yield replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
+
     total = Reply(-1, 0, name, counts=True)
-    for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
+    for reply in _one_by_one(round, inputs(), lambda *_: schema, name, kind, least):
         secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
         total.num_examples += reply.num_examples
         total.rows[reply.client], reply.row = reply.row, {}

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 
 from fedprune_app.config import Config, ConfigError, has_effect
 from fedprune_app.core import rng
+from fedprune_app.engine.secure_aggregation import threshold_of
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round, RoundLog
 
 
 def check_min_replies(config: Config, max_participants: int, num_clients: int) -> None:
-    """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``."""
+    """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``, or sums."""
     if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
     if config.min_replies > max_participants:
@@ -21,6 +22,11 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
             f"at most {max_participants}",
             condition=f"with {num_clients} clients{share}",
         )
+    for count, what in ((max_participants, "in a round"), (config.holdout_clients, "held out")):
+        least = threshold_of(config.secure_sums_threshold, count)
+        if config.secure_sums and 0 < count < least:
+            condition = f"with {count} clients {what}"
+            raise ConfigError("secure-sums", True, "false", condition=condition, hint=f"a sum needs {least} or more")
 
 
 class Participation:
