@@ -8,8 +8,11 @@ addend has not. It never opens both.
 
 A member signs and opens once, and only where at least the threshold of members is in the sum and has signed the same.
 The threshold is more than half of the members. So a server cannot tell some members that an addend has come, and others
-that it has not. Masks between members that compute their addends by other terms, or of another model, stay in the sum. A member writes down which members' sum its addend went into. It refuses to open a sum of the same
+that it has not. A member writes down which members' sum its addend went into. It refuses to open a sum of the same
 addend, or of the same message, with other members: the difference of two such sums is a single addend.
+
+Members that compute their addends by other terms, or of another model, have other masks between them, which stay in the
+sum. Else a server could have some send a large addend, and the others small or known ones.
 
 Where nodes have a registered key, each signs its fresh keys, and sums with the nodes that its operator trusts alone.
 
