@@ -41,6 +41,8 @@ _DRAWN: Sequence[Mapping[str, Scalar]] = (
     {"fedspallm.merge": "masks", "num-server-rounds": 1},
     {"fedspallm.merge": "hessians", "num-server-rounds": 1},
     testing.PRIVATE,
+    {"secure-sums": True, "secure-sums-threshold": 2},
+    {"secure-sums": True, "secure-sums-threshold": 2, "fedspallm.merge": "hessians", "num-server-rounds": 1},
 )
 """Settings of which the seed draws one for its run, of those that have an effect with its system."""
 _HEAD = ",".join(("version", "system", "first_seed", "end_seed", "processor_seconds", "violations", *COUNTED)) + "\n"

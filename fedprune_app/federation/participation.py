@@ -22,11 +22,10 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
             f"at most {max_participants}",
             condition=f"with {num_clients} clients{share}",
         )
-    for count, what in ((max_participants, "in a round"), (config.holdout_clients, "held out")):
-        least = threshold_of(config.secure_sums_threshold, count)
-        if config.secure_sums and 0 < count < least:
-            condition = f"with {count} clients {what}"
-            raise ConfigError("secure-sums", True, "false", condition=condition, hint=f"a sum needs {least} or more")
+    least = threshold_of(config.secure_sums_threshold, max_participants)
+    if config.secure_sums and max_participants < least:
+        hint = f"a sum needs {least} or more"
+        raise ConfigError("secure-sums", True, "false", condition=f"with {max_participants} clients a round", hint=hint)
 
 
 class Participation:

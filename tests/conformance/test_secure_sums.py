@@ -45,13 +45,15 @@ def test_phases_after_the_last_round_are_the_same_with_secure_sums(conform, case
 
 
 @pytest.mark.parametrize(
-    ("more", "condition"),
+    ("more", "line"),
     [
-        ({"holdout_clients": 1}, "1 clients held out"),
-        ({"fraction_train": 0.4}, "2 clients in a round"),
+        ({"holdout_clients": 1}, "holdout-clients is 1, allowed with secure-sums: 0, or at least 3"),
+        (
+            {"fraction_train": 0.4},
+            "secure-sums is true, allowed with 2 clients a round: false; a sum needs 3 or more",
+        ),
     ],
 )
-def test_too_few_clients_for_a_sum_are_told_before_the_run(conform, more, condition):
-    line = f"secure-sums is true, allowed with {condition}: false; a sum needs 3 or more"
+def test_too_few_clients_for_a_sum_are_told_before_the_run(conform, more, line):
     with pytest.raises(ConfigError, match=line):
         conform("fedavg", secure_sums=True, **more)

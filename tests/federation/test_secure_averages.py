@@ -1,4 +1,4 @@
-"""Averages by secure sums: whoever is lost, the model is that of those who are left, and a lying server reads nothing."""
+"""Averages by secure sums: the model is that of those who are left, and a server that lies reads nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_ROUND = {"system": "fedavg", "num_server_rounds": 1, "local_epochs": 1, "fra
 @pytest.mark.parametrize("stage", in_test(["keys", "shares", "input"], "input"))
 def test_the_average_is_of_those_that_are_left_wherever_the_others_are_lost(federate, stage):
     """Six clients of unequal weights, of which two go: the scale of the sum stays that of all six."""
-    uneven = {**ONE_ROUND, "partition": "dirichlet", "dirichlet_alpha": 1.0}
+    uneven = {**ONE_ROUND, "partition": "dirichlet-client", "dirichlet_alpha": 1.0}
     secure = federate("secure", app=losing({stage: {1, 4}}), secure_sums=True, **uneven)
     plain = federate("plain", app=losing({None: {1, 4}}), **uneven)
     assert secure.sha256 == plain.sha256
