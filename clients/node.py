@@ -273,8 +273,8 @@ class Node(NumPyClient):
         declines a round if its budget cannot pay for all of it: that reply has no payload. Raises ``ValueError`` and
         saves nothing for an update to discard, such as one of a training that diverged.
         """
-        if "asks" in task.fields and self.member is None:
-            return self.answer(task, self.load_state(task)[0]), {}
+        if "asks" in task.fields:
+            return self._masked(task, self.answer(task, self.load_state(task)[0])), {}
         if self.privacy is None:
             return self._train_and_store(task)
         from fedprune_app.privacy.ledger import Overspent
@@ -297,16 +297,18 @@ class Node(NumPyClient):
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
-        payload = update.payload if self.member is None else self._masked(self.member, task, update.payload)
+        payload = self._masked(task, update.payload)
         return payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
-    def _masked(self, member: Member, task: Task, payload: Payload) -> Payload:
-        """Return an update as one tensor of integers under masks, so that the server can read its sum alone."""
+    def _masked(self, task: Task, payload: Payload) -> Payload:
+        """Return with secure sums one tensor of integers under masks, of which the server can read the sum alone."""
+        if self.member is None:
+            return payload
         asked = {name: value for name, value in sorted(task.fields.items()) if name not in _BESIDE_THE_REQUEST}
         message = hashlib.sha256(f"{self.context.run_key} {task.digest()} {asked}".encode()).hexdigest()
         integers = self.integers(payload, body_of(task.fields, INPUT)["terms"])
         words = torch.cat([tensor.flatten() for _, tensor in sorted(integers.items())]).numpy().view(np.uint64)
-        masked, notes = member.masked(task.fields, words, message, wire.digest_of(task.payload, payload.tensors))
+        masked, notes = self.member.masked(task.fields, words, message, wire.digest_of(task.payload, payload.tensors))
         task.notes.extend(notes)
         return Payload({MASKED: torch.from_numpy(masked.view(np.int64))})
 

@@ -109,33 +109,29 @@ def _summed(
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
-    log, num_failures = round.log, len(round.log.failures)
-    threshold = channel_of(round).context.config.secure_sums_threshold
-    secure = SecureSum(name, threshold, list(round.participants), into.terms)
+    log, inputs = round.log, list(outgoing)
+    threshold, members = channel_of(round).context.config.secure_sums_threshold, [message.client for message in inputs]
+    sent = expect(round, members[0]).shapes
+    secure = SecureSum(name, threshold, members, into.terms, wire.digest_of(inputs[0].payload, sent))
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
-        secure.close(stage, log.failures[num_failures:])
-    sent = expect(round, round.participants[0]).shapes
     shapes = dict(sorted(into.integer_shapes(sent).items()))
     sizes = [shape.numel() for shape in shapes.values()]
     masked = {MASKED: torch.Size([sum(sizes)])}
     schema = wire.Schema(masked, {MASKED: torch.int64}, unscaled=frozenset(masked))
-
-    def inputs() -> Iterator[OutgoingMessage]:
-        for message in outgoing:
-            if message.client in secure.members:
-                secure.model = secure.model or wire.digest_of(message.payload, sent)
-                yield replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
-
-    total = Reply(-1, 0, name, counts=True)
-    for reply in _one_by_one(round, inputs(), lambda *_: schema, name, kind, least):
+    inputs = [
+        replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
+        for message in inputs
+        if message.client in secure.members
+    ]
+    total, num_failures = Reply(-1, 0, name, counts=True), len(log.failures)
+    for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
         secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
         total.num_examples += reply.num_examples
         total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
-    _ask_members(round, secure, AGREE)
-    secure.close(AGREE, log.failures[num_failures:])
-    _ask_members(round, secure, OPEN)
+    for stage in (AGREE, OPEN):
+        _ask_members(round, secure, stage)
     words = torch.from_numpy(secure.unmasked().view(np.int64))
     parts = zip(shapes, torch.split(words, sizes), strict=True)
     total.update = Payload({key: part.view(shapes[key]) for key, part in parts})
@@ -147,24 +143,30 @@ def _summed(
 
 
 def _ask_members(round: Round, secure: SecureSum, stage: str) -> None:
-    """Take the members of a secure sum through a stage."""
+    """Take the members of a secure sum through a stage, and end it."""
+    num_failures = len(round.log.failures)
     requests = [OutgoingMessage(client, fields=secure.message(stage, client)) for client in secure.members]
     for reply in _one_by_one(round, requests, None, f"stage '{stage}' of {secure.name}", ANSWER, 0):
         with round.log.rejecting(reply):
             secure.take(stage, reply.client, body_of(reply.fields, stage))
+    secure.close(stage, round.log.failures[num_failures:])
 
 
 def request_payloads(
-    round: Round, name: str, outgoing: Iterable[OutgoingMessage], schema: wire.Schema
+    round: Round,
+    name: str,
+    outgoing: Iterable[OutgoingMessage],
+    schema: wire.Schema,
+    into: Accumulator | None = None,
 ) -> Iterator[Reply]:
     """Request a payload of this schema from clients within a round, and yield each valid reply.
 
-    Clients reply by ``answer(task, state)``, and keep no new state. Raises
+    Clients reply by ``answer(task, state)``, and keep no new state. ``into`` is as in :func:`exchange`. Raises
     :class:`fedprune_app.engine.exchange.TooFewReplies` if fewer than ``min-replies`` replies counted.
     """
     requests = (replace(message, fields={**message.fields, "asks": name}) for message in outgoing)
     least = channel_of(round).context.config.min_replies
-    return exchange(round, requests, lambda *_: schema, name=name, kind=ANSWER, least=least)
+    return exchange(round, requests, lambda *_: schema, name=name, kind=ANSWER, least=least, into=into)
 
 
 def channel_of(round: Round) -> Channel:

@@ -56,7 +56,7 @@ def test_registered_nodes_that_list_their_peers_sum_to_the_model_of_a_plain_run(
         {
             "partition-id": k,
             "num-partitions": NODES,
-            "data-dir": settings.get("data-dir", ""),
+            "data-dir": settings.get("data-dir", str(folder)),
             "node-key": str(keys[k]),
             "trusted-keys": str(peers),
             "require-secure-sums": True,
