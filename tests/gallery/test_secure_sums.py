@@ -1,4 +1,4 @@
-"""Methods of the gallery whose servers only add replies up: the same models with secure sums, and nothing in the clear."""
+"""Methods of the gallery whose servers only add replies up: secure sums give the same models, and show no update."""
 
 from __future__ import annotations
 
