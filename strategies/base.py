@@ -221,6 +221,7 @@ class AveragingStrategy(FederatedStrategy):
     """For systems whose new model is an average of the replies: a masked mean, by default with equal weights."""
 
     by_examples = False  # whether a client's weight is its number of examples
+    mean = MaskedMean(1)  # that of the round
 
     def weight_of(self, client: int) -> int:
         """Return the client's weight in the mean."""
