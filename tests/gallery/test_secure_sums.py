@@ -9,7 +9,7 @@ from fedprune_app.engine.secure_aggregation import MASKED
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from fedprune_app.testing import lasting, run_with
 from tests.examples import in_test
-from tests.gallery.federations import settings_of
+from tests.gallery.federations import file_of, settings_of
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 MORE = {"fedbn": {"model": "cnn-small-bn"}}
@@ -34,3 +34,8 @@ def test_a_method_has_the_same_models_with_secure_sums_and_without(tmp_path, nam
     assert lasting(secure.rounds) == lasting(plain.rounds)
     assert len(sent) >= 6
     assert all(payload.tensors.keys() == {MASKED} for payload in sent), "and SSFL's scores are no exception"
+
+
+def test_a_run_of_a_plug_in_with_secure_sums_is_tried_before_it_starts(fedprune):
+    code, said = fedprune("check", "--plugin", file_of("ssfl"), "system=ssfl", "secure-sums=true", "--clients", 4)
+    assert code == 0, said
