@@ -22,8 +22,10 @@ from clients.privacy import Dependencies, PlannedReleases, own_settings
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
+from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.flops import sparse_flops, training_flops
+from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
@@ -240,6 +242,10 @@ class ImageClient(Node):
         return PlannedReleases(
             self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks)
         )
+
+    def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+        most = int(terms["max-weight"])
+        return MaskedMean(int(terms["max-addends"]), most).integers(payload, min(self.num_examples, most))
 
     # --- local work ---------------------------------------------------------------------------------------------
 

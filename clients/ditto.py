@@ -18,6 +18,7 @@ from fedprune_app.models import vision
 class DittoClient(ImageClient):
     """State: the personal model's ``weights``, and ``local``, the global model's tensors that stay (local norms)."""
 
+    not_summed = ""
     not_private = ""  # both models are trained privately and charged, the personal one too since it is evaluated
 
     def planned_releases(self) -> PlannedReleases:

@@ -8,4 +8,5 @@ class FedAvgClient(ImageClient):
 
     validates = "received"
 
+    not_summed = ""
     not_private = ""  # only the trained model is sent

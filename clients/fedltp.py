@@ -26,6 +26,7 @@ from fedprune_app.models import vision
 class FedLTPClient(FedAvgClient):
     """State: ``weights``, zero outside of ``masks``, the masks of the client's sub-model."""
 
+    not_summed = "its clients send different coordinates"
     declares: ClassVar = ReplyFields(evaluation=frozenset({"score", "num-validation", "declined"}))
 
     @classmethod

@@ -18,6 +18,7 @@ from fedprune_app.models import vision
 class FedSPAClient(FedAvgClient):
     """Train and send the round's coordinates, in their order; the server draws the same ones."""
 
+    not_summed = "its clients send different coordinates"
     not_private = ""  # coordinates follow from the server's seed, which does not depend on private data
 
     def coordinates(self, task: Task) -> TensorDict:

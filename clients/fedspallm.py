@@ -10,6 +10,7 @@ it prunes, its hidden states pass through the cached dense ones (equation 9).
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -119,7 +120,7 @@ class FedSpaLLMClient(Node):
                 return f"fedspallm.{name} is {value!r}, allowed with secure-sums: {allowed}"
         return ""
 
-    def integers(self, payload: Payload) -> TensorDict:
+    def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
         return hessians.integers(payload.tensors, self.num_examples)
 
     @cached_property

@@ -21,6 +21,7 @@ from fedprune_app.engine.store import State
 class LGFedAvgClient(ImageClient):
     """Train all layers: the client's own lower ones under the server's upper ones."""
 
+    not_summed = ""
     not_private = ""  # the lower layers are trained privately too, since they are evaluated
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,7 +22,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.secure_aggregation import BODY, INPUT, MASKED, STAGE, Identity, Member
+from fedprune_app.engine.secure_aggregation import BODY, INPUT, MASKED, STAGE, Identity, Member, body_of
 from fedprune_app.engine.simulated_grid import shares_disk_with_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.learning.device import device_of
@@ -115,6 +115,7 @@ class Node(NumPyClient):
     """
 
     versions_kept = 3  # of its state, up to the one whose update the server accepted last
+    not_summed = "its server reads single updates"  # why the system has no secure sums; empty if it has
     not_private = "nobody has examined what it releases"  # why the system cannot be private; empty if it can
     privacy_kind: type[ClientPrivacy] = ClientPrivacy
     state_waits_for_checkpoint = False  # whether a state may be lost until the round's checkpoint is written
@@ -208,10 +209,11 @@ class Node(NumPyClient):
     @classmethod
     def why_not_summed(cls, config: Config) -> str:
         """Say in one line for the user why the system cannot run so with ``secure-sums``; empty if it can."""
-        return f"secure-sums is true, allowed with system {config.system!r}: false; its server reads single updates"
+        reason = f"secure-sums is true, allowed with system {config.system!r}: false; {cls.not_summed}"
+        return reason if cls.not_summed else ""
 
-    def integers(self, payload: Payload) -> TensorDict:
-        """Return an update as the int64 that the server's exact sums add up."""
+    def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+        """Return an update as the int64 that the server's exact sums add up, by their ``terms``."""
         raise NotImplementedError
 
     def open_privacy(self, records: Callable[[], list[bytes]], dealing: str) -> ClientPrivacy | None:
@@ -272,7 +274,7 @@ class Node(NumPyClient):
         saves nothing for an update to discard, such as one of a training that diverged.
         """
         if "asks" in task.fields:
-            return self.answer(task, self.load_state(task)[0]), {}
+            return self._masked(task, self.answer(task, self.load_state(task)[0])), {}
         if self.privacy is None:
             return self._train_and_store(task)
         from fedprune_app.privacy.ledger import Overspent
@@ -295,15 +297,18 @@ class Node(NumPyClient):
         state = State(update.state.tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
-        payload = update.payload if self.member is None else self._masked(self.member, task, update.payload)
+        payload = self._masked(task, update.payload)
         return payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
-    def _masked(self, member: Member, task: Task, payload: Payload) -> Payload:
-        """Return an update as one tensor of integers under masks, so that the server can read its sum alone."""
+    def _masked(self, task: Task, payload: Payload) -> Payload:
+        """Return with secure sums one tensor of integers under masks, of which the server can read the sum alone."""
+        if self.member is None:
+            return payload
         asked = {name: value for name, value in sorted(task.fields.items()) if name not in _BESIDE_THE_REQUEST}
         message = hashlib.sha256(f"{self.context.run_key} {task.digest()} {asked}".encode()).hexdigest()
-        words = torch.cat([tensor.flatten() for tensor in self.integers(payload).values()]).numpy().view(np.uint64)
-        masked, notes = member.masked(task.fields, words, message)
+        integers = self.integers(payload, body_of(task.fields, INPUT)["terms"])
+        words = torch.cat([tensor.flatten() for _, tensor in sorted(integers.items())]).numpy().view(np.uint64)
+        masked, notes = self.member.masked(task.fields, words, message, wire.digest_of(task.payload, payload.tensors))
         task.notes.extend(notes)
         return Payload({MASKED: torch.from_numpy(masked.view(np.int64))})
 

@@ -36,6 +36,8 @@ class APFL(fp.FedAvg):
 class APFLClient(fp.ImageClient):
     """State: the mixture ``weights`` v̄, the client's ``own`` model v, and α."""
 
+    not_summed = ""
+
     def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         """Return the received model; what does not travel (local norms) is the mixture's."""
         return {**state.group("weights"), **task.payload.tensors}

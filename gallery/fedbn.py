@@ -40,6 +40,8 @@ class FedBN(fp.FedAvg):
 class FedBNClient(fp.ImageClient):
     """The client keeps all tensors, and sends all but its norms."""
 
+    not_summed = ""
+
     def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         self.shared = without_norms(self.shared, self.prunable)

@@ -45,6 +45,8 @@ class FedPer(fp.FedAvg):
 class FedPerClient(fp.ImageClient):
     """The client keeps all tensors and sends those of the base layers."""
 
+    not_summed = ""
+
     def __init__(self, config: fp.Config, place: fp.NodeContext) -> None:
         super().__init__(config, place)
         count = self.config.table(FedPerOptions).personal_layers

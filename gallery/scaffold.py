@@ -67,6 +67,7 @@ class Scaffold(fp.FedAvg):
 class ScaffoldClient(fp.ImageClient):
     """State: the last local ``weights`` and the client's ``control`` variate c_i."""
 
+    not_summed = ""
     validates = "global"
 
     def message_schema(self) -> fp.Schema:

@@ -39,7 +39,7 @@ class SSFL(fp.FedAvg):
         most = max(self.clients[client].num_examples for client in self.members)
         mean = fp.aggregate.MaskedMean(len(self.members), most)
         outgoing = fp.OutgoingMessage.to_each(self.members, fp.Payload(self.model))
-        for reply in fp.request_payloads(round, "saliency", outgoing, fp.Schema.like(scores)):
+        for reply in fp.request_payloads(round, "saliency", outgoing, fp.Schema.like(scores), mean):
             with round.log.rejecting(reply):
                 mean.add(reply.update, reply.num_examples)
         self.masks = fp.masks.magnitude_masks_across(mean.mean(scores), self.config.density)
@@ -59,9 +59,9 @@ class SSFL(fp.FedAvg):
         """Expect the values of the kept weights; the server knows their places."""
         return fp.Schema.like(fp.masks.packed(self.model, self.masks))
 
-    def receive(self, round: fp.Round, reply: fp.Reply) -> None:
-        reply.update = fp.Payload(fp.masks.unpacked(reply.update.tensors, self.masks, self.model))
-        super().receive(round, reply)
+    def end(self, round: fp.Round) -> None:
+        values = self.mean.mean(fp.masks.packed(self.model, self.masks))
+        self.model = fp.masks.unpacked(values, self.masks, self.model)
 
     def paper_bytes(self, round: fp.Round) -> tuple[float, float]:
         num_bytes = 4.0 * len(round.participants) * self.sparse().num_kept()
@@ -79,6 +79,7 @@ class SSFL(fp.FedAvg):
 class SSFLClient(fp.ImageClient):
     """State: the last local ``weights``; each message has the mask."""
 
+    not_summed = ""
     validates = "received"
 
     def answer(self, task: fp.Task, state: fp.State) -> fp.Payload:

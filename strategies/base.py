@@ -22,7 +22,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
 from fedprune_app.federation import loop
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.exchanges import exchange
+from fedprune_app.federation.exchanges import Accumulator, exchange
 from fedprune_app.federation.metrics import ImageMetrics, Metrics
 from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.privacy_warnings import privacy_warnings
@@ -114,9 +114,13 @@ class FederatedStrategy(StreamedStrategy):
 
     def train(self, round: Round) -> None:
         """Have clients train: by default the participants, in one exchange."""
-        for reply in exchange(round, self.send(round), self.expect):
+        for reply in exchange(round, self.send(round), self.expect, into=self.accumulator()):
             with round.log.rejecting(reply):
                 self.receive(round, reply)
+
+    def accumulator(self) -> Accumulator | None:
+        """Return what :meth:`receive` adds replies up with, where it does nothing else with them."""
+        return None
 
     @abstractmethod
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
@@ -217,6 +221,7 @@ class AveragingStrategy(FederatedStrategy):
     """For systems whose new model is an average of the replies: a masked mean, by default with equal weights."""
 
     by_examples = False  # whether a client's weight is its number of examples
+    mean = MaskedMean(1)  # that of the round
 
     def weight_of(self, client: int) -> int:
         """Return the client's weight in the mean."""
@@ -228,8 +233,11 @@ class AveragingStrategy(FederatedStrategy):
         largest = max(map(self.weight_of, round.participants))
         self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
+    def accumulator(self) -> MaskedMean:
+        return self.mean
+
     def receive(self, round: Round, reply: Reply) -> None:
-        self.mean.add(reply.update, weight=self.weight_of(reply.client))
+        self.mean.add(reply.update, weight=sum(map(self.weight_of, reply.by_client)))
 
     def end(self, round: Round) -> None:
         self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is unchanged

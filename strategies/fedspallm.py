@@ -24,6 +24,7 @@ from typing import Any
 
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import rng
+from fedprune_app.core.hessians import HessianSum
 from fedprune_app.core.layers import assign_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -162,7 +163,8 @@ class FedSpaLLM(FederatedStrategy):
         evaluates = self.participation.evaluates(step)
         step_round = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
         least, sent = min(self.config.min_replies, len(receivers)), self.send(step_round)
-        for reply in exchange(step_round, sent, self.expect, name=name, kind=LAYER, least=least):
+        replies = exchange(step_round, sent, self.expect, name=name, kind=LAYER, least=least, into=HessianSum)
+        for reply in replies:
             with round.log.rejecting(reply):
                 for client, row in reply.by_client.items():
                     row |= self._added_up(client, row, reply.fields, round.log.clients[client])

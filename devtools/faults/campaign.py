@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
+from devtools.faults.messages import SPOILS, fault_of
 from devtools.faults.schedule import SAME_MESSAGES, Schedule
-from devtools.faults.simulation import Simulation, Violation, values_of
+from devtools.faults.simulation import CLIENTS, Simulation, Violation, values_of
 from devtools.faults.story import Kind
 from fedprune_app import __version__, testing
 from fedprune_app.config import ConfigError, Scalar
@@ -41,8 +42,11 @@ _DRAWN: Sequence[Mapping[str, Scalar]] = (
     {"fedspallm.merge": "masks", "num-server-rounds": 1},
     {"fedspallm.merge": "hessians", "num-server-rounds": 1},
     testing.PRIVATE,
+    {"secure-sums": True, "secure-sums-threshold": 2},
+    {"secure-sums": True, "secure-sums-threshold": 2, "fedspallm.merge": "hessians", "num-server-rounds": 1},
 )
 """Settings of which the seed draws one for its run, of those that have an effect with its system."""
+_MOST_ROUNDS = 10  # of a run, or layers of a language model
 _HEAD = ",".join(("version", "system", "first_seed", "end_seed", "processor_seconds", "violations", *COUNTED)) + "\n"
 
 
@@ -108,11 +112,19 @@ def drawn_settings(system: str, seed: int, settings: Mapping[str, Scalar]) -> di
     """
     choices = []
     for drawn in _DRAWN:
+        if drawn.get("secure-sums") and not _leaves_a_sum(Schedule.drawn(seed, system).messages):
+            continue
         with suppress(ConfigError):
             more = {key: value for key, value in drawn.items() if key not in settings}
             prepare_all([RunInputs(values_of(system, {**settings, **more}), on_command_line=more)])
             choices.append(more)
     return {**settings, **choices[seed // SAME_MESSAGES % len(choices)]}
+
+
+def _leaves_a_sum(messages: int) -> bool:
+    """Return whether two clients answer in every round, since a sum of fewer ends the run."""
+    rounds = range(1, _MOST_ROUNDS + 1)
+    return all(sum(fault_of(messages, round, k) not in SPOILS for k in range(CLIENTS)) >= 2 for round in rounds)
 
 
 def check_table(path: Path) -> None:

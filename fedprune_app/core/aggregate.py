@@ -5,7 +5,7 @@ flip per round. Replies arrive in any order. So each addend is rounded once to a
 integer. Integer addition is exact, and therefore commutative and associative.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ _GRID = 2.0**40
 _HEADROOM = 2.0 ** (63 - 40)
 _LARGEST_IN_C = 2.0 ** (51 - 40)  # a product with 2^40 has to fit into the digits of a float64
 _HALVES = (torch.float16, torch.bfloat16)
+_WEIGHT = "sum/weight"  # beside the tensors of a sum, that of all its addends
 _BLOCK = 2**16  # coordinates at a time and thread, so that their float64 and int64 temporaries stay in a core's cache
 
 
@@ -52,7 +53,10 @@ class MaskedMean:
         self._weight_dtype = torch.int32 if max_addends * max_weight < 2**31 else torch.int64
 
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload; an error leaves the mean unchanged."""
+        """Add one client's payload, or a sum of several as :meth:`integers`; an error leaves the mean unchanged."""
+        if _WEIGHT in payload.tensors:
+            self._add_sum(payload, weight)
+            return
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
         self._add([payload], weight, self.check(payload))
@@ -69,8 +73,37 @@ class MaskedMean:
                 raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(shapes[name])}")
         self._add(payloads, 1, largest)
 
+    @property
+    def terms(self) -> dict[str, int]:
+        """By what :meth:`integers` of another mean are the same."""
+        return {"max-addends": self.max_addends, "max-weight": self.max_weight}
+
+    def integers(self, payload: Payload, weight: int) -> TensorDict:
+        """Add the first payload, which is dense, and return what it adds: int64 whose sums :meth:`add` takes."""
+        self.add(payload, weight)
+        return {**self._sums, _WEIGHT: torch.tensor(weight)}
+
+    @staticmethod
+    def integer_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        """Return the names and shapes of :meth:`integers` of tensors with these names and shapes."""
+        return {**shapes, _WEIGHT: torch.Size([])}
+
+    def _scale(self, weight: int) -> float:
+        return weight / self.max_weight * _GRID
+
+    def _add_sum(self, payload: Payload, weight: int) -> None:
+        tensors = dict(payload.tensors)
+        if (said := int(tensors.pop(_WEIGHT))) != weight:
+            raise ValueError(f"the sum has weight {said}, allowed: {weight}")
+        self.check(Payload(tensors), unit=self._scale(weight))
+        for name, tensor in tensors.items():
+            self._make_room(name, tensor, has_mask=False)
+            self._sums[name] += tensor
+            self._weights[name] += weight
+        self.num_added += 1
+
     def _add(self, payloads: Sequence[Payload], weight: int, largest: float) -> None:
-        scale = weight / self.max_weight * _GRID
+        scale = self._scale(weight)
         for name in dict.fromkeys(name for payload in payloads for name in payload.tensors):
             senders = [payload for payload in payloads if name in payload.tensors]
             tensors, masks = [p.tensors[name] for p in senders], [p.masks.get(name) for p in senders]
@@ -92,8 +125,11 @@ class MaskedMean:
                     totals.add_(addend)
         self.num_added += len(payloads)
 
-    def check(self, payload: Payload, beside: int = 0) -> float:
-        """Return the payload's largest magnitude; ``ValueError`` if it cannot be added with ``beside`` others."""
+    def check(self, payload: Payload, beside: int = 0, unit: float = 1.0) -> float:
+        """Return the payload's largest magnitude; ``ValueError`` if it cannot be added with ``beside`` others.
+
+        Magnitudes are multiples of ``unit``.
+        """
         if self.num_added + beside >= self.max_addends:
             raise ValueError(f"more than {self.max_addends} payloads added")
         largest = 0.0
@@ -102,7 +138,7 @@ class MaskedMean:
                 shape = tuple(self._sums[name].shape)
                 raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {shape} as before")
             low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
-            magnitude = max(-low, high)
+            magnitude = max(-low, high) / unit
             if not magnitude <= self.max_magnitude:  # also rejects NaN
                 limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
                 raise ValueError(f"tensor '{name}' has magnitude {magnitude:g}, allowed: {limit}")

@@ -6,7 +6,7 @@ the Hessian of all clients' text together. This module is ours: FedSpaLLM's clie
 
 import math
 from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -204,6 +204,8 @@ class HessianSum:
     their digits. With ``is_noised``, clients add noise, so a matrix need not be a sum of products.
     """
 
+    terms: ClassVar[Mapping[str, int]] = {}  # its integers depend on nothing else
+
     def __init__(self, size: int, is_noised: bool = False) -> None:
         self.size = size
         self.is_noised = is_noised
@@ -263,6 +265,15 @@ class HessianSum:
         if int(self._whole.abs().max()) > _LARGEST:
             raise ValueError(f"a sum of Hessians is above {_LARGEST:g}, allowed: at most that")
 
+    @staticmethod
+    def integer_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+        """Return the names and shapes of :func:`integers` of tensors with these names and shapes."""
+        found: dict[str, torch.Size] = {}
+        for full_name, shape in shapes.items():
+            name = full_name.removeprefix(HESSIAN)
+            found |= {f"whole/{name}": shape, f"fraction/{name}": shape, f"counts/{name}": torch.Size([2])}
+        return found
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the sum as tensors for a checkpoint, which :meth:`of` reads."""
         counts = torch.tensor([self.weight, self.num_added])
@@ -289,15 +300,6 @@ def integers(tensors: Tensors, weight: int) -> TensorDict:
         total = HessianSum((math.isqrt(8 * len(tensor) + 1) - 1) // 2, is_noised=True)
         total.add(name, tensors, weight)
         found |= total.tensors(name)
-    return found
-
-
-def integer_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
-    """Return the names and shapes of :func:`integers` of tensors with these names and shapes."""
-    found: dict[str, torch.Size] = {}
-    for full_name, shape in shapes.items():
-        name = full_name.removeprefix(HESSIAN)
-        found |= {f"whole/{name}": shape, f"fraction/{name}": shape, f"counts/{name}": torch.Size([2])}
     return found
 
 

@@ -11,6 +11,9 @@ The threshold is more than half of the members. So a server cannot tell some mem
 that it has not. A member writes down which members' sum its addend went into. It refuses to open a sum of the same
 addend, or of the same message, with other members: the difference of two such sums is a single addend.
 
+Members that compute their addends by other terms, or of another model, have other masks between them, which stay in the
+sum. Else a server could have some send a large addend, and the others small or known ones.
+
 Where nodes have a registered key, each signs its fresh keys, and sums with the nodes that its operator trusts alone.
 
 Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", 2017, figure 4,
@@ -162,6 +165,10 @@ def _agreed(session: str, survivors: Sequence[int]) -> bytes:
     return f"{session} {list(survivors)}".encode()
 
 
+def _mask_name(session: str, terms: Mapping[str, object], model: str) -> str:
+    return f"{session} mask {sorted(terms.items())} {model}"
+
+
 def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
     other = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
     return derived_key(X25519PrivateKey.from_private_bytes(private).exchange(other), purpose)
@@ -191,16 +198,20 @@ class Member:
         with _reading():
             return packed(stage, answers[stage](body_of(fields, stage)))
 
-    def masked(self, fields: Mapping[str, object], words: Words, message: str) -> tuple[Words, list[str]]:
+    def masked(
+        self, fields: Mapping[str, object], words: Words, message: str, model: str = ""
+    ) -> tuple[Words, list[str]]:
         """Return the addend (n,) under all masks, which overwrites ``words``, and notes on what peers did wrong.
 
-        ``message`` is the digest of what the server asked for.
+        ``message`` is the digest of what the server asked for, and ``model`` of what all members must have received.
         """
         self._advance(SHARES, INPUT)
         state, roster = self.state, self._roster()
         seed, session = bytes.fromhex(state["seed"]), state["session"]
         with _reading():
-            dealt = {int(dealer): part for dealer, part in body_of(fields, INPUT)["dealt"].items()}
+            body = body_of(fields, INPUT)
+            dealt = {int(dealer): part for dealer, part in body["dealt"].items()}
+            name = _mask_name(session, body["terms"], model)
         self._require(dealt, roster, "members that dealt shares")
         held, notes = {}, []
         for dealer, (sealed, *digests) in dealt.items():
@@ -220,7 +231,7 @@ class Member:
         add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
         private = derived_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
-            key = _pair_key(private, roster[peer].mask_key, f"{session} mask")
+            key = _pair_key(private, roster[peer].mask_key, name)
             add_mask(words, key, subtract=self.client > peer)
         self._save()
         return words, notes
@@ -346,6 +357,8 @@ class SecureSum:
     name: str
     threshold: int
     members: list[int]  # those that have answered all stages so far
+    terms: Mapping[str, int] = field(default_factory=dict)  # by which members compute their addends
+    model: str = ""  # the digest of what they receive for it
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
@@ -360,7 +373,10 @@ class SecureSum:
         bodies: dict[str, Body] = {
             KEYS: {"session": self.session},
             SHARES: {"roster": {member: vars(advert) for member, advert in self.roster.items()}},
-            INPUT: {"dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()}},
+            INPUT: {
+                "dealt": {dealer: parts[client] for dealer, parts in self.dealt.items()},
+                "terms": dict(self.terms),
+            },
             AGREE: {"survivors": self.survivors},
             OPEN: {"signatures": self.signatures},
         }
@@ -436,6 +452,6 @@ class SecureSum:
                 add_mask(self.total, derived_key(secret, "mask"), subtract=True)
                 continue
             for member in self.survivors:
-                key = _pair_key(secret, self.roster[member].mask_key, f"{self.session} mask")
+                key = _pair_key(secret, self.roster[member].mask_key, _mask_name(self.session, self.terms, self.model))
                 add_mask(self.total, key, subtract=member < dealer)
         return self.total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,11 @@ def from_arrays(arrays: ArrayRecord, max_bytes: int) -> Payload:
     """
     encoded = {name: np.frombuffer(_codec_bytes(name, array), dtype=np.uint8) for name, array in arrays.items()}
     return codec.decode(encoded, max_bytes=max_bytes)
+
+
+def digest_of(payload: Payload, names: Container[str]) -> str:
+    """Return the digest of those tensors of a payload that are among ``names``."""
+    return Payload({name: tensor for name, tensor in payload.tensors.items() if name in names}).digest()
 
 
 def _codec_bytes(name: str, array: Array) -> bytes:

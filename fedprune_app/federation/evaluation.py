@@ -102,10 +102,11 @@ def _local_phase(
     phase = replace(phase, channel=replace(channel, state_rounds=dict(channel.state_rounds)))
     strategy.begin(phase)
     trained = set[int]()
-    for reply in exchange(phase, strategy.send(phase), strategy.expect, name=name):
-        flops += reply.row["flops"]
-        reply.row = {}
-        trained.add(reply.client)
+    for reply in exchange(phase, strategy.send(phase), strategy.expect, name=name, into=strategy.accumulator()):
+        for client, row in reply.by_client.items():
+            flops += row["flops"]
+            row.clear()
+            trained.add(client)
     requests = (
         message if tested is None else replace(message, payload=tested)
         for message in strategy.send_to_evaluate(phase)

@@ -9,14 +9,14 @@ Every reply passes the same checks, in all systems. A round is a plain loop::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MessageType
 
-from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import ReceivedReply, TooFewReplies, message_to, require, send_and_receive
@@ -29,6 +29,16 @@ TRAINING, LAYER, ANSWER = metrics.ReplyKind.TRAINING, metrics.ReplyKind.LAYER, m
 Expect = Callable[[Round, int], wire.Schema]
 
 
+class Accumulator(Protocol):
+    """What adds replies up in integers, which clients compute by the same ``terms``."""
+
+    @property
+    def terms(self) -> Mapping[str, int]: ...
+
+    def integer_shapes(self, shapes: Mapping[str, torch.Size], /) -> dict[str, torch.Size]:
+        """Return the names and shapes of the integers of a reply with these tensors."""
+
+
 def exchange(
     round: Round,
     outgoing: Iterable[OutgoingMessage],
@@ -37,6 +47,7 @@ def exchange(
     name: str = "",
     kind: metrics.ReplyKind = TRAINING,
     least: int = 0,
+    into: Accumulator | None = None,
 ) -> Iterator[Reply]:
     """Send messages and yield each valid reply as it arrives, one at a time; count all of them in the round's log.
 
@@ -44,11 +55,12 @@ def exchange(
     metrics that replies report, and ``name`` is the exchange's name in the log. A reply that is late, rejected or
     declined is not yielded: its reason is in the log. A yielded one counts unless the caller rejects it, see
     :meth:`RoundLog.rejecting`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` at the end if fewer than
-    ``least`` replies counted. With ``secure-sums`` one reply of a training is yielded: the sum of all.
+    ``least`` replies counted. ``into`` is what the caller adds the replies up with, if it does nothing else with them:
+    with ``secure-sums`` one reply is then yielded, the sum of all.
     """
     name = name or f"round {round.number}"
-    if channel_of(round).context.config.secure_sums and kind in (TRAINING, LAYER) and expect is not None:
-        return _summed(round, outgoing, expect, name, kind, least)
+    if channel_of(round).context.config.secure_sums and into is not None and expect is not None:
+        return _summed(round, outgoing, expect, name, kind, least, into)
     return _one_by_one(round, outgoing, expect, name, kind, least)
 
 
@@ -85,35 +97,41 @@ def _one_by_one(
 
 
 def _summed(
-    round: Round, outgoing: Iterable[OutgoingMessage], expect: Expect, name: str, kind: metrics.ReplyKind, least: int
+    round: Round,
+    outgoing: Iterable[OutgoingMessage],
+    expect: Expect,
+    name: str,
+    kind: metrics.ReplyKind,
+    least: int,
+    into: Accumulator,
 ) -> Iterator[Reply]:
     """Yield one reply that is the sum of all, of which none is seen; see :mod:`fedprune_app.engine.secure_aggregation`.
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
-    log, num_failures = round.log, len(round.log.failures)
-    secure = SecureSum(name, channel_of(round).context.config.secure_sums_threshold, list(round.participants))
+    log, inputs = round.log, list(outgoing)
+    threshold, members = channel_of(round).context.config.secure_sums_threshold, [message.client for message in inputs]
+    sent = expect(round, members[0]).shapes
+    secure = SecureSum(name, threshold, members, into.terms, wire.digest_of(inputs[0].payload, sent))
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
-        secure.close(stage, log.failures[num_failures:])
-    shapes = hessians.integer_shapes(expect(round, round.participants[0]).shapes)
+    shapes = dict(sorted(into.integer_shapes(sent).items()))
     sizes = [shape.numel() for shape in shapes.values()]
     masked = {MASKED: torch.Size([sum(sizes)])}
     schema = wire.Schema(masked, {MASKED: torch.int64}, unscaled=frozenset(masked))
-    inputs = (
+    inputs = [
         replace(message, fields={**message.fields, **secure.message(INPUT, message.client)})
-        for message in outgoing
+        for message in inputs
         if message.client in secure.members
-    )
-    total = Reply(-1, 0, name, counts=True)
+    ]
+    total, num_failures = Reply(-1, 0, name, counts=True), len(log.failures)
     for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
         secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
         total.num_examples += reply.num_examples
         total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
-    _ask_members(round, secure, AGREE)
-    secure.close(AGREE, log.failures[num_failures:])
-    _ask_members(round, secure, OPEN)
+    for stage in (AGREE, OPEN):
+        _ask_members(round, secure, stage)
     words = torch.from_numpy(secure.unmasked().view(np.int64))
     parts = zip(shapes, torch.split(words, sizes), strict=True)
     total.update = Payload({key: part.view(shapes[key]) for key, part in parts})
@@ -125,24 +143,30 @@ def _summed(
 
 
 def _ask_members(round: Round, secure: SecureSum, stage: str) -> None:
-    """Take the members of a secure sum through a stage."""
+    """Take the members of a secure sum through a stage, and end it."""
+    num_failures = len(round.log.failures)
     requests = [OutgoingMessage(client, fields=secure.message(stage, client)) for client in secure.members]
     for reply in _one_by_one(round, requests, None, f"stage '{stage}' of {secure.name}", ANSWER, 0):
         with round.log.rejecting(reply):
             secure.take(stage, reply.client, body_of(reply.fields, stage))
+    secure.close(stage, round.log.failures[num_failures:])
 
 
 def request_payloads(
-    round: Round, name: str, outgoing: Iterable[OutgoingMessage], schema: wire.Schema
+    round: Round,
+    name: str,
+    outgoing: Iterable[OutgoingMessage],
+    schema: wire.Schema,
+    into: Accumulator | None = None,
 ) -> Iterator[Reply]:
     """Request a payload of this schema from clients within a round, and yield each valid reply.
 
-    Clients reply by ``answer(task, state)``, and keep no new state. Raises
+    Clients reply by ``answer(task, state)``, and keep no new state. ``into`` is as in :func:`exchange`. Raises
     :class:`fedprune_app.engine.exchange.TooFewReplies` if fewer than ``min-replies`` replies counted.
     """
     requests = (replace(message, fields={**message.fields, "asks": name}) for message in outgoing)
     least = channel_of(round).context.config.min_replies
-    return exchange(round, requests, lambda *_: schema, name=name, kind=ANSWER, least=least)
+    return exchange(round, requests, lambda *_: schema, name=name, kind=ANSWER, least=least, into=into)
 
 
 def channel_of(round: Round) -> Channel:

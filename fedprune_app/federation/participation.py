@@ -4,13 +4,14 @@ from collections.abc import Iterable
 
 from fedprune_app.config import Config, ConfigError, has_effect
 from fedprune_app.core import rng
+from fedprune_app.engine.secure_aggregation import threshold_of
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round, RoundLog
 
 
 def check_min_replies(config: Config, max_participants: int, num_clients: int) -> None:
-    """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``."""
+    """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``, or sums."""
     if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
     if config.min_replies > max_participants:
@@ -21,6 +22,10 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
             f"at most {max_participants}",
             condition=f"with {num_clients} clients{share}",
         )
+    least = threshold_of(config.secure_sums_threshold, max_participants)
+    if config.secure_sums and max_participants < least:
+        hint = f"a sum needs {least} or more"
+        raise ConfigError("secure-sums", True, "false", condition=f"with {max_participants} clients a round", hint=hint)
 
 
 class Participation:

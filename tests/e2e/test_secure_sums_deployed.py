@@ -13,6 +13,7 @@ from fedprune_app.launching.local import local_deployment
 from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running import Session
+from fedprune_app.testing import QUICK
 from tests.e2e.deployed import DeployedRun, in_process_sha256
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 from tests.strategies.test_fedspallm import SETTINGS
@@ -21,8 +22,10 @@ NODES = 3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+@pytest.fixture(scope="module", params=["fedavg", "fedspallm"])
+def settings(request, tmp_path_factory):
+    if request.param == "fedavg":
+        return {**QUICK, "system": "fedavg", "num-server-rounds": 2}
     folder = tmp_path_factory.mktemp("inputs")
     model, data = tiny_byte_model(folder / "model", "llama"), text_folder(folder / "data")
     return {**SETTINGS, "fedspallm.merge": "hessians", "model": str(model), "data-dir": str(data)}
@@ -53,7 +56,7 @@ def test_registered_nodes_that_list_their_peers_sum_to_the_model_of_a_plain_run(
         {
             "partition-id": k,
             "num-partitions": NODES,
-            "data-dir": settings["data-dir"],
+            "data-dir": settings.get("data-dir", str(folder)),
             "node-key": str(keys[k]),
             "trusted-keys": str(peers),
             "require-secure-sums": True,

@@ -56,6 +56,12 @@ def test_faults_change_nothing(simulated, system):
         assert simulated.check(Schedule.drawn(seed, system)) is None
 
 
+def test_faults_change_nothing_of_a_run_with_secure_sums(tmp_path):
+    simulated = Simulation(tmp_path, {"secure-sums": True, "secure-sums-threshold": 2})
+    for seed in [*range(20, 30), 115]:
+        assert simulated.check(Schedule.drawn(seed, "fedavg")) is None
+
+
 def test_a_run_that_takes_too_much_memory_is_a_violation(simulated, monkeypatch):
     monkeypatch.setattr(simulation, "MOST_MEMORY_BYTES", 1 << 20)
     monkeypatch.setattr(simulation, "_most_held_bytes", itertools.count(0, 2 << 20).__next__)  # 2 MiB more at each look
@@ -595,6 +601,8 @@ def test_seeds_draw_settings_of_what_a_system_has_and_keep_what_is_given():
         return [drawn_settings(system, group * SAME_MESSAGES, given) for group in range(3)]
 
     assert drawn("fedavg") == [{}, {"holdout-clients": 1}, testing.PRIVATE]
+    assert drawn_settings("fedavg", 3 * SAME_MESSAGES, {})["secure-sums"]
+    assert "secure-sums" not in drawn_settings("fedavg", 75 * SAME_MESSAGES, {}), "too few would answer in a round"
     assert {"dispfl.gossip": "client"} in drawn("dispfl")
     assert [found.get("fedspallm.merge") for found in drawn("fedspallm")] == [None, "masks", "hessians"]
     assert all(found["seed"] == 3 for found in drawn("fedavg", seed=3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -71,6 +72,39 @@ def test_the_order_of_arrival_does_not_change_a_single_bit():
     for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37):
         again = mean_of([payloads[i] for i in order], fallback, [weights[i] for i in order])
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def sum_of_integers(payloads, weights):
+    """The integers of all, added up mod 2^64 as by whoever sees none of them."""
+    addends = [MaskedMean(len(payloads), max(weights)).integers(*pair) for pair in zip(payloads, weights, strict=True)]
+    return Payload({name: sum(each[name] for each in addends) for name in addends[0]})
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 500)), min_size=1, max_size=5))
+def test_a_sum_of_integers_is_averaged_to_the_bits_of_its_payloads(clients):
+    payloads = [random_payload(seed, density=None) for seed, _ in clients]
+    weights = [weight for _, weight in clients]
+    mean, fallback = MaskedMean(len(payloads), max(weights)), dict(random_payload(99).tensors)
+    sums = sum_of_integers(payloads, weights)
+    shapes = {name: tensor.shape for name, tensor in sums.tensors.items()}
+    assert shapes == MaskedMean.integer_shapes({name: tensor.shape for name, tensor in fallback.items()})
+    mean.add(sums, sum(weights))
+    expected = mean_of(payloads, fallback, weights)
+    assert all(torch.equal(mean.mean(fallback)[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_sum_that_can_be_none_of_such_payloads_is_refused_and_changes_nothing():
+    mean, payload = MaskedMean(2, 3), Payload({"w": torch.ones(2)})
+    sums = sum_of_integers([payload, payload], [3, 1])
+    with pytest.raises(ValueError, match=r"^the sum has weight 4, allowed: 5$"):
+        mean.add(sums, 5)
+    wrapped = Payload({**sums.tensors, "w": torch.tensor([1, -(2**63)])})
+    line = "tensor 'w' has magnitude 6.29146e+06, allowed: finite and at most 2.7962e+06 for 2 payloads"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        mean.add(wrapped, 4)
+    assert mean.num_added == 0
+    assert mean.mean(payload.tensors)["w"].tolist() == [1, 1]
 
 
 def test_full_masks_are_plain_averaging():
