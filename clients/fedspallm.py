@@ -94,9 +94,9 @@ class FedSpaLLMClient(Node):
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", context.run_key)
         )
         self.privacy = self.open_privacy(self.record_digests, self.options.deal)
-        if self.member is not None and self.privacy is not None and self.shares_noise:
-            source = "the operating system" if config.dp.secure_rng else "the seed"
-            self.member.terms = f"noise of {self._own_noise(self.privacy)!r} from {source}"
+        self.shares_noise = config.dp.enabled and config.dp.noise_shared_by > 1
+        if self.shares_noise and self.member is not None and self.privacy is not None:
+            self.member.terms = f"noise of {self._own_noise(self.privacy)}, secure-rng {config.dp.secure_rng}"
 
     # --- privacy ------------------------------------------------------------------------------------------------
 
@@ -121,10 +121,6 @@ class FedSpaLLMClient(Node):
             if (value := getattr(config.fedspallm, name.replace("-", "_"))) != allowed:
                 return f"fedspallm.{name} is {value!r}, allowed with secure-sums: {allowed}"
         return ""
-
-    @property
-    def shares_noise(self) -> bool:
-        return self.config.dp.enabled and self.config.dp.noise_shared_by > 1
 
     def integers(self, payload: Payload) -> TensorDict:
         if self.shares_noise:
@@ -314,12 +310,12 @@ class FedSpaLLMClient(Node):
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors: TensorDict = {}
         for name, total in moments.items():
+            released = total * bool(len(hidden))
             if self.shares_noise:
-                released = total * bool(len(hidden))
-                std = self._own_noise(privacy)
-                tensors |= hessians.noised_integers(name, released, std, noise.discrete_gaussian, self.num_examples)
+                std, draw = self._own_noise(privacy), noise.discrete_gaussian
+                tensors |= hessians.noised_integers(name, released, std, draw, self.num_examples)
                 continue
-            released = total.double() * bool(len(hidden))
+            released = released.double()
             vector = released.diagonal().cpu() if by_diagonal else hessians.isometric(released)
             vector = noises.noised(
                 vector, noise.gaussian(len(vector), vector.device), privacy.noise_multiplier * clip_norm
@@ -335,14 +331,15 @@ class FedSpaLLMClient(Node):
         With the deviation s in units of 2⁻⁴⁰, here at least 2³⁰, probabilities of a sum of such parts are those of one
         discrete Gaussian but for ``exp(±10 d h exp(-π² s²))``, for d numbers and h parts (Kairouz, Liu and Steinke,
         "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation", 2021). Those are
-        the ones of a rounded Gaussian but for ``exp(±d / 5s²)``. A Gaussian that is added to integers is rounded by
-        whoever reads it, at no cost. So for a billion numbers ε is a Gaussian's to nine decimals.
+        the ones of a rounded Gaussian but for ``exp(±5 d / s²)``, since ``∫ exp(-(x + u)² / 2s²) du`` over a unit is
+        near ``exp(-x² / 2s²)``. Whoever reads a Gaussian that is added to integers can round it, at no cost. So for a
+        billion numbers ε is a Gaussian's to 10⁻⁸.
 
         Raises ``ValueError`` for noise with which this does not hold, or the sum does not fit into int64.
         """
         own_noise = self.config.dp.own_part(privacy.noise_multiplier) * self.config.dp.clip_norm
-        if not 2**-10 <= own_noise <= 2**16:
-            raise ValueError(f"a client's noise is {own_noise:g}, allowed with dp.noise-shared-by: 0.001 to 65536")
+        if not 2**-9 <= own_noise <= 2**16:  # off the diagonal it is smaller by √2
+            raise ValueError(f"a client's noise is {own_noise:g}, allowed with dp.noise-shared-by: 0.002 to 65536")
         return own_noise
 
     def recovered(self, task: Task, state: State) -> LayerUpdate:

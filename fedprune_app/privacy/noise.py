@@ -97,27 +97,23 @@ class KeyedNoise(Noise):
         """Draw by rejection; ``variance`` is 1 to 2^112. Every probability is exact, but beyond 26 deviations.
 
         A candidate is in bucket ``k`` of so many integers with probability ``2^-(k+1)``, and anywhere in it alike. It
-        is accepted with probability ``2^k exp(-x² / (2 variance)) / c``, which is at most 1 by the choice of ``c``.
-        That is a comparison of a uniform number with another one. Where float64 cannot decide it, as many digits of
-        both are computed as it takes. Canonne, Kamath and Steinke ("The Discrete Gaussian for Differential Privacy",
-        2020) and Karney (2016) draw from the same distribution, one number at a time.
+        is accepted with probability ``2^k exp(-x² / (2 variance)) / 2.6``, which is below 1. That is a comparison of a
+        uniform number with another one. Where float64 cannot decide it, as many digits of both are computed as it
+        takes. Canonne, Kamath and Steinke ("The Discrete Gaussian for Differential Privacy", 2020) and Karney (2016)
+        draw from the same distribution, one number at a time.
         """
-        std = math.sqrt(variance)
-        width = 2 ** (math.frexp(std)[1] - 1)
-        ceiling = (1 + 1e-9) * max(2.0**k * math.exp(-((k * width / std) ** 2) / 2) for k in range(8))
+        width = 2 ** (math.frexp(math.sqrt(variance))[1] - 1)  # more than half a deviation, and at most one
         draws, found = torch.empty(size, dtype=torch.int64), 0
         stream, more = self._stream(), self._stream()
         while found < size:
-            places, offsets, uniforms = (stream.words(_CHUNK // 3 * 3)).view(3, -1)
-            uniforms = uniforms.bitwise_right_shift(11).bitwise_and_(2**53 - 1)
-            leading = places.bitwise_right_shift(11).bitwise_and_(2**53 - 1).double()
-            buckets = 53 - leading.frexp().exponent.long()
+            places, offsets, uniforms = stream.words(_CHUNK // 3 * 3).view(3, -1)
+            leading, uniforms = places >> 11 & 2**53 - 1, uniforms >> 11 & 2**53 - 1
+            buckets = 53 - leading.double().frexp().exponent.long()
             values = (buckets * width + (offsets & width - 1)) ^ -(places & 1)
-            limits = (values.double().square() / (-2 * variance)).exp() * buckets.double().exp2() * (2.0**53 / ceiling)
+            limits = (values.double().square() / (-2 * variance)).exp() * buckets.double().exp2() * (2.0**53 / 2.6)
             is_accepted = (uniforms + 1 <= limits * (1 - _DOUBT)).numpy()  # torch would select with several threads
             for i in np.flatnonzero(~is_accepted & (uniforms < limits * (1 + _DOUBT)).numpy()):
-                share = ceiling / 2 ** int(buckets[i])
-                is_accepted[i] = _is_below(int(uniforms[i]), int(values[i]), variance, share, more)
+                is_accepted[i] = _is_below(int(uniforms[i]), int(values[i]), variance, 2.6 / 2 ** int(buckets[i]), more)
             accepted = torch.from_numpy(values.numpy()[is_accepted])[: size - found]
             draws[found : found + len(accepted)] = accepted
             found += len(accepted)
