@@ -78,8 +78,8 @@ class MaskMerge(MeanMerge):
     """FedPrLLM's rule: clients vote by their masks; the kept weights are the dense ones.
 
     Guo et al., "Exploring Federated Pruning for Large Language Models", 2025, arXiv 2505.13547, in the form that its
-    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The text leaves ties open:
-    here the largest dense weights stay.
+    experiments choose: one shot, votes compared over a whole matrix, weights not scaled. The released code breaks ties
+    at random, and the text leaves them open. Here the largest dense weights stay, so that no draw decides.
     """
 
     def answer(self, layer: int) -> Schema:

@@ -21,7 +21,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, product, takewhile
+from itertools import accumulate, product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -50,8 +50,9 @@ from _claims import (
     of_merge,
 )
 from _rows import append_rows, as_csv, read_rows, with_tables
+from _verdicts import chance, holm
 from matplotlib.figure import Figure
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtrit
 
 from fedprune_app.config import DEFAULTS, OPTIONS
 from fedprune_app.preflight.inputs import RunInputs
@@ -284,13 +285,6 @@ def verdict(claim: Claim, apart: Difference | None) -> str:
     return "does not hold here" if apart.high < claim.floor else "open"
 
 
-def chance(claim: Claim, apart: Difference) -> float:
-    """The p value of the two-sided t test whose 95 % interval is that of the seeds."""
-    freedom, half = len(apart.by_seed) - 1, (apart.high - apart.low) / 2
-    distance = abs(apart.mean - claim.floor) / half if half else math.inf
-    return float(2 * stdtr(freedom, -distance * stdtrit(freedom, 0.975)))
-
-
 def within(claim: Claim, apart: Difference) -> tuple[float, float]:
     """The 90 % interval of the seeds' means. Where it lies within a margin, two one-sided tests at 5 % pass."""
     freedom, half = len(apart.by_seed) - 1, (apart.high - apart.low) / 2
@@ -314,9 +308,7 @@ def level_table() -> str:
 def left_by_holm() -> tuple[set[str], int]:
     """The names of the claims that Holm's correction leaves at 5 %, and of how many tests it is."""
     found = [(claim, apart) for claim in CLAIMS if (apart := compared(claim)) and len(apart.by_seed) >= claim.seeds]
-    tests = sorted((chance(claim, apart), claim.name) for claim, apart in found)
-    within = takewhile(lambda each: each[1][0] <= 0.05 / (len(tests) - each[0]), enumerate(tests))
-    return {name for _, (_, name) in within}, len(tests)
+    return holm({claim.name: chance(apart, claim.floor) for claim, apart in found}), len(found)
 
 
 def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 from _rows import append_rows, as_csv, read_rows, with_tables
+from smollm import DATA as BY_LAYER
 from smollm import PAGE, SEEDS, verdict
 
 from fedprune_app.core.payload import Payload
@@ -73,6 +74,20 @@ UPLOADS = {
     },
 }
 """The settings of the runs that ask clients, by the name of the run's folder, which a seed follows."""
+DENSITIES, LAYERS = ("0.5", "0.3", "0.2"), 30
+EXCHANGES = {
+    f"exchanges-{number}-{density}": {
+        "num-server-rounds": "1",
+        "batch-size": "8",
+        "density": density,
+        "fedspallm.layers-per-exchange": str(LAYERS // number),
+        "fedspallm.keep-sums": "false",
+    }
+    for number in (3, 10)
+    for density in DENSITIES
+}
+"""Runs whose clients send sums of the model pruned so far, in so many exchanges."""
+UPLOADS |= EXCHANGES
 CUT = ("fedspallm.pattern=cut", "density=0.7")
 
 
@@ -113,11 +128,13 @@ MORE = (
     Model("half-8", HALF, 8, "sums", ("fedspallm.bits=8",)),
     Model("dense-4", DENSE, 4, "sums", ("density=1.0", "fedspallm.bits=4")),
     Model("dense-8", DENSE, 8, "sums", ("density=1.0", "fedspallm.bits=8")),
-    Model("density-0.4", "60 % removed", 16, "sums", ("density=0.4",)),
     Model("density-0.3", "70 % removed", 16, "sums", ("density=0.3",)),
+    Model("density-0.2", "80 % removed", 16, "sums", ("density=0.2",)),
 )
 """Further models, of seed 0 alone."""
-MODELS = (*OF_SUMS, *OF_RECOVERED, *MORE)
+BY_EXCHANGES = tuple(Model(name, "", 16) for name in EXCHANGES)
+"""Models of seed 0 in a table of their own."""
+MODELS = (*OF_SUMS, *OF_RECOVERED, *MORE, *BY_EXCHANGES)
 
 
 @dataclass(frozen=True)
@@ -212,7 +229,7 @@ def run(out: Path, given: Mapping[str, str], chosen: str, seeds: int) -> None:
     """Make the models of some seeds whose names match, those that decide claims first."""
     out.mkdir(parents=True, exist_ok=True)
     steps = [(model, seed) for of_upload in (OF_SUMS, OF_RECOVERED) for seed in range(seeds) for model in of_upload]
-    for model, seed in [*steps, *((model, 0) for model in MORE)]:
+    for model, seed in [*steps, *((model, 0) for model in (*MORE, *BY_EXCHANGES))]:
         if re.fullmatch(chosen, model.name):
             make(model, seed, out, given)
 
@@ -305,7 +322,7 @@ def models_table() -> str:
     ]
     for model in MODELS:
         of_text = {row["text"]: row for row in rows if row["model"] == model.name}
-        if of_text:
+        if of_text and model.shape:
             row = next(iter(of_text.values()))
             said = model.shape + ("" if model.changes or not model.source else ", rounded to nearest")
             numbers = [f"{float(of_text[text]['perplexity']):.1f}" for text in texts]
@@ -314,7 +331,30 @@ def models_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"one-upload": models_table, "one-upload-claims": claims_table}
+def exchanges_table() -> str:
+    """Perplexity on WikiText-2 of seed 0's SparseGPT by summed Hessians, by sparsity and number of exchanges."""
+    of_text = [row for row in read_rows(DATA) if (row["seed"], row["text"]) == ("0", TEXT)]
+    found = {row["model"]: float(row["perplexity"]) for row in of_text}
+    found["density-0.5"] = found["sums"]
+    for row in read_rows(BY_LAYER):
+        if (row["rule"], row["deal"], row["clients"], row["seed"], row["text"]) == (
+            "hessians",
+            "articles",
+            "4",
+            "0",
+            TEXT,
+        ):
+            found[f"exchanges-{LAYERS}-{row['density']}"] = float(row["global"])
+    lines = ["| sparsity | 1 exchange | 3 | 10 | 30: the paper's way |", "| ---: | ---: | ---: | ---: | ---: |"]
+    for density in DENSITIES:
+        names = [f"density-{density}", *(f"exchanges-{number}-{density}" for number in (3, 10, LAYERS))]
+        cells = [f"{found[name]:.1f}" if name in found else "–" for name in names]
+        lines.append(f"| {1 - float(density):.0%} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TEXT = "wikitext-2"
+TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
 
 
 def written(page: str) -> str:

@@ -24,6 +24,7 @@ from statistics import fmean, stdev
 
 import _evidence_figures as drawn
 from _rows import append_rows, as_csv, read_rows, with_tables
+from _verdicts import chance, holm
 from matplotlib.figure import Figure
 
 from fedprune_app.data.text import calibration_documents, perplexity_texts
@@ -37,9 +38,11 @@ FIGURE = ROOT / "docs" / "assets" / "smollm.svg"
 ALL_CLAIMS = ROOT / "docs" / "data" / "tables" / "smollm-claims.csv"
 DEALS = {"documents": "articles", "one": "kinds"}
 """The folder of texts by the key fedspallm.deal."""
+GENRES, NUM_GENRES = "genres", 5
+"""The texts of the Brown corpus by genre, which natural.py writes; they are dealt one to a client, as kinds are."""
 RULES = {
     "mean": "the paper's mean",
-    "masks": "FedPrLLM's vote of masks",
+    "masks": "FedPrLLM's vote of Wanda's masks",
     "hessians": "SparseGPT by summed Hessians",
     "alps": "ALPS by summed Hessians",
     "norms": "Wanda by summed norms",
@@ -115,6 +118,10 @@ CLAIMS = (
             ("g", 0.5, "alps", "hessians"),
         )
     ),
+    *(
+        Claim(f"7{letter}", GENRES, NUM_GENRES, density, own=own)
+        for letter, density, own in (("a", 0.5, False), ("b", 0.3, False), ("c", 0.5, True), ("d", 0.3, True))
+    ),
     Claim("5h", "articles", 4, 0.5, rule="norms", against="masks", margin=0.1),
     Claim("5i", "articles", 4, 0.3, rule="norms", against="masks", margin=0.1),
 )
@@ -154,6 +161,11 @@ def rule_of(config: Mapping[str, object]) -> str:
     return "alps" if config["fedspallm.refine"] else str(config["fedspallm.merge"])
 
 
+def deal_of(deal: str, clients: int) -> str:
+    """The texts that this many clients have by the key fedspallm.deal."""
+    return GENRES if (deal, clients) == ("one", NUM_GENRES) else DEALS[deal]
+
+
 def rows_of(run: Run) -> list[Row]:
     """A completed run as rows, one for each test text; ``own`` has the clients' own perplexities in their order."""
     if run.flaw:
@@ -164,7 +176,7 @@ def rows_of(run: Run) -> list[Row]:
         own = [each["perplexity"][text] for each in run.clients if each.get("perplexity")]
         row = {
             "rule": rule_of(config),
-            "deal": DEALS[config["fedspallm.deal"]],
+            "deal": deal_of(config["fedspallm.deal"], len(run.info["partition"])),
             "clients": len(run.info["partition"]),
             "density": config["density"],
             "segments": config["fedspallm.segments"],
@@ -204,9 +216,9 @@ def add(folders: Iterable[Path]) -> int:
 
 
 def gains(deal: str, clients: int, density: float) -> Paired:
-    """By seed and text: by how much the global model's logarithm of perplexity is below that of the clients' mean."""
+    """By seed and text: by how much the global logarithm of perplexity is below the mean of the clients' own."""
     return {
-        (int(row["seed"]), number): log(fmean(_own(row))) - log(float(row["global"]))
+        (int(row["seed"]), number): fmean(map(log, _own(row))) - log(float(row["global"]))
         for row, number in _numbered(deal, clients, density)
     }
 
@@ -257,8 +269,15 @@ def verdict(apart: Difference | None) -> str:
     return "shown" if apart.low > 0 else "does not hold here" if apart.high < 0 else "open"
 
 
+def left_by_holm() -> tuple[set[str], int]:
+    """The names of the claims that Holm's correction leaves at 5 %, and of how many tests it is."""
+    found = {claim.name: apart for claim in CLAIMS if (apart := compared(claim)) and len(apart.by_seed) >= SEEDS}
+    return holm({name: chance(apart) for name, apart in found.items()}), len(found)
+
+
 def claims_table() -> str:
-    """All claims with their differences, intervals and verdicts."""
+    """All claims with their differences, intervals and verdicts; those that Holm's correction leaves are bold."""
+    strong, _ = left_by_holm()
     lines = [
         "| | clients, texts | claim | in the paper | difference, points | 95 % | by seed | verdict |",
         "| --- | --- | --- | ---: | ---: | --- | --- | --- |",
@@ -269,7 +288,8 @@ def claims_table() -> str:
             interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}" if len(apart.by_seed) > 1 else "–"
             numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
         where = f"{claim.clients}, {claim.deal}"
-        lines.append(f"| {' | '.join([claim.name, where, claim.text, claim.in_paper, *numbers, verdict(apart)])} |")
+        said = f"**{verdict(apart)}**" if claim.name in strong else verdict(apart)
+        lines.append(f"| {' | '.join([claim.name, where, claim.text, claim.in_paper, *numbers, said])} |")
     return "\n".join(lines)
 
 
@@ -296,7 +316,13 @@ def verdicts_table() -> str:
     }
     runs = {(row["rule"], row["deal"], row["clients"], row["density"], row["seed"]) for row in read_rows(DATA)}
     done = sum(run[:4] in wanted and int(run[4]) < SEEDS for run in runs)
-    lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
+    strong, tests = left_by_holm()
+    left = ", ".join(sorted(strong)) or "none"
+    lines += [
+        "",
+        f"Of {tests} decided claims Holm's correction leaves at 5 %: {left}.",
+        f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet.",
+    ]
     return "\n".join(lines)
 
 

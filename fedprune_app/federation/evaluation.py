@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,7 @@ def newcomers(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     its own data.
     """
     phase = strategy.participation.following(round, strategy.participation.holdouts, round.log)
-    _local_phase(strategy, "the clients that were held out", "accuracy_newcomer", phase)
+    _local_phase(strategy, "the clients that were held out", {"accuracy_newcomer": "accuracy_personal"}, phase)
     return {**_mean_of("accuracy_newcomer", round.log), **strategy.budgets.columns()}
 
 
@@ -67,25 +68,35 @@ def last_phase(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     Each receives a participant's message, and its reply is discarded. It is tested with the model that it has trained,
     so the test's message is empty. Systems that fine-tune for every test have done this phase already.
     """
-    log, name = RoundLog(notes=round.log.notes), "accuracy_last_phase"
-    rows, flops = round.log.clients, None
+    log, rows, flops = RoundLog(notes=round.log.notes), round.log.clients, None
     if not strategy.fine_tunes:
         phase = strategy.participation.following(round, strategy.participation.members, log)
-        flops = _local_phase(strategy, "the last phase", name, phase, Payload({}))
-    tested_rows, key = (rows, "accuracy_personal") if strategy.fine_tunes else (log.clients, name)
+        flops = _local_phase(strategy, "the last phase", _LAST_PHASE, phase, Payload({}))
+    tested_rows = rows if strategy.fine_tunes else log.clients
     for client in strategy.participation.members:
-        rows.setdefault(client, {})[name] = tested_rows.get(client, {}).get(key)
+        tested = tested_rows.get(client, {})
+        of_client = {name: tested.get(own if strategy.fine_tunes else name) for name, own in _LAST_PHASE.items()}
+        rows.setdefault(client, {}).update(of_client)
     costs = {"bytes_up": log.bytes_up, "bytes_down": log.bytes_down, "flops": flops}
-    return {**_mean_of(name, round.log), **{f"last_phase_{key}": cost for key, cost in costs.items()}}
+    means = {key: value for name in _LAST_PHASE for key, value in _mean_of(name, round.log).items()}
+    return {**means, **{f"last_phase_{key}": cost for key, cost in costs.items()}}
+
+
+_LAST_PHASE = {"accuracy_last_phase": "accuracy_personal", "accuracy_last_phase_validation": "accuracy_validation"}
+# a client's columns after a last phase, and those of an evaluation that have the same of its model then
 
 
 def _local_phase(
-    strategy: FederatedStrategy, name: str, column: str, phase: Round, tested: Payload | None = None
+    strategy: FederatedStrategy,
+    name: str,
+    columns: Mapping[str, str],
+    phase: Round,
+    tested: Payload | None = None,
 ) -> float:
     """Have the participants of ``phase`` train, discard their updates, and test them; return the FLOPs of training.
 
-    A client's accuracy is recorded in ``column`` of its row. The payload ``tested`` replaces that of the evaluation's
-    message; without it the client's tested model counts as its final one.
+    ``columns`` of a client's row are recorded, each by that of an evaluation. The payload ``tested`` replaces that of
+    the evaluation's message; without it the client's tested model counts as its final one.
     """
     channel, flops = channel_of(phase), 0.0
     phase = replace(phase, channel=replace(channel, state_rounds=dict(channel.state_rounds)))
@@ -104,7 +115,8 @@ def _local_phase(
         with phase.log.rejecting(reply):
             if tested is None:
                 strategy.digests[reply.client] = digest_in(reply.fields)
-            reply.row = {column: strategy.metrics.evaluation_row(reply).get("accuracy_personal")}
+            found = strategy.metrics.evaluation_row(reply)
+            reply.row = {column: found.get(own) for column, own in columns.items()}
     return flops
 
 

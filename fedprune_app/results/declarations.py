@@ -128,6 +128,12 @@ DECLARATIONS = Declarations(
                 *(_sometimes(f"last_phase_{cost}") for cost in ("bytes_up", "bytes_down", "flops")),
             ),
         ),
+        _told_sometimes(
+            "accuracy_last_phase_validation",
+            least=0,
+            most=1,
+            columns=(_sometimes("accuracy_last_phase_validation_mean"),),
+        ),
         # tested before training, in the training reply or by the evaluation
         _accuracy(
             "accuracy_received",

@@ -110,7 +110,8 @@ def _distribution(key: str, spec: Range) -> Any:
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 # the objectives of a search, and their directions; no metric of test data, which must not decide anything
-OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
+AFTER_LAST_PHASE = "accuracy_last_phase_validation_mean"
+OBJECTIVES = {"accuracy_validation_mean": "maximize", AFTER_LAST_PHASE: "maximize", "loss_mean": "minimize"}
 _OF_SEARCH = {
     "trials": Option(20, "how many settings are drawn", bounds=(("at least", 1, operator.ge),)),
     "sampler": Option("tpe", "how settings are drawn", {"tpe": "by what was good before", "random": "at random"}),

@@ -24,9 +24,9 @@ settings and a ``space`` of its own, which override ``common`` and the space of 
       - {system: dispfl, space: {density: [0.2, 0.5]}}
 
 Each trial is a run for each seed; its value is the mean of the objective in the last evaluated round. Optuna's study is
-in ``optuna.db`` in the sweep's folder, so that a search can be resumed. The draws of a trial derive from its number and
-the first seed, even after an interruption. The best settings are written as a matrix, ``best.yaml``, and as a
-run-config file for each system.
+in ``optuna.db`` in the sweep's folder, so that a search can be resumed. The draws of a trial derive from its number,
+the first seed and the system's name, even after an interruption. The best settings are written as a matrix,
+``best.yaml``, and as a run-config file for each system.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from rich.text import Text
 
 from fedprune_app.config import Config, ConfigError, Scalar, Settings, has_effect, paths_from_here, to_toml
 from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.core.rng import derive_seed
 from fedprune_app.core.texts import one_line
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
@@ -59,7 +60,7 @@ from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.results.tables import write_tables
 from fedprune_app.running import Session
-from fedprune_app.sweeps.matrix import OBJECTIVES, Matrix, Search, optuna, to_yaml
+from fedprune_app.sweeps.matrix import AFTER_LAST_PHASE, OBJECTIVES, Matrix, Search, optuna, to_yaml
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -179,7 +180,8 @@ def _next_trial(search: Search, study: Study, distributions: Values) -> FrozenTr
     number = len(study.trials)
     if number >= search.trials:
         return None
-    samplers, seed = optuna().samplers, 1000 * search.seeds[0] + number
+    samplers = optuna().samplers
+    seed = derive_seed(search.seeds[0], f"search {search.name}", round=number) % 2**32  # as numpy takes it
     study.sampler = {"tpe": samplers.TPESampler, "random": samplers.RandomSampler}[search.sampler](seed=seed)
     study.ask(dict(distributions))
     return study.trials[number]
@@ -348,7 +350,11 @@ def _run_searches(
 def _check_objective(search: Search, config: Config) -> None:
     """Raise :class:`ConfigError` if the runs of a search do not measure its objective."""
     has_validation = not SYSTEMS[config.system].reads_text and config.validation_fraction > 0
-    if search.objective == "accuracy_validation_mean" and not has_validation:
+    if search.objective == AFTER_LAST_PHASE and not config.last_phase:
+        raise ConfigError(
+            "objective", search.objective, "'accuracy_validation_mean'", condition="with last-phase false"
+        )
+    if search.objective != "loss_mean" and not has_validation:
         raise ConfigError(
             "objective",
             search.objective,

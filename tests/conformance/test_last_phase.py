@@ -22,6 +22,7 @@ IMAGES = [
 ]
 LAST = {"last_phase": True}
 COLUMNS = ("accuracy_last_phase_mean", *(f"last_phase_{cost}" for cost in ("bytes_up", "bytes_down", "flops")))
+VALIDATION = "accuracy_last_phase_validation"
 
 
 def given(system: str) -> dict[str, object]:
@@ -40,7 +41,8 @@ def test_all_clients_train_once_more_and_change_nothing_of_the_run(conform, syst
         assert (accuracy, costs) == (run.rounds[-1]["accuracy_personal_mean"], [0, 0, None])
     else:
         assert all(cost > 0 for cost in costs)
-    rest = [{key: value for key, value in row.items() if key not in COLUMNS} for row in run.rounds]
+    only_here = {*COLUMNS, f"{VALIDATION}_mean"}
+    rest = [{key: value for key, value in row.items() if key not in only_here} for row in run.rounds]
     assert lasting(rest) == lasting(without.rounds)
     assert not any("accuracy_last_phase" in row for row in without.clients)
 
@@ -63,8 +65,13 @@ def test_a_run_that_is_resumed_has_the_same_last_phase(conform, tmp_path, system
 def test_a_last_phase_leaves_what_one_more_round_of_all_clients_would(conform, system):
     run = conform(system, fraction_train=1.0, **LAST)
     longer = conform(system, fraction_train=1.0, num_server_rounds=ROUNDS + 1)
-    after = [row["accuracy_last_phase"] for row in run.clients if "accuracy_last_phase" in row]
-    assert after == [row["accuracy_personal"] for row in longer.clients if row["round"] == ROUNDS + 1]
+    after = [row for row in run.clients if "accuracy_last_phase" in row]
+    last = [row for row in longer.clients if row["round"] == ROUNDS + 1]
+    assert [row["accuracy_last_phase"] for row in after] == [row["accuracy_personal"] for row in last]
+    validation = [row[VALIDATION] for row in after]
+    assert run.rounds[-1][f"{VALIDATION}_mean"] == pytest.approx(sum(validation) / CLIENTS)
+    if SYSTEMS[system].client.validates == "personal":  # FedAvg's rounds validate the received model
+        assert validation == [row["accuracy_validation"] for row in last]
 
 
 @pytest.mark.slow

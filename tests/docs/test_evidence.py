@@ -115,9 +115,8 @@ def test_the_seeds_decide_and_not_their_many_clients():
     """The clients of a seed agree, so their bootstrap is sure of what three seeds leave open."""
     apart = in_three_seeds(0.01, 0.02, 0.06)
     assert verdict(replace(CLAIM, margin=0.0), apart) == "open"
-    assert evidence.chance(replace(CLAIM, margin=0.0), apart) == pytest.approx(
-        ttest_1samp([0.01, 0.02, 0.06], 0).pvalue
-    )
+    assert evidence.chance(apart) == pytest.approx(ttest_1samp([0.01, 0.02, 0.06], 0).pvalue)
+    assert evidence.chance(apart, -0.01) == pytest.approx(ttest_1samp([0.01, 0.02, 0.06], -0.01).pvalue)
 
 
 def test_a_claim_is_bold_where_holms_correction_for_all_claims_leaves_it(monkeypatch):

@@ -28,6 +28,12 @@ def test_the_tables_of_one_upload_are_those_of_its_data_and_each_claim_is_of_two
     assert {model.source for model in one_upload.MODELS} <= names | {""}
 
 
+def test_the_clients_own_models_count_by_their_geometric_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm, "DATA", tmp_path / "rows.csv")
+    smollm.append_rows(smollm.DATA, [row(0, "a", [exp(1), exp(5)], exp(3))])
+    assert smollm.gains("kinds", 2, 0.5) == {(0, 0): pytest.approx(0.0)}
+
+
 def test_no_run_has_two_rows_for_a_text():
     rows = list(csv.DictReader(smollm.DATA.read_text().splitlines()))
     keys = [tuple(row[key] for key in smollm.KEY) for row in rows]
@@ -37,10 +43,10 @@ def test_no_run_has_two_rows_for_a_text():
 
 def test_every_claim_is_of_a_cell_that_a_matrix_runs():
     cells = set()
-    for name in ("table1", "table2", "table3", "kinds", "rules"):
+    for name in ("table1", "table2", "table3", "kinds", "genres", "rules"):
         matrix = read_matrix(ROOT / "configs" / "matrices" / f"smollm_{name}.yaml")
         for cell in matrix.cells(RunInputs(out=ROOT)):
-            deal = smollm.DEALS[cell.config.fedspallm.deal]
+            deal = smollm.deal_of(cell.config.fedspallm.deal, matrix.num_clients)
             rule = smollm.rule_of(cell.config.to_dict())
             cells.add((rule, deal, matrix.num_clients, cell.config.density, cell.config.seed))
     for claim in smollm.CLAIMS:
@@ -65,6 +71,8 @@ def test_gains_are_differences_of_logarithms_and_the_seeds_decide(tmp_path, monk
     assert smollm.verdict(apart) == "open: 2 of 3 seeds"
     smollm.append_rows(smollm.DATA, [row(2, text, [exp(2), exp(2)], exp(1.85)) for text in ("a", "b")])
     assert smollm.verdict(smollm.compared(claim)) == "shown"
+    monkeypatch.setattr(smollm, "CLAIMS", (claim,))
+    assert smollm.left_by_holm() == ({"x"}, 1)
     smollm.append_rows(smollm.DATA, [row(n, text, [], exp(1.5), "alps") for n in range(3) for text in ("a", "b")])
     ahead = smollm.compared(smollm.Claim("z", "kinds", 2, 0.5, rule="alps", against="mean"))
     assert ahead.by_seed == pytest.approx((0.4, 0.3, 0.35))

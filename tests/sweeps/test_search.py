@@ -234,6 +234,26 @@ def test_a_search_by_validation_data_that_no_run_has_is_refused_before_anything_
     assert not (tmp_path / "s").exists()
 
 
+def test_a_search_by_what_a_last_phase_leaves_needs_one(tmp_path):
+    objective = "accuracy_last_phase_validation_mean"
+    search = {"trials": 1, "objective": objective, "space": {"momentum": [0.1]}}
+    document = {**DOCUMENT, "common": {"system": "fedavg", "num-server-rounds": 1}, "search": search}
+    with refuses("objective", objective, condition="with last-phase false"):
+        fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    document["common"] |= {"last-phase": True, "evaluate-every": 1}
+    (run,) = fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert float(rows(tmp_path / "s")[0][objective]) == run.rounds[-1][objective]
+
+
+@pytest.mark.full
+def test_systems_have_draws_of_their_own(tmp_path):
+    common = {"num-server-rounds": 1, "evaluate-every": 1}
+    search = {"trials": 1, "space": {"learning-rate": {"low": 0.01, "high": 0.3}}}
+    document = {"clients": 3, "common": common, "systems": ["fedavg", "standalone"], "search": search}
+    runs = fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert len({run.config["learning-rate"] for run in runs}) == 2
+
+
 def test_a_search_by_the_loss_needs_no_validation_data(tmp_path):
     search = {"trials": 1, "objective": "loss_mean", "space": {"momentum": {"low": 0, "high": 0.9, "step": 0.45}}}
     common = {**DOCUMENT["common"], "validation-fraction": 0}
