@@ -88,7 +88,7 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The rows of docs/gallery.md that are missing, some seconds each, and its table.
+# The rows of docs/data/gallery.csv that are missing, some seconds each, and its table.
 gallery: $(DEV_STAMP)
 	$(BIN)/python docs/scripts/gallery_rows.py
 

@@ -1,1 +1,1 @@
-"""Methods of other papers as plug-ins, one file each: docs/gallery.md lists them. They are no part of the product."""
+"""Methods of other papers as plug-ins, one file each: docs/systems/index.md lists them. No part of the product."""

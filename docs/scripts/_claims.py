@@ -92,7 +92,6 @@ ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mn
 FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
 TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
-TYPEFACES, WATCH = "natural-typefaces", "natural-watch"  # rows of files of this name in both folders, too
 AGAIN = {
     "1f": "dispfl", "3c": "fedp3-layers", "3g": "fedp3-fashion", "3i": "fedp3-fashion", "5b": "fedspallm",
     "6c": "tuned",
@@ -110,15 +109,13 @@ MATRICES = {
     LANGUAGE: ("fedspallm_claims",),
     TUNED: ("tuned",),
     TUNED_LAST: ("tuned_last",),  # and gallery/tuned_last.yaml
-    TYPEFACES: ("natural_typefaces",),  # and gallery/natural_typefaces.yaml
-    WATCH: ("natural_watch",),
     **{f"fresh-{name}": (f"fresh_{name.replace('-', '_')}",) for name in AGAIN.values()},
 }
 """Which files of configs/matrices make the rows of a data file."""
 SECTIONS = {
     "1": "1. Dis-PFL", "2": "2. Sub-FedAvg", "3": "3. FedP3", "4": "4. Fed-LTP",
     "5": "5. FedSpaLLM (a point is a hundredth of the logarithm of perplexity)",
-    "6": "6. Tuned alike", "7": "7. Once more, on fresh seeds", "8": "8. Natural clients",
+    "6": "6. Tuned alike", "7": "7. Once more, on fresh seeds",
 }  # fmt: skip
 """The sections of the page, by the digit with which a claim's name begins."""
 IN_PAPER = {
@@ -489,26 +486,7 @@ ONCE_MORE = tuple(
     if claim.name in AGAIN
 )
 """The first verdict of these was known when they were written down. It is not pooled with the second."""
-FEDAVG_FT = {"system": "fedavg-ft"}
-OF_NATURAL = (
-    ("a", "FedAvg-FT is more accurate than training alone", FEDAVG_FT, STANDALONE, 0.0),
-    ("b", "Dis-PFL at density 0.5 is more accurate than training alone", _at_random(0.5), STANDALONE, 0.0),
-    ("c", "FedAvg-FT is more accurate than Dis-PFL at density 0.5", FEDAVG_FT, _at_random(0.5), 0.0),
-    ("d", "Sub-FedAvg is more accurate than training alone", {"system": "subfedavg"}, STANDALONE, 0.0),
-    ("e", "FedP3 at 0.9 is more accurate than training alone", {"system": "fedp3", "density": 0.9}, STANDALONE, 0.0),
-    ("f", "FedDST at density 0.5 is at most one point behind FedAvg-FT", {"system": "feddst"}, FEDAVG_FT, 1.0),
-    ("g", "SSFL at density 0.5 is at most one point behind FedAvg-FT", {"system": "ssfl"}, FEDAVG_FT, 1.0),
-)
-NATURAL = tuple(
-    Claim(
-        f"8{letter.upper() if data == WATCH else letter}", "not in the paper", f"{where}: {text}", data, better, worse,
-        seeds=5, first_seed=1, margin=margin, measure="last_phase",
-    )
-    for data, where in ((TYPEFACES, "Typefaces"), (WATCH, "Watches"))
-    for letter, text, better, worse, margin in OF_NATURAL
-)  # fmt: skip
-"""These claims are of clients that no draw made, after a last local phase of all of them, each method tuned."""
-CLAIMS = (*FIRST, *ONCE_MORE, *NATURAL)
+CLAIMS = (*FIRST, *ONCE_MORE)
 LEVEL, MARGIN = ("1d", "3h", "3j", "4a", "6g"), 1.0
 """Claims with a mean near their limit, and the points within which two settings are called level.
 

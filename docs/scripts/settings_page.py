@@ -10,12 +10,13 @@ PAGE = Path(__file__).parents[1] / "reference" / "settings.md"
 
 
 def settings_page() -> str:
-    """Return the page: a table for the settings of all systems, and one for each system's or group's own."""
+    """Return the page: a list of the settings of all systems, and one of each system's or group's own."""
     lines = [
         "# Settings",
         "",
-        "`fedprune list --keys` prints the same table, and `fedprune list --keys SYSTEM` the settings that have an",
+        "`fedprune list --keys` prints the same, and `fedprune list --keys SYSTEM` the settings that have an",
         "effect with one system. A setting is given as `KEY=VALUE`, in a run-config file, or as an argument in Python.",
+        "Behind a key stand its default and the allowed range.",
     ]
     table = ""
     keys: dict[str, str] = {}  # by meaning, the first key that has it
@@ -23,12 +24,12 @@ def settings_page() -> str:
         name = key.partition(".")[0] if "." in key else "all systems"
         if name != table:
             table = name
-            lines += ["", f"## {table}", "", "| key | default | meaning |", "| --- | --- | --- |"]
-        meaning = option.help + (f" Allowed: {option.range}." if option.range else "")
-        meaning += "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
+            lines += ["", f"## {table}", ""]
+        meaning = option.help + "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
         if (first := keys.setdefault(meaning, key)) != key and option.choices:
             meaning = f"As `{first}`."
-        lines.append(f"| `{key}` | `{toml_value(option.default)}` | {meaning.replace('|', chr(92) + '|')} |")
+        allowed = f"; {option.range.replace(' and ', ', ')}" if option.range else ""
+        lines.append(f"* **`{key}`** (`{toml_value(option.default)}`{allowed}): {meaning}")
     return "\n".join(lines) + "\n"
 
 

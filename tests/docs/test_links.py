@@ -51,6 +51,14 @@ def test_every_link_between_files_of_the_repository_leads_somewhere():
     assert broken_links(pages) == []
 
 
+def test_all_pages_together_have_at_most_60_000_words():
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    words = {name: len((ROOT / name).read_text().split()) for name in listed if (ROOT / name).exists()}
+    assert sum(words.values()) <= 60_000, sorted(words.items(), key=lambda page: -page[1])[:5]
+
+
 def test_links_to_a_missing_file_and_to_a_missing_heading_are_found(tmp_path):
     (tmp_path / "there.md").write_text("# A `name`, and more\n")
     (tmp_path / "page.md").write_text(

@@ -13,7 +13,7 @@ from tests.docs.scripts import script
 from tests.gallery.federations import GALLERY, file_of
 
 ROOT = GALLERY.parent
-PAGE = (ROOT / "docs" / "gallery.md").read_text()
+PAGE = (ROOT / "docs" / "systems" / "index.md").read_text()
 FILES = sorted(set(GALLERY.glob("*.py")) - {GALLERY / "__init__.py"})
 METHODS = sorted(file.stem for file in GALLERY.glob("*.toml"))
 pytestmark = pytest.mark.usefixtures("no_plugins")
@@ -25,7 +25,7 @@ def test_a_file_is_short_and_has_a_place_on_the_page(file):
     header = ast.get_docstring(ast.parse(text))
     assert len(text.splitlines()) - len(header.splitlines()) <= 160
     assert "deviation" in header.lower()
-    assert f"(../gallery/{file.name})" in PAGE
+    assert f"(../../gallery/{file.name})" in PAGE
 
 
 @pytest.mark.parametrize("method", METHODS)
