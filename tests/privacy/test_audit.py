@@ -216,11 +216,6 @@ def test_groups_are_canaries_where_groups_are_protected(patients, monkeypatch):
     [
         ({"dp.enabled": False}, {}, ("dp.enabled", False)),
         ({}, {"client": 3}, ("--client", 3)),
-        (
-            {"dp.noise-shared-by": 2, "secure-sums": True, "secure-sums-threshold": 3},
-            {},
-            ("dp.noise-shared-by", 2),
-        ),
         ({}, {"canaries": 10_000}, ("--canaries", 10000)),
         ({}, {"confidence": 1.0}, ("--confidence", 1.0)),
         ({}, {"delta": 1.0}, ("--delta", 1.0)),
