@@ -1,4 +1,4 @@
-"""What ``import fedprune_app`` does to the process that imports it: nothing."""
+"""What ``import fedprune_app`` does to the process that imports it: nothing; and what a run does not import."""
 
 from __future__ import annotations
 
@@ -47,3 +47,25 @@ def test_to_import_fedprune_changes_nothing_in_the_process(imported):
     command = [sys.executable, "-c", CODE.replace("IMPORTED", imported)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+UNUSED = {"matplotlib", "onnx", "opacus", "pandas", "plotly", "ray", "scipy", "sklearn", "torchvision", "transformers"}
+UNUSED |= {"sympy", "torch._dynamo"}  # torch's compiler
+RUN = """
+import sys
+from fedprune_app.cli import main
+sys.argv = ["fedprune", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print("unused:", *sorted(UNUSED & sys.modules.keys()))
+"""
+
+
+def test_server_and_clients_of_a_run_import_no_package_that_they_do_not_use(tmp_path):
+    settings = ["system=dispfl", "num-server-rounds=1", "local-epochs=1", "evaluate-every=1"]
+    command = ["run", "--engine", "inprocess", "--clients", "4", "--out", str(tmp_path / "run"), *settings]
+    done = subprocess.run(
+        [sys.executable, "-c", f"UNUSED = {UNUSED}" + RUN, *command], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "unused:"), done.stderr

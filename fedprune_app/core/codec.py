@@ -395,42 +395,59 @@ def _check_count(entry: _Entry, mask: Bools) -> None:
         raise ValueError(f"tensor {entry.name!r} declares {entry.kept} kept elements, its mask keeps {count}")
 
 
-def _bernoulli(entry: _Entry) -> Any:
-    """Return the Bernoulli model of an entry's density, in 24 bits and strictly between 0 and 1."""
+def _numerator(entry: _Entry) -> int:
+    """Return an entry's density in 24 bits, strictly between 0 and 1."""
     scale = 1 << _PRECISION
-    numerator = (entry.kept * scale + entry.numel // 2) // entry.numel
+    return min(max((entry.kept * scale + entry.numel // 2) // entry.numel, 1), scale - 1)
+
+
+def _bernoulli(entry: _Entry) -> Any:
     # perfect=True represents such a dyadic probability exactly; perfect=False shifts it by some 2^-24.
-    return constriction.stream.model.Bernoulli(min(max(numerator, 1), scale - 1) / scale, perfect=True)
+    return constriction.stream.model.Bernoulli(_numerator(entry) / (1 << _PRECISION), perfect=True)
 
 
 def _ans_encode(coded_masks: Sequence[tuple[_Entry, Bools]], lent_bytes: Bytes) -> Bytes:
-    """Return one stack of all masks, the last mask at the bottom, on top of the borrowed bytes."""
-    base = np.array([int.from_bytes(lent_bytes.tobytes(), "little")], np.uint32)
-    coder = constriction.stream.stack.AnsCoder(base, seal=True)  # seals with a 1 word
-    for entry, mask in reversed(coded_masks):
-        model = _bernoulli(entry)
-        for start in reversed(range(0, mask.size, _CHUNK)):
-            coder.encode_reverse(mask[start : start + _CHUNK].astype(np.int32), model)
-    words: NDArray[np.uint32] = coder.get_compressed()
+    """Return one stack of all masks, the last mask at the bottom, on top of the borrowed bytes and a 1 word."""
+    base = int.from_bytes(lent_bytes.tobytes(), "little")
+    words: NDArray[np.uint32]
+    if masked_tensors.is_usable():  # without Python's lock, which constriction holds
+        stack = np.array([1 << 32 | base, 0], np.uint64)
+        words = np.empty(sum(mask.size // 16 + 4 for _, mask in coded_masks), np.uint32)
+        for entry, mask in reversed(coded_masks):
+            masked_tensors.push(mask, _numerator(entry), stack, words)
+        words = np.append(words[: int(stack[1])], stack[:1].view(np.uint32))
+    else:
+        coder = constriction.stream.stack.AnsCoder(np.array([base, 1], np.uint32))
+        for entry, mask in reversed(coded_masks):
+            model = _bernoulli(entry)
+            for start in reversed(range(0, mask.size, _CHUNK)):
+                coder.encode_reverse(mask[start : start + _CHUNK].astype(np.int32), model)
+        words = coder.get_compressed()
     num_zero_bytes = 4 - -(-int(words[-1]).bit_length() // 8)  # the last word is never zero
     return words.astype("<u4").view(np.uint8)[: 4 * len(words) - num_zero_bytes]
 
 
-def _ans_decode(entries: Sequence[_Entry], words: memoryview, num_lent: int) -> tuple[dict[str, Bools], Bytes]:
+def _ans_decode(entries: Sequence[_Entry], data: memoryview, num_lent: int) -> tuple[dict[str, Bools], Bytes]:
     """Return the masks and the borrowed bytes; these bytes and the 1 word must be all that remains of the stack."""
-    if not words or words[-1] == 0:
+    if not data or data[-1] == 0:
         raise ValueError("a message whose entropy-coded masks are missing or end in a zero byte")
-    data = bytes(words) + bytes(-len(words) % 4)
-    coder = constriction.stream.stack.AnsCoder(np.frombuffer(data, "<u4").astype(np.uint32))
-    masks = {}
+    words = np.frombuffer(bytes(data) + bytes(-len(data) % 4), "<u4").astype(np.uint32)
+    if masked_tensors.is_usable():
+        state = int.from_bytes(words[-2:].tobytes(), "little")
+        stack = np.array([state, max(len(words) - 2, 0)], np.uint64)
+        masks = {e.name: masked_tensors.pop(e.numel, _numerator(e), stack, words) for e in entries}
+        seal, base = divmod(0 if stack[1] else int(stack[0]), 1 << 32)
+    else:
+        coder = constriction.stream.stack.AnsCoder(words)
+        masks = {}
+        for entry in entries:
+            model = _bernoulli(entry)
+            masks[entry.name] = mask = np.empty(entry.numel, np.bool_)
+            for start in range(0, mask.size, _CHUNK):
+                mask[start : start + _CHUNK] = coder.decode(model, min(_CHUNK, mask.size - start))
+        base, seal = coder.get_compressed().tolist() if coder.num_words() == 2 else (0, 0)
     for entry in entries:
-        model = _bernoulli(entry)
-        mask = np.empty(entry.numel, np.bool_)
-        for start in range(0, mask.size, _CHUNK):
-            mask[start : start + _CHUNK] = coder.decode(model, min(_CHUNK, mask.size - start))
-        _check_count(entry, mask)
-        masks[entry.name] = mask
-    base, seal = coder.get_compressed().tolist() if coder.num_words() == 2 else (0, 0)
+        _check_count(entry, masks[entry.name])
     if seal != 1 or base >> 8 * num_lent:
         raise ValueError("a message whose entropy-coded masks do not use up their bytes")
     return masks, np.frombuffer(base.to_bytes(4, "little")[:num_lent], np.uint8)

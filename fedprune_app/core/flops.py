@@ -1,12 +1,16 @@
 """Floating-point operations of a network, by layer."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.module_tracker import ModuleTracker
 
 from fedprune_app.core.named import Tensors
 from fedprune_app.core.rng import global_draws_of
@@ -15,29 +19,56 @@ from fedprune_app.core.rng import global_draws_of
 BACKWARD_PER_FORWARD = 2
 
 
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """torch's ``FlopCounterMode`` without its import of torch's compiler, which takes longer than that of torch."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracker = ModuleTracker()
+        self.counts: Counter[str] = Counter()  # by module, with those of its submodules
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # if True, the first operation imports the compiler
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **kwargs)
+        count = flop_registry.get(getattr(func, "overloadpacket", func))
+        if count is not None:
+            flops = count(*args, **kwargs, out_val=result)
+            self.counts.update(dict.fromkeys(self.tracker.parents, flops))
+        return result
+
+
 def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:
     """Return the FLOPs of one example's forward pass by layer name: 2 per multiply-add of the layer's matrix products.
 
     ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the papers;
     biases, norms, activations and pooling do not. A module that multiplies matrices outside its submodules (attention)
-    has an entry of its own. The pass is on an example of zeros, or on shapes alone on the meta device. The model is not
-    changed.
+    has an entry of its own. The pass is on an example of zeros. The model is not changed.
     """
     model = deepcopy(model).eval()
     first = next(model.parameters())
     example = torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device)
     # the other kernels of attention are not counted on every device
-    counter_mode = FlopCounterMode(display=False)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter_mode as counter, global_draws_of(0):
+    counter = _FlopCounter()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter.tracker, counter, global_draws_of(0):
         model(example)
 
     root = type(model).__name__
-    counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
     layers: dict[str, int] = {}
     totals: dict[str, int] = {}  # a module that is never called (a list) has its submodules' sum
     for name, module in reversed(list(model.named_modules())):
         below = sum(totals.get(f"{name}.{child}" if name else child, 0) for child, _ in module.named_children())
-        totals[name] = counts.get(f"{root}.{name}" if name else root, below)
+        totals[name] = counter.counts.get(f"{root}.{name}" if name else root, below)
         layers[name] = totals[name] - below
     return {name: layers[name] for name, _ in model.named_modules() if layers[name]}
 

@@ -33,6 +33,8 @@ _ARGUMENTS = {
     "keep": [_Pointer, _Pointer, _Pointer, _Int],
     "spread": [_Pointer, _Pointer, _Long, _Pointer, _Int],
     "gather": [_Pointer, _Pointer, _Pointer, _Long, _Int],
+    "push": [_Pointer, ctypes.c_uint32, _Pointer, _Pointer],
+    "pop": [_Pointer, ctypes.c_uint32, _Pointer, _Pointer],
     "levels": [_Pointer, _Pointer, _Long],
     "histogram": [_Pointer, _Pointer, _Level, _Long, _Pointer, _Int],
     "cut": [_Pointer, _Pointer, _Level, ctypes.c_uint32, _Long, _Pointer, _Int],
@@ -41,6 +43,10 @@ _ARGUMENTS = {
 
 def is_compiled() -> bool:
     return compiled.library(_NAME) is not None
+
+
+def is_usable() -> bool:
+    return sys.byteorder == "little" and is_compiled()
 
 
 def use_threads(number: int) -> None:
@@ -120,7 +126,7 @@ def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any
 
     ``mask`` keeps exactly as many. ``dtype`` is the integer of a value's size.
     """
-    if not _is_usable():
+    if not is_usable():
         return None
     result = np.empty(mask.size, dtype)
     _call("spread", mask.size, mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, result.ctypes.data,
@@ -130,12 +136,29 @@ def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any
 
 def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDArray[Any] | None:
     """Return the ``num_kept`` values that ``mask`` keeps of the flat integers ``values``."""
-    if not _is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
+    if not is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
         return None
     result = np.empty(num_kept, values.dtype)
     _call("gather", mask.size, mask.ctypes.data, values.ctypes.data, result.ctypes.data, num_kept,
           values.dtype.itemsize)  # fmt: skip
     return result
+
+
+def push(mask: NDArray[np.bool_], numerator: int, stack: NDArray[np.uint64], words: NDArray[np.uint32]) -> None:
+    """Put ``mask`` on a stack of asymmetric numeral systems, for the probability ``numerator`` of 2^24 to keep.
+
+    ``stack`` has the state and the number of used ``words``, of which there are ``mask.size // 16 + 4`` free ones. Only
+    where :func:`is_usable`.
+    """
+    mask = np.ascontiguousarray(mask)
+    _call("push", mask.size, mask.ctypes.data, numerator, stack.ctypes.data, words.ctypes.data)
+
+
+def pop(size: int, numerator: int, stack: NDArray[np.uint64], words: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """Take a mask of ``size`` coordinates from a stack, as :func:`push` put it there."""
+    mask = np.empty(size, np.bool_)
+    _call("pop", size, mask.ctypes.data, numerator, stack.ctypes.data, words.ctypes.data)
+    return mask
 
 
 def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
@@ -182,14 +205,10 @@ def _position(histogram: NDArray[np.int64], rank: int) -> tuple[int, int]:
     return position, rank - int(cumulative[position] - histogram[position])
 
 
-def _is_usable() -> bool:
-    return sys.byteorder == "little" and is_compiled()
-
-
 def _fits(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
     is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
     is_alike = tensor.dtype == dtype and tensor.shape == shape
-    return _is_usable() and is_plain and is_alike and tensor.data_ptr() % tensor.element_size() == 0
+    return is_usable() and is_plain and is_alike and tensor.data_ptr() % tensor.element_size() == 0
 
 
 def _call(name: str, size: int, *arguments: object) -> None:

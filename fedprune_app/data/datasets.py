@@ -7,6 +7,7 @@ Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -219,11 +220,11 @@ def clear_cache() -> None:
 
 def _digits() -> Dataset:
     """Split the digits 80/20 by label, equal for every seed, so that all runs have the same test images."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    labels = labels.astype(np.int64)
+    package = find_spec("sklearn")  # not imported, which takes as long as to import torch
+    assert package is not None
+    table = np.loadtxt(Path(package.origin or "").parent / "datasets/data/digits.csv.gz", delimiter=",")
+    images = np.rint(table[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+    labels = table[:, -1].astype(np.int64)
     train, test = stratified_holdout(labels, 0.2, numpy_generator(0, "digits test split"))
     names = tuple(str(digit) for digit in range(10))
     return Dataset(

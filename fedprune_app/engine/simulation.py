@@ -61,6 +61,11 @@ class Workers:
         cluster: Any = ray  # these functions have no types
         return {"num_cpus": 1, "num_gpus": float(self.gpus > 0 and cluster.cluster_resources().get("GPU", 0) > 0)}
 
+    def environment(self) -> ValueDict:
+        """Return Ray's runtime environment. Its own processes inherit this one's, and would start twice for another."""
+        paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+        return with_this_python({} if self.processes else {"env_vars": {"PYTHONPATH": paths}})
+
     def init_args(self) -> ValueDict:
         sizes = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
         return {"log_to_driver": False, **sizes}
@@ -86,10 +91,8 @@ def run(app: Path, config: ValueDict, num_clients: int, workers: Workers) -> Non
 
     from fedprune_app.engine.ray_grid import RayGrid
 
-    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    environment = with_this_python({"env_vars": {"PYTHONPATH": paths}})
     with _time_limit(float(config["startup-seconds"])):
-        ray.init(include_dashboard=False, runtime_env=environment, **workers.init_args())
+        ray.init(include_dashboard=False, runtime_env=workers.environment(), **workers.init_args())
     components = _components(app)
     grid = RayGrid(components["clientapp"], num_clients, config, workers.resources(), workers.processes > 0)
     grid.serve(resolve_name(components["serverapp"]))

@@ -15,6 +15,7 @@ from fedprune_app.core.modules import tensors_of
 from fedprune_app.core.named import ImageShape, TensorDict, Tensors, ValueDict
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.texts import error_text
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
@@ -140,6 +141,7 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     implementation", whose 7x7 stem is for ImageNet). No operation overwrites its input, because private training
     differentiates by the outputs of layers. Values and gradients are torchvision's.
     """
+    prepare_torchvision()
     from torchvision.models.resnet import BasicBlock, ResNet
 
     class Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
@@ -177,8 +179,6 @@ def build_model(
         _check_repeated(name, model, architecture(name, image_shape, num_classes, seed=seed), image_shape)
     if name in BUILDERS and init == "default":
         return model
-    if name not in BUILDERS:
-        model.to_empty(device="cpu")
     initialise(model, "kaiming" if init == "default" and name in _KAIMING else init, rng)
     return model
 
@@ -210,11 +210,10 @@ def outputs(model: nn.Module, images: Tensor) -> Tensor:
 def architecture(
     name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None, *, seed: int = 0
 ) -> nn.Module:
-    """Return a network of :data:`MODELS` on the meta device, which has shapes without values and uses no memory.
+    """Return a network of :data:`MODELS` on the CPU, as PyTorch or a plug-in's function initialises it.
 
-    A plug-in's network, or one that ``build`` makes, is on the CPU as its function returns it, drawn from the global
-    generators of torch, NumPy and Python with this ``seed``. They are restored afterwards. Raises ``ValueError`` as
-    :func:`build_model`.
+    It is drawn from the global generators of torch, NumPy and Python with this ``seed``. They are restored afterwards.
+    With ``build`` the network is what that function makes. Raises ``ValueError`` as :func:`build_model`.
     """
     build = build or BUILDERS.get(name)
     if name not in MODELS and build is None:
@@ -224,7 +223,7 @@ def architecture(
     if build is not None:
         with global_draws_of(seed):
             return _check_network(name, _build_plugged(build, name, image_shape, num_classes), image_shape, num_classes)
-    with torch.device("meta"):
+    with global_draws_of(seed):
         if name == "resnet18-gn":
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core import digests
@@ -30,8 +27,12 @@ from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.metrics import FieldKind
 from fedprune_app.results.system_metrics import SystemMetric
 
+if TYPE_CHECKING:  # the command line imports this module
+    import numpy as np
+    from numpy.typing import NDArray
+
 Row = Values
-Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
+Matrix: TypeAlias = "NDArray[np.floating[Any]] | Sequence[Sequence[float]]"
 # From whom each client receives, by client.
 Links = Mapping[int, Sequence[int]]
 
@@ -56,6 +57,8 @@ class Masks:
     @classmethod
     def of(cls, round: int, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> Masks:
         """Return checked distances. Raises a one-line ``ValueError`` for an invalid matrix."""
+        import numpy as np
+
         matrix = np.asarray(distance, dtype=np.float64)
         count = len(set(clients))
         is_square = 1 <= count <= MAX_MASKS and count == len(clients) and matrix.shape == (count, count)

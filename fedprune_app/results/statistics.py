@@ -1,11 +1,14 @@
 """Statistics over the numbers of all clients."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the command line imports this module
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Summary(NamedTuple):
@@ -24,6 +27,8 @@ def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
     >>> worst_decile([0.9, 0.2, 0.7])
     0.2
     """
+    import numpy as np
+
     sorted_values = np.sort(np.asarray(values, dtype=np.float64))  # NaN sorts last
     if sorted_values.size == 0 or np.isnan(sorted_values[-1]):
         return float("nan")
@@ -35,6 +40,8 @@ def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
 
     The clients are the whole population, hence ``ddof = 0``. All three are NaN for no values (null in records).
     """
+    import numpy as np
+
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         return Summary(float("nan"), float("nan"), float("nan"))

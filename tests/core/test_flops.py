@@ -1,6 +1,11 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from fedprune_app.core.flops import forward_flops, sparse_flops, training_flops
 
@@ -61,6 +66,39 @@ class Gram(nn.Module):
 
 def test_products_outside_any_layer_are_counted_for_the_module_that_makes_them():
     assert forward_flops(nn.Sequential(Gram()), (5, 4)) == {"0": 2 * 5 * 8 * 5, "0.project": 2 * 5 * 4 * 8}
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, rows):  # (batch, 5, 8)
+        return self.attention(rows, rows, rows)[0].mean(1) @ torch.ones(8, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(lenet5(), (3, 32, 32)), (Gram(), (5, 4)), (Attending(), (5, 8))],
+)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_there_are_as_many_flops_as_torchs_own_counter_finds(model, shape, mode):
+    with mode():
+        counts = forward_flops(model, shape)
+        counter = FlopCounterMode(display=False)
+        with sdpa_kernel(SDPBackend.MATH), counter:
+            model.eval()(torch.zeros(1, *shape))
+    assert sum(counts.values()) == counter.get_total_flops() > 0
+
+
+def test_counting_imports_no_compiler():
+    program = (
+        "import sys\nfrom torch import nn\nfrom fedprune_app.core.flops import forward_flops\n"
+        "forward_flops(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)), (1, 8, 8))\n"
+        "print(*sorted({'torch._dynamo', 'torch._inductor', 'sympy'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 def test_a_model_in_train_mode_is_counted_on_one_example_all_the_same():

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedprune_app.core import masked_tensors
+from fedprune_app.core import codec, masked_tensors
 from fedprune_app.core.aggregate import L0Mean, MaskedMean
 from fedprune_app.core.codec import decode, encode
 from fedprune_app.core.payload import Payload
+from tests.examples import full
 
 BLOCK = 2048  # coordinates that the library takes at a time
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
@@ -148,6 +149,53 @@ def test_messages_and_pruned_payloads_are_equal(seed, size, density, dtype):
 
     for results in zip(*every_way(work), strict=True):
         same(*results)
+
+
+def outcome(body):
+    try:
+        return decode({"fp1": body}).digest()
+    except ValueError as error:
+        return str(error)
+
+
+@compiled
+def test_damaged_masks_are_refused_or_read_alike():
+    message = encode(drawn(0, 300, 0.1))["fp1"]
+    outcomes = set()
+    for bit in range(8 * len(message)):
+        flipped = message.copy()
+        flipped[bit // 8] ^= 1 << bit % 8
+        there, on_three, without = every_way(lambda body=flipped: outcome(body))
+        assert there == on_three == without
+        outcomes.add(there)
+    for end in range(len(message)):
+        there, _, without = every_way(lambda body=message[:end]: outcome(body))
+        assert there == without
+        outcomes.add(there)
+    refusals = [each for each in outcomes if "entropy-coded masks do not use up" in each or "its mask keeps" in each]
+    assert len(refusals) > 1
+
+
+@compiled
+@pytest.mark.parametrize(("size", "kept"), [(2, 1), (100_000, 1), (100_000, 99_999), full(2**25 + 1, 1)])
+def test_masks_of_the_smallest_and_largest_densities_are_equal(size, kept):
+    mask = torch.zeros(size, dtype=torch.bool)
+    mask[:kept] = True
+
+    def work():
+        body = encode(Payload({"w": mask}, {"w": mask}))
+        assert torch.equal(decode(body).masks["w"], mask)
+        return Payload({"bytes": torch.from_numpy(body["fp1"])})
+
+    same(*every_way(work))
+
+
+@compiled
+def test_no_coder_that_holds_pythons_lock_codes_a_mask_where_the_library_is(monkeypatch):
+    """Threads that encode replies would else wait for each other."""
+    monkeypatch.setattr(codec, "constriction", None)
+    payload = drawn(0, 1000, 0.1)
+    same(payload, decode(encode(payload)))
 
 
 @compiled

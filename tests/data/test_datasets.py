@@ -83,15 +83,6 @@ def test_a_digest_tells_data_from_other_data(monkeypatch):
     assert changed(1).content_sha256 == changed(2).content_sha256 != changed(10).content_sha256
 
 
-@pytest.mark.programs
-def test_importing_and_digits_need_no_torchvision():
-    code = (
-        "import sys; from fedprune_app.data.datasets import load_dataset; load_dataset('digits');"
-        "sys.exit('torchvision' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # --- IDX ------------------------------------------------------------------------------------------------------
 
 

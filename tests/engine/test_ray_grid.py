@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedprune_app.engine import ray_grid
-from fedprune_app.engine.simulation import with_this_python
+from fedprune_app.engine.simulation import Workers, with_this_python
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,13 @@ def test_a_shell_finds_this_python_whatever_is_in_its_path(monkeypatch, path):
     assert quoted == given
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")  # there it has another path
     assert with_this_python(None) == {}
+
+
+def test_processes_of_our_own_ray_start_once_and_a_clusters_find_the_app(monkeypatch):
+    assert Workers(2, 0).environment() == {}
+    monkeypatch.setenv("PYTHONPATH", "/the/app")
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
+    assert Workers(0, 0).environment()["env_vars"]["PYTHONPATH"].endswith(":/the/app")
 
 
 def test_clients_whose_process_has_not_started_are_not_at_work(monkeypatch):

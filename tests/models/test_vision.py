@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -112,13 +114,12 @@ def test_every_model_maps_images_to_one_logit_per_class(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_randomness(name):
+def test_an_architecture_has_the_shapes_of_its_model_and_leaves_the_global_generator_as_it_is(name):
     before = torch.get_rng_state()
     planned = architecture(name, SHAPES[name], 10)
     assert torch.equal(torch.get_rng_state(), before)
     built = build_model(name, SHAPES[name], 10, rng=generator())
     assert [(n, p.shape) for n, p in planned.named_parameters()] == [(n, p.shape) for n, p in built.named_parameters()]
-    assert all(tensor.is_meta for tensor in (*planned.parameters(), *planned.buffers()))
 
 
 @pytest.mark.parametrize("name", in_test(MODELS, "lenet5", "cnn5-bn", "cnn-gn", "mlp3", "cnn-small-cr"))
@@ -204,7 +205,13 @@ def test_group_norms_start_as_the_identity_after_normalising():
 @pytest.mark.parametrize("side", [32, 64])
 def test_a_deep_network_takes_small_images_of_every_size(name, side):
     model = architecture(name, (3, 32, 32), 10)
-    assert model(torch.empty(2, 3, side, side, device="meta")).shape == (2, 10)
+    assert model(torch.zeros(2, 3, side, side)).shape == (2, 10)
+
+
+def test_a_process_that_imports_nothing_else_can_build_resnet18():
+    """torchvision does not load by itself next to a torch for the CPU alone."""
+    code = "from fedprune_app.models.vision import architecture; architecture('resnet18-gn', (3, 32, 32), 10)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_resnet18_is_dis_pfls():
