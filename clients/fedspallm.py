@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -37,7 +37,7 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.learning import text_cache
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.language_models import language_model, observed_inputs, perplexities
-from fedprune_app.models.layer_pruning import Pruner, Schedule, input_matrices, prune_layer, recovered
+from fedprune_app.models.layer_pruning import MakeStatistic, Pruner, Schedule, input_matrices, prune_layer, recovered
 from fedprune_app.privacy import noise as noises
 from fedprune_app.results.texts import OWN_TEXT
 
@@ -95,6 +95,9 @@ class FedSpaLLMClient(Node):
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", context.run_key)
         )
         self.privacy = self.open_privacy(self.record_digests, self.options.deal)
+        self.shares_noise = config.dp.enabled and config.dp.noise_shared_by > 1
+        if self.shares_noise and self.member is not None and self.privacy is not None:
+            self.member.noise = f"noise of {self._own_noise(self.privacy)}, secure-rng {config.dp.secure_rng}"
 
     # --- privacy ------------------------------------------------------------------------------------------------
 
@@ -121,6 +124,8 @@ class FedSpaLLMClient(Node):
         return ""
 
     def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+        if self.shares_noise:
+            return dict(payload.tensors)
         return hessians.integers(payload.tensors, self.num_examples)
 
     @cached_property
@@ -283,8 +288,13 @@ class FedSpaLLMClient(Node):
         states_by_size = self.by_document_size(states)
         moments: TensorDict = {}
         for count, some in states_by_size.items():
-            sums = input_matrices(self.model, module, self.observed_matrices, some, size, clip_norm, by_diagonal)
-            moments = {name: total / count + moments.get(name, 0) for name, total in sums.items()}
+            kind: MakeStatistic = partial(hessians.ClippedMoments, clip_norm=clip_norm, by_diagonal=by_diagonal)
+            if self.shares_noise:
+                kind = partial(hessians.IntegerMoments, clip_norm=clip_norm, group_size=count)
+            sums = input_matrices(self.model, module, self.observed_matrices, some, size, kind)
+            if not self.shares_noise:
+                sums = {name: total / count for name, total in sums.items()}
+            moments = {name: total + moments.get(name, 0) for name, total in sums.items()}
         model = [self.model.shell_digest(), *(self.model.layer_digest(number) for number in range(layer + 1))]
         received_digests = meta["received"]
         pruned_digests = [received_digests.get(str(number), "") for number in range(layer)]
@@ -296,10 +306,17 @@ class FedSpaLLMClient(Node):
             settings += f" {self.config.dp.group_limit} of each document"
         if by_diagonal:
             settings += " on the diagonal"
+        if self.shares_noise:
+            settings += f" shared by {self.config.dp.noise_shared_by}"
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
-        tensors = {}
+        tensors: TensorDict = {}
         for name, total in moments.items():
-            released = total.double() * bool(len(hidden))
+            released = total * bool(len(hidden))
+            if self.shares_noise:
+                std, draw = self._own_noise(privacy), noise.discrete_gaussian
+                tensors |= hessians.noised_integers(name, released, std, draw, self.num_examples)
+                continue
+            released = released.double()
             vector = released.diagonal().cpu() if by_diagonal else hessians.isometric(released)
             vector = noises.noised(
                 vector, noise.gaussian(len(vector), vector.device), privacy.noise_multiplier * clip_norm
@@ -308,6 +325,23 @@ class FedSpaLLMClient(Node):
             tensors[hessians.HESSIAN + name] = (noised_total / self.num_examples).float()
         privacy.charge_steps(len(moments), f"second moments of decoder layer {layer}")
         return Payload(tensors)
+
+    def _own_noise(self, privacy: ClientPrivacy) -> float:
+        """Return the standard deviation of the client's part of a shared noise.
+
+        With the deviation s in units of 2⁻⁴⁰, here at least 2³⁰, probabilities of a sum of such parts are those of one
+        discrete Gaussian but for ``exp(±10 d h exp(-π² s²))``, for d numbers and h parts (Kairouz, Liu and Steinke,
+        "The Distributed Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation", 2021). Those are
+        the ones of a rounded Gaussian but for ``exp(±5 d / s²)``, since ``∫ exp(-(x + u)² / 2s²) du`` over a unit is
+        near ``exp(-x² / 2s²)``. Whoever reads a Gaussian that is added to integers can round it, at no cost. So for a
+        billion numbers ε is a Gaussian's to 10⁻⁸.
+
+        Raises ``ValueError`` for noise with which this does not hold, or the sum does not fit into int64.
+        """
+        own_noise = self.config.dp.own_part(privacy.noise_multiplier) * self.config.dp.clip_norm
+        if not 2**-9 <= own_noise <= 2**16:  # off the diagonal it is smaller by √2
+            raise ValueError(f"a client's noise is {own_noise:g}, allowed with dp.noise-shared-by: 0.002 to 65536")
+        return own_noise
 
     def recovered(self, task: Task, state: State) -> LayerUpdate:
         """Train the kept weights of the server's layers; the update has only these weights, in the mask's order.

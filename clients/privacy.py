@@ -120,7 +120,7 @@ class ClientPrivacy:
             config, self.sample_rate, epochs * self.steps_per_epoch, extra_releases
         )
         if options.target_epsilon:
-            policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
+            policy.check_noise(options, self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
         self.round_scale = options.count_scale if planned_releases.round_counts else 0.0
         self.round_cost = dict(self.steps(planned_releases.round_epochs))
         if planned_releases.round_counts:

@@ -115,7 +115,8 @@ class Compression:
         self.sizes = {names[0]: shapes[names[0]].shape[1] for names in self.groups}  # numbers of inputs
         self.std = 0.0  # of the clients' noise
         if config.dp.enabled:
-            self.std = segment_noise(config, dense.num_layers * len(self.groups)) * config.dp.clip_norm
+            noise = segment_noise(config, dense.num_layers * len(self.groups))
+            self.std = config.dp.own_part(noise) * config.dp.clip_norm
 
     def hessians_of(self, sums: Mapping[str, hessians.HessianSum]) -> dict[str, Tensor]:
         """Return the Hessians over all clients' sequences, on the model's device."""

@@ -10,6 +10,7 @@ from typing import Any
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError, naming_source
 from fedprune_app.config.options import Option, PathKind, listed, option, option_of
+from fedprune_app.config.privacy import DPOptions
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -32,7 +33,15 @@ class Policy:
     )
     budget_delta: float = option(1e-5, "The δ of epsilon-budget, whatever dp.delta of a run is.", above=0, below=1)
     min_noise_multiplier: float = option(
-        0.0, "The least noise multiplier, also of a run whose dp.target-epsilon chooses it.", least=0
+        0.0,
+        "The least noise multiplier of what the node itself adds, also of a run whose dp.target-epsilon chooses it.",
+        least=0,
+    )
+    max_noise_shared_by: int = option(
+        1,
+        "The largest dp.noise-shared-by, of nodes in trusted-keys: the node relies on the noise of others. 1 means on "
+        "no other's.",
+        least=1,
     )
     dp_unit: str = option(
         "example",
@@ -125,7 +134,7 @@ class Policy:
         if self.dp_unit == "group" and config.group_column != self.group_column:
             raise declined("group-column", config.group_column, "group-column", self.group_column or "none")
         if config.dp.noise_multiplier:  # dp.target-epsilon needs the number of examples: see check_noise
-            self.check_noise(config.dp.noise_multiplier, "dp.noise-multiplier")
+            self.check_noise(config.dp, config.dp.noise_multiplier, "dp.noise-multiplier")
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
             raise declined("dp.clip-norm", config.dp.clip_norm, "max-clip-norm", f"at most {self.max_clip_norm}")
 
@@ -147,10 +156,19 @@ class Policy:
             log.warning("model %r has the SHA-256 %s", name, digest)
             raise declined("model", name, "allowed-models", f"SHA-256 {' '.join(allowed)}")
 
-    def check_noise(self, noise_multiplier: float, key: str) -> None:
-        if noise_multiplier < self.min_noise_multiplier:
+    def check_noise(self, options: DPOptions, noise_multiplier: float, key: str) -> None:
+        own_part = options.own_part(noise_multiplier)
+        if own_part < self.min_noise_multiplier:
             allowed = f"at least {self.min_noise_multiplier}"
-            raise declined(key, noise_multiplier, "min-noise-multiplier", allowed)
+            whose = "the own part of " if options.noise_shared_by > 1 else ""
+            raise declined(whose + key, own_part, "min-noise-multiplier", allowed)
+
+    def check_shared_noise(self, shared_by: int) -> None:
+        """Raise :class:`PolicyError` for noise of more clients than the node relies on: a server could invent them."""
+        most = self.max_noise_shared_by if self.trusted_keys else 1
+        if shared_by > most:
+            keys = "max-noise-shared-by and trusted-keys"
+            raise declined("dp.noise-shared-by", shared_by, keys, f"at most {most}")
 
     def over(self, config: Config) -> Config:
         """Return the settings of a run, restricted by the policy.

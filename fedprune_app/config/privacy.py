@@ -51,6 +51,14 @@ class DPOptions(Table):
         least=0,
         needs={".target-epsilon": NoneOf((0.0,))},
     )
+    noise_shared_by: int = option(
+        1,
+        "The number of honest clients whose noise together is that of noise-multiplier, in a secure sum: each adds a "
+        "part. ε then holds against the server and as many colluding clients as secure-sums-threshold is larger. 1 "
+        "means that each client adds all of it, and relies on no other.",
+        least=1,
+        needs={"system": ("fedspallm",)},
+    )
     clip_norm: float = option(
         1.0,
         "The norm (C) to which each example's gradient, each group's mean gradient, or in FedSpaLLM each segment's "
@@ -119,6 +127,10 @@ class DPOptions(Table):
         """The largest number of examples of one protected unit in a step."""
         return self.group_limit if self.unit == "group" else 1
 
+    def own_part(self, noise: float) -> float:
+        """Return the standard deviation of what a client adds of noise with the standard deviation ``noise``."""
+        return noise / math.sqrt(self.noise_shared_by)
+
     def noise_of_accuracy(self, num_tests: int) -> float:
         """Return the standard deviation of the noise in a share of ``num_tests`` test examples."""
         return math.sqrt(2) * self.count_scale / num_tests
@@ -142,6 +154,11 @@ class DPOptions(Table):
                 f"above 0 where dp.target-epsilon, {self.target_epsilon!r}, is 0, and else 0",
                 condition="with dp.enabled",
             )
+        if self.noise_shared_by > 1 and not (
+            common.secure_sums and self.noise_shared_by < common.secure_sums_threshold
+        ):
+            allowed = "1, or with secure-sums less than secure-sums-threshold"
+            raise ConfigError("dp.noise-shared-by", self.noise_shared_by, allowed)
         if self.accuracies == "noised" and self.count_scale == 0:
             raise ConfigError("dp.count-scale", 0.0, "above 0", condition="with dp.accuracies 'noised'")
 

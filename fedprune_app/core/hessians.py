@@ -5,7 +5,7 @@ the Hessian of all clients' text together. This module is ours: FedSpaLLM's clie
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -18,6 +18,7 @@ from fedprune_app.core.named import TensorDict, Tensors
 HESSIAN = "hessian/"
 CORRELATIONS, SCALES = "correlations/", "scales/"  # likewise, where the Hessian is sent as its diagonal
 _FRACTION = 2.0**40
+Draw = Callable[[int, float], Tensor]
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 
 
@@ -135,6 +136,11 @@ class ClippedMoments:
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs (sequences, ..., in) of some sequences."""
+        rows = self._rows(inputs).flatten(0, 1)
+        self.matrix.addmm_(rows.T, rows)
+
+    def _rows(self, inputs: Tensor) -> Tensor:
+        """Return tokens (sequences, T, in), scaled so that a sequence's sum of ``x xᵀ`` is what it adds."""
         tokens = inputs.detach().flatten(1, -2).float()
         norms = tokens.norm(dim=2, keepdim=True)
         is_finite = norms.isfinite().all(dim=1, keepdim=True)
@@ -147,8 +153,44 @@ class ClippedMoments:
             sizes = tokens.square().sum(dim=1).norm(dim=1)
         # A sequence that adds nothing has the norm 0.
         shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
-        rows = (tokens * shares[:, None, None]).flatten(0, 1)
-        self.matrix.addmm_(rows.T, rows)
+        return tokens * shares[:, None, None]
+
+
+class IntegerMoments(ClippedMoments):
+    """The same sum as integers in units of 2⁻⁴⁰, in the upper triangle (in, in), where clients share the noise.
+
+    Each sequence is rounded by itself, and its part divided by ``group_size``, the number of sequences of its document.
+    The norm of what a document adds is at most ``clip_norm``, with all roundings.
+    """
+
+    def __init__(self, num_inputs: int, device: torch.device | str, clip_norm: float, group_size: int) -> None:
+        super().__init__(num_inputs, device, clip_norm)
+        self.matrix = self.matrix.long()
+        self.group_size = group_size
+
+    def add(self, inputs: Tensor) -> None:
+        rounding = self.group_size * len(self.matrix) / 2 / _FRACTION  # the norm of half a unit in each entry
+        limit = self.clip_norm * (1 - 2**-30) - rounding  # float64 computes a norm far closer than to 2⁻³⁰
+        for rows in self._rows(inputs):
+            upper = (rows.T @ rows).double().triu()
+            norm = float((2 * upper.square().sum() - upper.diagonal().square().sum()).sqrt())
+            share = min(1.0, limit / norm) if norm else 0.0
+            self.matrix += (upper * (share / self.group_size * _FRACTION)).round_().long()
+
+
+def noised_integers(name: str, total: Tensor, std: float, draw: Draw, weight: int) -> TensorDict:
+    """Return :class:`IntegerMoments` (n, n) of ``weight`` sequences with noise, as tensors of :class:`HessianSum`.
+
+    ``draw(size, variance)`` draws the noise, integers with the standard deviation ``std`` on the diagonal and
+    ``std / √2`` off it. All is in the fraction: a whole part beside it would tell more than the sum. Sums of 2²²
+    sequences fit.
+    """
+    variance = (std * _FRACTION) ** 2
+    upper = packed_upper(total)
+    noise = draw(len(upper), variance / 2)
+    noise[_diagonal(len(total))] = draw(len(total), variance)
+    counts = torch.tensor([weight, 1])
+    return {f"whole/{name}": torch.zeros_like(upper), f"fraction/{name}": upper + noise, f"counts/{name}": counts}
 
 
 _PRODUCTS = 2**24  # numbers in the products whose norms are computed at a time

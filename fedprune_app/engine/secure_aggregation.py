@@ -99,6 +99,7 @@ class Advert:
     mask_key: str
     sign_key: str
     own_digest: str
+    noise: str = ""  # what each member adds of it: all have to add alike
     signer: str = ""  # a public key, as OpenSSH writes it
     signature: str = ""
 
@@ -114,7 +115,8 @@ class Advert:
     def text(self, session: str, client: int) -> bytes:
         """Return what is signed."""
         return (
-            f"secure sum {session} {client} {self.share_key} {self.mask_key} {self.sign_key} {self.own_digest}".encode()
+            f"secure sum {session} {client} {self.share_key} {self.mask_key} {self.sign_key} {self.own_digest} "
+            f"{self.noise}".encode()
         )
 
     def check_agreement(self, client: int, agreed: bytes, signature: str) -> None:
@@ -181,8 +183,11 @@ class Member:
     """The client's half of the protocol, for one sum at a time.
 
     ``file`` holds the secrets of the sum at work, since each message may be answered by a fresh process. ``journal``
-    says which members' sums the client's addends went into, and stays.
+    says which members' sums the client's addends went into, and stays. ``noise`` says what all members have to add
+    alike.
     """
+
+    noise = ""
 
     def __init__(self, file: Path, journal: Path, client: int, threshold: int, identity: Identity) -> None:
         self.file, self.journal = file, journal
@@ -243,7 +248,7 @@ class Member:
         own = derived_key(seed, "own mask")
         share_key, mask_key = (_public(derived_key(seed, name)) for name in ("share key", "mask key"))
         sign_key = _sign_key(seed).public_key().public_bytes_raw().hex()
-        advert = Advert(share_key, mask_key, sign_key, _digest(own))
+        advert = Advert(share_key, mask_key, sign_key, _digest(own), self.noise)
         if (key := self.identity.key) is not None:
             signer = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
             signature = key.sign(advert.text(session, self.client), _ECDSA).hex()
@@ -344,6 +349,10 @@ class Member:
         for client, advert in roster.items():
             if self.identity.trusted and advert.signer not in self.identity.trusted:
                 raise ValueError(f"client {client} is none of those that the node's operator trusts")
+            if advert.noise != self.noise:
+                raise ValueError(
+                    f"client {client} adds {advert.noise[:80]!r}, allowed: {self.noise!r} as client {self.client}"
+                )
             advert.check(self.state["session"], client)
 
 

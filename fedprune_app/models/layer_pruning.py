@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fedprune_app.core.graphs import CudaGraphs
-from fedprune_app.core.hessians import ClippedMoments
 from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
@@ -110,18 +109,14 @@ def input_matrices(
     names: Sequence[str],
     hidden: Tensor,
     batch_size: int,
-    clip_norm: float | None = None,
-    by_diagonal: bool = False,
+    kind: MakeStatistic = Hessian,
 ) -> TensorDict:
     """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
 
-    With ``clip_norm`` they are :class:`ClippedMoments`, clipped ``by_diagonal`` or not. Matrices with the same input
-    tensor share a Hessian, under the name of the first of them. The module and the hidden states (sequences, length,
-    width) are not changed.
+    ``kind`` makes the statistic, such as :class:`~fedprune_app.core.hessians.ClippedMoments`. Matrices with the same
+    input tensor share a Hessian, under the name of the first of them. The module and the hidden states (sequences,
+    length, width) are not changed.
     """
-    kind: MakeStatistic = Hessian
-    if clip_norm is not None:
-        kind = partial(ClippedMoments, clip_norm=clip_norm, by_diagonal=by_diagonal)
     statistics = _observe(model, module, names, hidden, kind, batch_size)[1]
     first_names = [group[0] for group in _group_by_inputs(names, statistics) if group[0] in statistics]
     return {name: statistics[name].matrix for name in first_names}

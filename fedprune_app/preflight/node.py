@@ -110,14 +110,17 @@ def node_settings(run_config: Values, node_config: Values) -> tuple[Config, Poli
     if folder := ledger_folder(policy, node_config):
         own_settings["dp.ledger-dir"] = folder
         policy = replace(policy, ledger_dir=folder)
+    run_may_choose = is_simulated() and "partition-id" in node_config
     if not policy.secure_rng:
         own_settings["dp.secure-rng"] = False
-    elif not (is_simulated() and "partition-id" in node_config):  # only in a simulation may the run choose
+    elif not run_may_choose:
         own_settings["dp.secure-rng"] = True
     if not is_simulated():
         plugins.load(run_config, allows=partial(check_allowed, policy))
     config = policy.over(prepare(RunInputs({**run_config, **own_settings})).config)
     policy.check(config)
+    if not run_may_choose:
+        policy.check_shared_noise(config.dp.noise_shared_by)
     if "partition-id" not in node_config:
         policy.check_own_labels(config)
     return config, policy

@@ -13,9 +13,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from decimal import Decimal, localcontext
 from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
@@ -25,6 +27,7 @@ from fedprune_app.core.named import Tensors
 _GRID_BITS = 20  # a released sum is a multiple of about 2^-20 of the noise's standard deviation
 _CHUNK = 1 << 15  # words of 64 bits processed at a time: they fit into a core's cache
 _ZEROS = bytes(8 * _CHUNK)
+_DOUBT = 2.0**-38  # more than the relative error of an acceptance probability in float64
 
 
 class Noise(Protocol):
@@ -35,6 +38,9 @@ class Noise(Protocol):
 
     def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         """Draw standard normal float64, on this device."""
+
+    def discrete_gaussian(self, size: int, variance: float) -> Tensor:
+        """Draw int64 ``x`` with probabilities in proportion to ``exp(-x² / (2 variance))``."""
 
     def laplace(self, scale: float) -> float:
         """Draw one number from the Laplace distribution of this scale."""
@@ -87,6 +93,32 @@ class KeyedNoise(Noise):
             start += count
         return draws.view(-1)[:size]
 
+    def discrete_gaussian(self, size: int, variance: float) -> Tensor:
+        """Draw by rejection; ``variance`` is 1 to 2^112. Every probability is exact, but beyond 26 deviations.
+
+        A candidate is in bucket ``k`` of so many integers with probability ``2^-(k+1)``, and anywhere in it alike. It
+        is accepted with probability ``2^k exp(-x² / (2 variance)) / 2.6``, which is below 1. That is a comparison of a
+        uniform number with another one. Where float64 cannot decide it, as many digits of both are computed as it
+        takes. Canonne, Kamath and Steinke ("The Discrete Gaussian for Differential Privacy", 2020) and Karney (2016)
+        draw from the same distribution, one number at a time.
+        """
+        width = 2 ** (math.frexp(math.sqrt(variance))[1] - 1)  # more than half a deviation, and at most one
+        draws, found = torch.empty(size, dtype=torch.int64), 0
+        stream, more = self._stream(), self._stream()
+        while found < size:
+            places, offsets, uniforms = stream.words(_CHUNK // 3 * 3).view(3, -1)
+            leading, uniforms = places >> 11 & 2**53 - 1, uniforms >> 11 & 2**53 - 1
+            buckets = 53 - leading.double().frexp().exponent.long()
+            values = (buckets * width + (offsets & width - 1)) ^ -(places & 1)
+            limits = (values.double().square() / (-2 * variance)).exp() * buckets.double().exp2() * (2.0**53 / 2.6)
+            is_accepted = (uniforms + 1 <= limits * (1 - _DOUBT)).numpy()  # torch would select with several threads
+            for i in np.flatnonzero(~is_accepted & (uniforms < limits * (1 + _DOUBT)).numpy()):
+                is_accepted[i] = _is_below(int(uniforms[i]), int(values[i]), variance, 2.6 / 2 ** int(buckets[i]), more)
+            accepted = torch.from_numpy(values.numpy()[is_accepted])[: size - found]
+            draws[found : found + len(accepted)] = accepted
+            found += len(accepted)
+        return draws
+
     def laplace(self, scale: float) -> float:
         """Draw by the inverse of the Laplace distribution function."""
         centred = float(self.uniform(1)) + 2.0**-54 - 0.5  # never -0.5, whose logarithm is infinite
@@ -100,6 +132,23 @@ class KeyedNoise(Noise):
         if device is None:
             return _KeyStream(self._key, self._num_draws)
         return _DeviceKeyStream(self._key, self._num_draws, device)
+
+
+def _is_below(bits: int, value: int, variance: float, share: float, stream: _KeyStream | _DeviceKeyStream) -> bool:
+    """Return whether a uniform number of [0, 1) is below ``exp(-value² / (2 variance)) / share``, without any error.
+
+    Its first 53 bits are ``bits``, and further ones are drawn from the stream as far as they are needed.
+    """
+    count = 53
+    while True:
+        with localcontext(prec=count):  # more digits than there are bits
+            limit = (Decimal(value) ** 2 / (-2 * Decimal(variance))).exp() / Decimal(share) * 2**count
+            doubt = limit * Decimal(10) ** (8 - count)
+            if bits + 1 <= limit - doubt:
+                return True
+            if bits >= limit + doubt:
+                return False
+        bits, count = bits << 64 | int(stream.words(1)) % 2**64, count + 64
 
 
 class _KeyStream:

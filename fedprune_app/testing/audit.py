@@ -102,7 +102,7 @@ class Weaker:
 
     def __init__(self, noise: Noise, share: float) -> None:
         self._noise, self._share = noise, share
-        self.uniform, self.seed = noise.uniform, noise.seed
+        self.uniform, self.seed, self.discrete_gaussian = noise.uniform, noise.seed, noise.discrete_gaussian
 
     def gaussian(self, size: int, device: torch.device | str = "cpu") -> Tensor:
         return self._noise.gaussian(size, device) * self._share
@@ -264,7 +264,8 @@ class WatchedText(FedSpaLLMClient):
             self.is_released = False
         coins, size, clip_norm = self.watch.coins, self.config.batch_size, self.config.dp.clip_norm
         parts = [hidden[(self.units == unit).to(hidden.device)] for unit in range(int(self.units.max()) + 1)]
-        alone = [input_matrices(self.model, module, self.observed_matrices, part, size, clip_norm) for part in parts]
+        kind = partial(hessians.ClippedMoments, clip_norm=clip_norm)
+        alone = [input_matrices(self.model, module, self.observed_matrices, part, size, kind) for part in parts]
         for name, matrix in alone[0].items():
             vectors = [hessians.isometric(m[name].double()) / len(part) for m, part in zip(alone, parts, strict=True)]
             mean = hessians.unpacked(payload.tensors[hessians.HESSIAN + name].double(), len(matrix))
@@ -296,6 +297,8 @@ def audit(prepared: Prepared, question: Question) -> Finding:
     config, kind, clients = prepared.config, prepared.system.client, prepared.placement.clients
     if not config.dp.enabled:
         raise ConfigError("dp.enabled", config.dp.enabled, "true", condition="with audit")
+    if config.dp.noise_shared_by > 1:
+        raise ConfigError("dp.noise-shared-by", config.dp.noise_shared_by, "1", condition="with audit")
     if not 0 <= question.client < clients:
         raise ConfigError("--client", question.client, f"0 to {clients - 1}")
     if not 0 < question.confidence < 1:

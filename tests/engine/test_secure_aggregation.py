@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +264,32 @@ def test_keys_that_no_peer_signed_are_refused_by_every_node_that_lists_its_peers
     assert not federation.ask(KEYS, range(5))
     failures = federation.ask(SHARES, [0, 1, 2, 4])
     assert {*failures.values()} == {"client 3 is none of those that the node's operator trusts"}
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_members_that_would_add_other_noise_are_refused_before_anything_is_dealt(tmp_path, registered, has_keys):
+    """A server that tells the others to add less noise would see more of one."""
+    federation = Federation(tmp_path, identities=registered if has_keys else None)
+    for client, member in federation.members.items():
+        member.noise = "noise of 0.1" if client == 3 else "noise of 0.7"
+    assert not federation.ask(KEYS, federation.members)
+    failures = federation.ask(SHARES, federation.members)
+    assert failures == {
+        client: "client 0 adds 'noise of 0.7', allowed: 'noise of 0.1' as client 3"
+        if client == 3
+        else f"client 3 adds 'noise of 0.1', allowed: 'noise of 0.7' as client {client}"
+        for client in range(5)
+    }
+
+
+def test_a_node_signs_what_it_adds(tmp_path, registered):
+    federation = Federation(tmp_path, identities=registered)
+    for client, member in federation.members.items():
+        member.noise = "noise of 0.1" if client == 3 else "noise of 0.7"
+    assert not federation.ask(KEYS, federation.members)
+    federation.server.roster[3] = replace(federation.server.roster[3], noise="noise of 0.7")
+    failures = federation.ask(SHARES, [0])
+    assert failures == {0: "the keys of client 3 are not signed by the key that they name"}
 
 
 def test_a_signature_is_for_one_sum_and_one_member(tmp_path, registered):

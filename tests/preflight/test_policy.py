@@ -25,6 +25,7 @@ from fedprune_app.data import splits
 from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
 from fedprune_app.engine.simulated_grid import InProcessGrid
+from fedprune_app.preflight import node as node_module
 from fedprune_app.preflight.node import node_settings, read_policy
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
@@ -147,6 +148,41 @@ def test_the_noise_that_a_target_chooses_is_held_to_the_least_noise_too(nodes):
     (left_out,) = run.info["clients_left_out"]
     assert re.search(r"the noise multiplier found for dp\.target-epsilon is 0\.\d+, .*min-noise-multiplier", left_out)
     assert [row["partition"] for row in run.info["partition"]] == [1]
+
+
+SHARED = {
+    "system": "fedspallm",
+    "dataset": "stdlib",
+    "fedspallm.merge": "hessians",
+    "num-server-rounds": 1,
+    "secure-sums": True,
+    "secure-sums-threshold": 5,
+    **PRIVATE,
+    "dp.noise-shared-by": 4,
+}
+
+
+def test_a_node_relies_on_the_noise_of_others_only_where_its_operator_says_so_and_lists_them(tmp_path, monkeypatch):
+    node = {"partition-id": 0, "num-partitions": 6}
+    willing = {**node, "max-noise-shared-by": 4, "trusted-keys": str(tmp_path / "keys")}
+    monkeypatch.setattr(node_module, "is_simulated", lambda: True)
+    assert node_settings(SHARED, node)[0].dp.noise_shared_by == 4
+    monkeypatch.setattr(node_module, "is_simulated", lambda: False)
+    assert node_settings(SHARED, willing)[0].dp.noise_shared_by == 4
+    for changed, most in (("max-noise-shared-by", 1), ("trusted-keys", 1)):
+        unwilling = {key: value for key, value in willing.items() if key != changed}
+        with refuses("dp.noise-shared-by", 4, allowed=f"at most {most}"):
+            node_settings(SHARED, unwilling)
+    with refuses("dp.noise-shared-by", 4, allowed="at most 3", condition="by its max-noise-shared-by and trusted-keys"):
+        node_settings(SHARED, {**willing, "max-noise-shared-by": 3})
+
+
+def test_the_least_noise_of_a_node_is_what_it_adds_itself(monkeypatch):
+    monkeypatch.setattr(node_module, "is_simulated", lambda: True)
+    node = {"partition-id": 0, "num-partitions": 6, "min-noise-multiplier": 0.5}
+    assert node_settings(SHARED, node)[0].dp.noise_multiplier == 1.0
+    with refuses("the own part of dp.noise-multiplier", 0.5, allowed="at least 0.6"):
+        node_settings(SHARED, {**node, "min-noise-multiplier": 0.6})
 
 
 # --- what the node says in the run's place ----------------------------------------------------------------------------

@@ -6,11 +6,14 @@ Keys are fixed, so that no test fails by chance.
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from scipy import stats
 
+from fedprune_app.privacy import noise
 from fedprune_app.privacy.noise import KeyedNoise, _DeviceKeyStream, noise_source, noised, noisy_count
 from tests.examples import in_test
 
@@ -64,12 +67,75 @@ def test_laplace_noise_has_its_scale(key):
     assert stats.kstest(draws.numpy(), "laplace", args=(0, 2.5)).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("variance", [1.0, 2.0**0.5, 77.7])
+def test_discrete_draws_have_the_probabilities_of_the_discrete_gaussian(variance):
+    draws = KeyedNoise(KEYS[2]).discrete_gaussian(SIZE, variance)
+    assert (draws.dtype, draws.shape) == (torch.int64, (SIZE,))
+    ends = math.ceil(12 * math.sqrt(variance))
+    values = torch.arange(-ends, ends + 1).double()
+    weights = (values.square() / (-2 * variance)).exp()
+    expected = SIZE * weights / weights.sum()
+    found = torch.bincount(draws + ends, minlength=2 * ends + 1).double()
+    frequent = expected > 10
+    pairs = [torch.cat([each[frequent], each[~frequent].sum()[None]]).numpy() for each in (found, expected)]
+    assert stats.chisquare(*pairs).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("variance", [3.0 * 4.0**33, 4.0**56])
+def test_discrete_draws_of_a_large_variance_are_normal_and_even_or_odd_alike(variance):
+    draws = KeyedNoise(KEYS[1]).discrete_gaussian(SIZE, variance)
+    assert stats.kstest((draws.double() / math.sqrt(variance)).numpy(), "norm").pvalue > 1e-3
+    tail = (draws.double() / math.sqrt(variance)).abs()
+    assert int((tail > 3).sum()) / SIZE == pytest.approx(2 * stats.norm.sf(3), abs=4 * math.sqrt(0.0027 / SIZE))
+    for bit in (0, 1, 20):
+        assert float((draws >> bit & 1).double().mean()) == pytest.approx(0.5, abs=2 / math.sqrt(SIZE))
+
+
+def test_draws_that_float64_cannot_decide_are_decided_exactly(monkeypatch):
+    """With the same draws as where it decides nearly all of them."""
+    expected = KeyedNoise(KEYS[0]).discrete_gaussian(2000, 1e20)
+    monkeypatch.setattr(noise, "_DOUBT", 0.4)
+    assert torch.equal(KeyedNoise(KEYS[0]).discrete_gaussian(2000, 1e20), expected)
+
+
+def test_a_uniform_number_is_compared_to_as_many_bits_as_it_takes():
+    """The limit is exp(-1/2) / 1.25, and the words after its first 53 bits are those of the limit, or next to them."""
+    with localcontext(prec=200):
+        limit = Decimal("-0.5").exp() / Decimal("1.25")
+        first, words = int(limit * 2**53), [int(limit * 2 ** (53 + 64 * n)) % 2**64 for n in (1, 2, 3)]
+
+    def is_below(*following):
+        stream = SimpleNamespace(words=lambda count: next(drawn))
+        drawn = iter(following)
+        return noise._is_below(first, -7, 49.0, 1.25, stream)
+
+    assert is_below(words[0] - 1)
+    assert not is_below(words[0] + 1)
+    assert is_below(*words[:2], words[2] - 1)
+    assert not is_below(*words[:2], words[2] + 1)
+    assert noise._is_below(first - 1, -7, 49.0, 1.25, None)
+    assert not noise._is_below(first + 1, -7, 49.0, 1.25, None)
+
+
+def test_discrete_draws_are_those_of_opendp():
+    """Two samples of one distribution."""
+    dp = pytest.importorskip("opendp.prelude")
+    dp.enable_features("contrib")
+    scale = 3.7
+    space = dp.vector_domain(dp.atom_domain(T=int), size=20_000), dp.l2_distance(T=float)
+    theirs = dp.m.make_gaussian(*space, scale=scale)([0] * 20_000)
+    ours = KeyedNoise(KEYS[0]).discrete_gaussian(20_000, scale**2).tolist()
+    counts = [[sample.count(value) for value in range(-8, 9)] for sample in (ours, theirs)]
+    assert stats.chi2_contingency(counts).pvalue > 1e-4
+
+
 def test_the_same_key_gives_the_same_draws_and_each_draw_is_another():
     one, same, other = KeyedNoise(KEYS[0]), KeyedNoise(KEYS[0]), KeyedNoise(KEYS[1])
     first, second = one.gaussian(1000), one.gaussian(1000)
     assert torch.equal(first, same.gaussian(1000))
     for different in (second, other.gaussian(1000)):
         assert abs(float(torch.corrcoef(torch.stack([first, different]))[0, 1])) < 4 / math.sqrt(1000)
+    assert torch.equal(KeyedNoise(KEYS[0]).discrete_gaussian(9, 5.0), KeyedNoise(KEYS[0]).discrete_gaussian(9, 5.0))
     for kind in ("uniform", "gaussian"):  # a longer draw begins otherwise or alike, but no draw is cut short
         assert [len(getattr(one, kind)(size)) for size in (0, 1, 2, 7)] == [0, 1, 2, 7]
 

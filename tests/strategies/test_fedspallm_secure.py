@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
+import torch
 
 from fedprune_app import server_app
 from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.core.hessians import IntegerMoments, packed_upper, unpacked
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.secure_aggregation import MASKED, STAGE
 from fedprune_app.engine.simulated_grid import run_in_process
+from fedprune_app.models.layer_pruning import input_matrices
+from fedprune_app.models.llm import LanguageModel
 from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.preflight.prepare import prepare
+from fedprune_app.privacy.accounting import Steps, epsilon
+from strategies.merging import Compression, load_sums
+from strategies.pruned_model import PrunedModel
 from tests.conftest import Finished, wrapped_app
-from tests.strategies.test_fedspallm import cut_off, family, llm, resumed, settings, texts
+from tests.refusing import refuses
+from tests.strategies.test_fedspallm import cut_off, family, llm, resumed, segments_of, settings, texts
 
 __all__ = ["family", "llm", "settings", "texts"]  # fixtures
 
@@ -80,6 +91,74 @@ def test_a_private_run_ends_with_the_same_model_with_secure_sums_and_without(run
     """Noise can make of a diagonal what no sum of products has."""
     private = {"dp_enabled": True, "dp_noise_multiplier": 2.0, "dp_clip_norm": 0.5}
     assert run(secure_sums=True, **private).sha256 == run(**private).sha256
+
+
+SHARED = {
+    "secure_sums": True,
+    "secure_sums_threshold": 3,
+    "dp_enabled": True,
+    "dp_noise_multiplier": 2.0,
+    "dp_clip_norm": 0.5,
+    "dp_noise_shared_by": 2,
+}
+
+
+def noise_of(run, clients):
+    """The noise in the sums of layer 0, where these clients are in it, in units of one client's part."""
+    config = parse_config(run.info["config"])
+    model, found = LanguageModel(Path(config.model)), []
+    layers = load_sums(PrunedModel(model, run.folder, run.info["run_key"]).sums, 0, Compression(config, model)).sums
+    module = model.layer(0, model.layer_tensors(0))
+    for name, total in layers.items():
+        assert (total.num_added, total.weight) == (len(clients), 4 * len(clients))
+        exact = torch.zeros(total.size, total.size, dtype=torch.int64)
+        for client in clients:
+            segments = segments_of(config, client, 4, run.folder)
+            kind = partial(IntegerMoments, clip_norm=0.5, group_size=1)
+            exact += input_matrices(model, module, model.prunable(0), model.embed(segments, 3), 3, kind)[name]
+        tensors = total.tensors("x")
+        assert not tensors["whole/x"].any()
+        noise = (unpacked(tensors["fraction/x"], total.size) - unpacked(packed_upper(exact), total.size)).double()
+        rows, columns = torch.triu_indices(total.size, total.size, 1)
+        found += [noise.diagonal(), noise[rows, columns] * 2**0.5]
+    return torch.cat(found) / (2.0 * 0.5 / 2**0.5 * 2**40)
+
+
+@pytest.mark.parametrize("lost", [set(), {2}])
+def test_what_honest_clients_add_together_is_what_one_adds_alone_and_is_charged_as_that(run, lost):
+    result = run(losing({"input": lost}), clients=4, fedspallm_keep_sums=True, **SHARED)
+    clients = [client for client in range(4) if client not in lost]
+    noise = noise_of(result, clients)
+    assert float(noise.std()) == pytest.approx(len(clients) ** 0.5, rel=4 / (2 * len(noise)) ** 0.5)
+    assert abs(float(noise.mean())) < 5 * (len(clients) / len(noise)) ** 0.5
+    spent = {Steps(2.0, 1.0): 2 * 4}  # two layers with four inputs
+    told = [row["epsilon"] for row in result.clients if row["partition"] in clients]
+    assert told == pytest.approx([epsilon(spent, 1e-5)] * len(clients))
+
+
+def test_with_shared_noise_a_stopped_run_goes_on_to_the_same_model(run, wanted, tmp_path, monkeypatch):
+    settings = {name.replace("_", "-").replace("dp-", "dp."): value for name, value in SHARED.items()}
+    cut_off({**wanted, **settings, "secure-sums-threshold": 3}, tmp_path / "cut", monkeypatch)
+    assert resumed({**wanted, **settings}, tmp_path / "cut").sha256 == run(**SHARED).sha256
+
+
+def test_documents_share_noise_too(run):
+    protected = {"dp_unit": "group", "dp_group_limit": 2, "fedspallm_layers_per_exchange": 0}
+    assert run(**SHARED, **protected).rounds[0]["replies"] == 6
+
+
+@pytest.mark.parametrize("changes", [{"secure-sums": False}, {"secure-sums-threshold": 0}, {"dp.noise-shared-by": 3}])
+def test_noise_is_shared_by_fewer_than_a_sum_needs(wanted, changes):
+    settings = {name.replace("_", "-").replace("dp-", "dp."): value for name, value in SHARED.items()}
+    with refuses("dp.noise-shared-by", allowed="1, or with secure-sums less than secure-sums-threshold"):
+        prepare(RunInputs({**wanted, **settings, **changes}))
+
+
+@pytest.mark.parametrize(("multiplier", "noise"), [(1e-3, "0.000353553"), (1e6, "353553")])
+def test_noise_too_small_or_large_to_be_shared_is_refused(run, multiplier, noise):
+    line = f"a client's noise is {noise}, allowed with dp.noise-shared-by: 0.002 to 65536"
+    with pytest.raises(TooFewReplies, match=line):
+        run(**{**SHARED, "dp_noise_multiplier": multiplier})
 
 
 @pytest.mark.parametrize("stage", ["keys", "shares", "input"])

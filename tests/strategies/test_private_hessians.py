@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.testing.audit import Question, audit
 from tests.conftest import Finished
 from tests.models.tiny_llm import text_folder
+from tests.refusing import refuses
 from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
@@ -92,6 +94,31 @@ def test_a_segment_that_is_not_finite_adds_nothing(wrong):
     assert torch.equal(moments(broken, 0.3), moments(inputs, 0.3))
 
 
+@pytest.mark.parametrize(("clip_norm", "group_size"), [(0.05, 1), (0.3, 1), (0.3, 3), (1.0, 16)])
+def test_a_document_less_changes_a_sum_of_integers_by_at_most_the_clipping_norm_exactly(clip_norm, group_size):
+    """In whole numbers, since a float could hide what is too much."""
+    inputs = torch.randn(group_size, 7, 40, generator=torch.Generator().manual_seed(2))
+    inputs[0] = 1e6 * inputs[0, :1]  # tokens in one direction have the largest norm
+    inputs[1:] = inputs[0]
+    found = hessians.IntegerMoments(40, "cpu", clip_norm, group_size)
+    found.add(inputs)
+    entries = found.matrix.tolist()
+    squared_norm = sum((1 if i == j else 2) * entries[i][j] ** 2 for i in range(40) for j in range(i, 40))
+    bound = clip_norm * 2**40
+    assert (bound * (1 - 1e-6)) ** 2 < squared_norm <= bound**2
+    assert not found.matrix.tril(-1).any()
+
+
+def test_integer_moments_are_the_clipped_ones():
+    inputs = torch.randn(5, 7, 6, generator=torch.Generator().manual_seed(2))
+    inputs[3, 2, 1] = torch.nan
+    found = hessians.IntegerMoments(6, "cpu", 0.3, 1)
+    found.add(inputs[:2])
+    found.add(inputs[2:])
+    expected = moments(inputs, 0.3).double().triu()
+    torch.testing.assert_close(found.matrix.double() * 2.0**-40, expected, atol=1e-6, rtol=1e-6)
+
+
 def test_an_isometric_vector_has_the_matrix_norm_and_comes_back():
     matrix = torch.randn(7, 7, dtype=torch.float64)
     matrix = matrix + matrix.T
@@ -157,7 +184,8 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     for partition in range(CLIENTS):
         segments = segments_of(config, partition, CLIENTS, tmp_path)
         hidden = client.model.embed(segments, config.batch_size)
-        expected = input_matrices(client.model, module, client.observed_matrices, hidden, config.batch_size, 0.5)
+        kind = partial(hessians.ClippedMoments, clip_norm=0.5)
+        expected = input_matrices(client.model, module, client.observed_matrices, hidden, config.batch_size, kind)
         sent = uploads(result)[partition, 1]
         assert sent.tensors.keys() == {hessians.HESSIAN + name for name in expected}
         assert len(expected) == RELEASES
@@ -190,7 +218,8 @@ def test_a_private_diagonal_is_noised_alone_for_the_same_price(run, tmp_path):
     for partition in range(CLIENTS):
         segments = segments_of(config, partition, CLIENTS, tmp_path)
         hidden = client.model.embed(segments, config.batch_size)
-        expected = input_matrices(client.model, module, client.observed_matrices, hidden, 4, 0.05, by_diagonal=True)
+        kind = partial(hessians.ClippedMoments, clip_norm=0.05, by_diagonal=True)
+        expected = input_matrices(client.model, module, client.observed_matrices, hidden, 4, kind)
         sent = uploads(result)[partition, 1].tensors
         for name, total in expected.items():
             assert sent[hessians.HESSIAN + name].shape == total.diagonal().shape
@@ -227,9 +256,8 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
         name, mean = next(iter(payload.tensors.items()))
         module = client.model.layer(0, client.model.layer_tensors(0))
         hidden = client.model.embed(client.segments()[0], config.batch_size)
-        total = input_matrices(
-            client.model, module, client.observed_matrices, hidden, config.batch_size, config.dp.clip_norm
-        )
+        kind = partial(hessians.ClippedMoments, clip_norm=config.dp.clip_norm)
+        total = input_matrices(client.model, module, client.observed_matrices, hidden, config.batch_size, kind)
         upper = hessians.packed_upper(total[name.removeprefix(hessians.HESSIAN)])
         sent.append((mean * len(hidden) - upper) / config.dp.clip_norm)
     assert torch.equal(sent[0], sent[1])
@@ -391,3 +419,11 @@ def test_settings_that_would_leak_are_refused(settings, more, message):
     key, value = message
     with pytest.raises(ConfigError, match=f"^{key} is '?{value}"):
         prepare(RunInputs({**settings, **PRIVATE, **more}))
+
+
+def test_an_audit_of_noise_that_clients_share_is_refused(settings):
+    """It would find a part of the noise that is charged."""
+    shared = {"secure-sums": True, "secure-sums-threshold": 3, "dp.noise-shared-by": 2}
+    asked = replace(prepare(RunInputs({**settings, **PRIVATE, **shared})), placement=Placement("inprocess", 4))
+    with refuses("dp.noise-shared-by", 2, allowed="1", condition="with audit"):
+        audit(asked, Question())
