@@ -110,6 +110,7 @@ class _Dp(TypedDict, total=False):
     group_limit: int
     ledger_dir: str
     noise_multiplier: float
+    noise_shared_by: int
     planned_rounds: int
     second_delta: float
     secure_rng: bool
