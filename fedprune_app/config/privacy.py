@@ -53,9 +53,9 @@ class DPOptions(Table):
     )
     noise_shared_by: int = option(
         1,
-        "The number of honest clients whose noise together is that of noise-multiplier, in a secure sum: each adds a "
-        "part. ε then holds against the server and as many colluding clients as secure-sums-threshold is larger. 1 "
-        "means that each client adds all of it, and relies on no other.",
+        "The number of honest clients whose noise in a secure sum is together that of noise-multiplier. ε then holds "
+        "against the server and as many colluding clients as secure-sums-threshold is larger. 1 means that each client "
+        "adds all noise, and relies on no other.",
         least=1,
         needs={"system": ("fedspallm",)},
     )

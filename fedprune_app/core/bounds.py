@@ -1,4 +1,4 @@
-"""Checks of reported numbers against their bounds."""
+"""Checks of reported numbers against their bounds, and the bound on the members of a secure sum."""
 
 import reprlib
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
@@ -23,6 +23,11 @@ def bounded(value: object, what: str, least: float = -LARGEST_NUMBER, most: floa
     if not least <= value <= most:  # also rejects NaN
         raise ValueError(f"{what} is {reprlib.repr(value)}, allowed: {least:g} to {most:g}")
     return value
+
+
+def threshold_of(asked: int, members: int) -> int:
+    """Return how many members of a secure sum have to stay: ``asked``, or for 0 the larger of 3 and the majority."""
+    return asked or max(3, members // 2 + 1)
 
 
 def rounded_down_text(value: float, digits: int = 4) -> str:

@@ -45,6 +45,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
+from fedprune_app.core.bounds import threshold_of
 from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_mask, derived_key, recovered, shares
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.files import append_lines, make_private_folder, replace_file
@@ -53,15 +54,9 @@ Body = dict[str, Any]
 KEYS, SHARES, INPUT, AGREE, OPEN = STAGES = ("keys", "shares", "input", "agree", "open")
 STAGE, BODY = "sum/stage", "sum/body"  # fields of a message
 MASKED = "masked"  # the tensor of a masked addend
-_LEAST = 3  # members of a sum, unless the run asks for another threshold
 _NONCE = bytes(12)  # a key seals one text
 _PROBE = b"\1" * 32
 _ECDSA = ec.ECDSA(hashes.SHA256())
-
-
-def threshold_of(asked: int, members: int) -> int:
-    """Return how many members have to stay: ``asked``, or for 0 the larger of 3 and the majority."""
-    return asked or max(_LEAST, members // 2 + 1)
 
 
 def packed(stage: str, body: Body) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from fedprune_app.config import Config, ConfigError, has_effect
 from fedprune_app.core import rng
-from fedprune_app.engine.secure_aggregation import threshold_of
+from fedprune_app.core.bounds import threshold_of
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round, RoundLog
@@ -22,8 +22,9 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
             f"at most {max_participants}",
             condition=f"with {num_clients} clients{share}",
         )
-    least = threshold_of(config.secure_sums_threshold, max_participants)
-    if config.secure_sums and max_participants < least:
+    if not config.secure_sums:
+        return
+    if max_participants < (least := threshold_of(config.secure_sums_threshold, max_participants)):
         hint = f"a sum needs {least} or more"
         raise ConfigError("secure-sums", True, "false", condition=f"with {max_participants} clients a round", hint=hint)
 

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.config.errors import not_allowed
+from fedprune_app.core.bounds import threshold_of
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
-from fedprune_app.engine.secure_aggregation import threshold_of
 from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
 from fedprune_app.registry import SYSTEMS
 
@@ -44,12 +44,13 @@ def check_system(config: Config) -> Config:
     system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
         raise ConfigError(reason)
-    if config.secure_sums and (reason := system.client.why_not_summed(config)):
-        raise ConfigError(reason)
-    least = threshold_of(config.secure_sums_threshold, config.holdout_clients)
-    if config.secure_sums and 0 < config.holdout_clients < least:
-        allowed = f"0, or at least {least}"
-        raise ConfigError("holdout-clients", config.holdout_clients, allowed, condition="with secure-sums")
+    if config.secure_sums:
+        if reason := system.client.why_not_summed(config):
+            raise ConfigError(reason)
+        least = threshold_of(config.secure_sums_threshold, config.holdout_clients)
+        if 0 < config.holdout_clients < least:
+            allowed = f"0, or at least {least}"
+            raise ConfigError("holdout-clients", config.holdout_clients, allowed, condition="with secure-sums")
     if config.dataset == "table" and config.augmentation != "none":
         raise ConfigError(
             "augmentation", config.augmentation, "none", condition="with dataset 'table'", hint="a row is no image"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedprune_app.core.bounds import threshold_of
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.secure_aggregation import (
     AGREE,
@@ -23,7 +24,6 @@ from fedprune_app.engine.secure_aggregation import (
     SecureSum,
     body_of,
     packed,
-    threshold_of,
 )
 from fedprune_app.launching.credentials import make_node_key
 

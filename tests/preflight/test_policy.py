@@ -615,7 +615,7 @@ def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path)
 def test_every_key_of_a_policy_is_documented():
     page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     for key in ("policy-file", *POLICY_KEYS):
-        assert f"\n| `{key}`" in page, key
+        assert f"\n* `{key}`: " in page, key
 
 
 def test_the_documented_policy_is_one(tmp_path):
