@@ -169,7 +169,7 @@ FEDPER, FEDREP = ({"system": "fedper", "fedper.head-epochs": epochs} for epochs 
 LAST_PHASE = (
     *(
         Claim(
-            name, "not in the paper", f"Tuned alike, a last local phase of all clients makes {method} more accurate",
+            name, "not in the paper", f"Tuned: a last phase makes {method} more accurate",
             TUNED_LAST, {"system": system, **more}, {"system": system, **more}, seeds=5, first_seed=1,
             measure="last_phase", worse_measure="personal",
         )
@@ -180,13 +180,13 @@ LAST_PHASE = (
     ),
     Claim(
         "6n", "Dis-PFL, Table 1",
-        "Tuned alike, FedAvg-FT with 10 clients a round is more accurate than Dis-PFL, both after a last phase",
+        "Tuned: FedAvg-FT (10 clients) beats Dis-PFL, both after a last phase",
         TUNED_LAST, TEN, _at_random(0.5), seeds=5, first_seed=1, measure="last_phase",
     ),
     *(
         Claim(
             name, "not in the paper",
-            f"Tuned alike, FedAvg-FT with 10 clients a round is more accurate than {method}, both after a last phase",
+            f"Tuned: FedAvg-FT (10 clients) beats {method}, both after a last phase",
             TUNED_LAST, TEN, settings, seeds=5, first_seed=1, measure="last_phase",
         )
         for name, method, settings in (
@@ -197,7 +197,7 @@ LAST_PHASE = (
     ),
     Claim(
         "6v", "Dis-PFL, Table 1",
-        "Tuned alike, Dis-PFL at density 0.5 is more accurate than Sub-FedAvg, both after a last phase",
+        "Tuned: Dis-PFL at density 0.5 beats Sub-FedAvg, both after a last phase",
         TUNED_LAST, _at_random(0.5), {"system": "subfedavg"}, seeds=5, first_seed=1, measure="last_phase",
     ),
 )  # fmt: skip
@@ -207,11 +207,11 @@ All settings are the tuned ones, whose accuracy without a last phase was known.
 """
 FIRST = (
     Claim(
-        "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
+        "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 beats training alone", SCARCE,
         _dispfl(density=0.5), STANDALONE,
     ),
     Claim(
-        "1b", "Dis-PFL, Table 1", "D-PSGD-FT is more accurate than training alone", SCARCE,
+        "1b", "Dis-PFL, Table 1", "D-PSGD-FT beats training alone", SCARCE,
         DPSGD_FT, STANDALONE,
     ),
     Claim(
@@ -224,17 +224,17 @@ FIRST = (
         _dispfl(density=0.8), DPSGD_FT, margin=1.0,
     ),
     Claim(
-        "1e", "Dis-PFL, Algorithm 2", "Growth by gradient is more accurate than growth at random, density 0.5", SCARCE,
+        "1e", "Dis-PFL, Algorithm 2", "Growth by gradient beats growth at random, density 0.5", SCARCE,
         _dispfl(density=0.5), _at_random(0.5),
     ),
     *(
         Claim(
-            name, "Dis-PFL, Table 1", f"Dis-PFL at density 0.5 is more accurate than {other}", SCARCE,
+            name, "Dis-PFL, Table 1", f"Dis-PFL at density 0.5 beats {other}", SCARCE,
             _at_random(0.5), {"system": system},
         )
         for name, other, system in (
-            ("1f", "FedAvg-FT with 10 clients a round", "fedavg-ft"), ("1g", "Ditto with 10 clients a round", "ditto"),
-            ("1h", "FedFomo", "fedfomo"), ("1i", "Sub-FedAvg with 10 clients a round", "subfedavg"),
+            ("1f", "FedAvg-FT (10 clients)", "fedavg-ft"), ("1g", "Ditto (10 clients)", "ditto"),
+            ("1h", "FedFomo", "fedfomo"), ("1i", "Sub-FedAvg (10 clients)", "subfedavg"),
         )
     ),
     Claim(
@@ -242,17 +242,17 @@ FIRST = (
         _at_random(0.2), _at_random(0.5), margin=3.0,
     ),
     Claim(
-        "1k", "Dis-PFL, Table 4", "Dis-PFL at density 0.5 is more accurate than at density 0.8", SCARCE,
+        "1k", "Dis-PFL, Table 4", "Dis-PFL at density 0.5 beats at density 0.8", SCARCE,
         _at_random(0.5), _at_random(0.8),
     ),
     Claim(
-        "1l", "Dis-PFL, section 4.5", "Dis-PFL at density 0.5 is more accurate than at density 1.0", SCARCE,
+        "1l", "Dis-PFL, section 4.5", "Dis-PFL at density 0.5 beats at density 1.0", SCARCE,
         _at_random(0.5), _at_random(1.0),
     ),
     *(
         Claim(
             name, "Dis-PFL, Figure 6",
-            f"Dis-PFL is more accurate than training alone where a client drops out of {share} % of the rounds", SCARCE,
+            f"Dis-PFL beats training alone where a client drops out of {share} % of the rounds", SCARCE,
             FULL | {"drop-probability": share / 100},
             STANDALONE,
         )
@@ -265,7 +265,7 @@ FIRST = (
         )
         for claim in (
             Claim(
-                first, "Dis-PFL, Table 1", f"With {where}, Dis-PFL at density 0.5 is more accurate than training alone",
+                first, "Dis-PFL, Table 1", f"With {where}, Dis-PFL at density 0.5 beats training alone",
                 data, _at_random(0.5), STANDALONE,
             ),
             Claim(
@@ -277,7 +277,7 @@ FIRST = (
     ),
     *(
         Claim(
-            name, "Dis-PFL, section 4.5", f"With {where}, Dis-PFL at density 0.5 is more accurate than at density 1.0",
+            name, "Dis-PFL, section 4.5", f"With {where}, Dis-PFL at density 0.5 beats at density 1.0",
             data, _at_random(0.5), _at_random(1.0),
         )
         for name, data, where in (
@@ -285,7 +285,7 @@ FIRST = (
         )
     ),
     Claim(
-        "2a", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 30 % is more accurate than training alone", ROUNDS,
+        "2a", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 30 % beats training alone", ROUNDS,
         _subfedavg(30.0), STANDALONE,
     ),
     Claim(
@@ -293,7 +293,7 @@ FIRST = (
         _subfedavg(50.0), STANDALONE, margin=0.5,
     ),
     Claim(
-        "2c", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is more accurate than LG-FedAvg", ROUNDS,
+        "2c", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % beats LG-FedAvg", ROUNDS,
         _subfedavg(50.0), {"system": "lg-fedavg"},
     ),
     Claim(
@@ -301,20 +301,20 @@ FIRST = (
         _subfedavg(70.0), _subfedavg(30.0), margin=3.0,
     ),
     Claim(
-        "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % is more accurate than FedAvg's clients after local training",
+        "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % beats FedAvg's clients after local training",
         ROUNDS, _subfedavg(30.0), {"system": "fedavg"},
     ),
     Claim(
-        "2f", "Sub-FedAvg, Table 1", "MNIST: Sub-FedAvg (Un) at 50 % is more accurate than training alone",
+        "2f", "Sub-FedAvg, Table 1", "MNIST: Sub-FedAvg (Un) at 50 % beats training alone",
         ROUNDS_MNIST, _subfedavg(50.0), STANDALONE,
     ),
     Claim(
-        "2g", "Sub-FedAvg, Table 1", "MNIST: Sub-FedAvg (Un) at 50 % is more accurate than LG-FedAvg", ROUNDS_MNIST,
+        "2g", "Sub-FedAvg, Table 1", "MNIST: Sub-FedAvg (Un) at 50 % beats LG-FedAvg", ROUNDS_MNIST,
         _subfedavg(50.0), {"system": "lg-fedavg"},
     ),
     Claim(
         "2h", "not in the paper",
-        "MNIST: Sub-FedAvg (Un) at 50 % is more accurate than FedAvg's clients after local training",
+        "MNIST: Sub-FedAvg (Un) at 50 % beats FedAvg's clients after local training",
         ROUNDS_MNIST, _subfedavg(50.0), {"system": "fedavg"},
     ),
     Claim(
@@ -332,12 +332,12 @@ FIRST = (
     ),
     Claim(
         "3d", "FedP3, Figure 2",
-        "Three hidden layers per client (OPU3) are more accurate than one (LowerB), density 0.9", LAYERS,
+        "Three hidden layers per client (OPU3) beat one (LowerB), density 0.9", LAYERS,
         _fedp3(0.9, "opu3"), _fedp3(0.9),
     ),
     Claim(
         "3e", "not in the paper",
-        "Layers by what a client can hold are more accurate than one hidden layer each, density 0.9",
+        "Layers by what a client can hold beat one hidden layer each, density 0.9",
         LAYERS, _fedp3(0.9, "capacity", **{"fedp3.capacities": CAPACITIES}), _fedp3(0.9),
     ),
     Claim(
@@ -345,7 +345,7 @@ FIRST = (
         _fedp3(0.9, "opu3"), {"system": "fedavg"}, margin=2.0,
     ),
     Claim(
-        "3g", "FedP3, Figure 2", "Fashion-MNIST: OPU3 is more accurate than LowerB, density 0.9", FASHION,
+        "3g", "FedP3, Figure 2", "Fashion-MNIST: OPU3 beats LowerB, density 0.9", FASHION,
         _fedp3(0.9, "opu3"), _fedp3(0.9),
     ),
     Claim(
@@ -354,20 +354,20 @@ FIRST = (
     ),
     Claim(
         "3i", "FedP3, Table 2",
-        "Fashion-MNIST: local steps without pruning are more accurate than with uniform pruning, 0.7",
+        "Fashion-MNIST: local steps without pruning beat with uniform pruning, 0.7",
         FASHION, _fedp3(0.9, "opu3"), _fedp3(0.9, "opu3", **_local("uniform")),
     ),
     Claim(
-        "3j", "FedP3, Table 2", "Fashion-MNIST: uniform pruning is more accurate than ordered dropout, 0.7", FASHION,
+        "3j", "FedP3, Table 2", "Fashion-MNIST: uniform pruning beats ordered dropout, 0.7", FASHION,
         _fedp3(0.9, "opu3", **_local("uniform")), _fedp3(0.9, "opu3", **_local("ordered-dropout")),
     ),
     Claim(
-        "4a", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets are more accurate than DP-Fed, at equal noise", PRIVATE,
+        "4a", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets beat DP-Fed, at equal noise", PRIVATE,
         ONE_SHOT, {"system": "dpfed"}, seeds=5, measure="received",
     ),
     Claim(
         "4b", "Fed-LTP, Table 3",
-        "Fed-LTP's one-shot tickets are more accurate than Fed-SPA without acceleration, p = 0.4",
+        "Fed-LTP's one-shot tickets beat Fed-SPA without acceleration, p = 0.4",
         PRIVATE, ONE_SHOT, _fedspa("none"), seeds=5, measure="received",
     ),
     Claim(
@@ -381,19 +381,19 @@ FIRST = (
     ),
     Claim(
         "4e", "Fed-LTP, Table 3",
-        "Fed-LTP's one-shot tickets are more accurate than Fed-SPA with damped momentum, p = 0.4",
+        "Fed-LTP's one-shot tickets beat Fed-SPA with damped momentum, p = 0.4",
         PRIVATE, ONE_SHOT, _fedspa("momentum"), seeds=5, measure="received",
     ),
     Claim(
-        "4f", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets are more accurate than Fed-SPA with Adam, p = 0.4",
+        "4f", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets beat Fed-SPA with Adam, p = 0.4",
         PRIVATE, ONE_SHOT, _fedspa("adam", **{"server-learning-rate": 0.003}), seeds=5, measure="received",
     ),
     Claim(
-        "4g", "Fed-LTP, Figure 5", "One-shot tickets that keep 0.53 of the weights are more accurate than with 0.22",
+        "4g", "Fed-LTP, Figure 5", "One-shot tickets that keep 0.53 of the weights beat with 0.22",
         PRIVATE, ONE_SHOT, _one_shot(0.22), measure="received",
     ),
     Claim(
-        "4h", "Fed-LTP, Figure 5", "Iterative pruning that keeps 0.54 of the weights is more accurate than with 0.20",
+        "4h", "Fed-LTP, Figure 5", "Iterative pruning that keeps 0.54 of the weights beats with 0.20",
         PRIVATE, _iterative(0.738, 0.1), _iterative(0.738, 0.4), measure="received",
     ),
     Claim(
@@ -402,7 +402,7 @@ FIRST = (
     ),
     Claim(
         "4j", "Fed-LTP, Figure 7",
-        "One-shot tickets: the best round by noised scores is more accurate than the last round",
+        "One-shot tickets: the best round by noised scores beats the last round",
         PRIVATE, _one_shot(0.53, "all"), ONE_SHOT, measure="received",
     ),
     _of_language(
@@ -456,26 +456,26 @@ FIRST = (
     ),
     *(
         Claim(
-            name, "Dis-PFL, Table 1", f"Tuned alike, Dis-PFL at density 0.5 is more accurate than {other}", TUNED,
+            name, "Dis-PFL, Table 1", f"Tuned: Dis-PFL at density 0.5 beats {other}", TUNED,
             _at_random(0.5), settings, seeds=5, first_seed=1,
         )
         for name, other, settings in (
-            ("6a", "training alone", STANDALONE), ("6b", "FedAvg-FT with 10 clients a round", TEN),
-            ("6c", "Ditto with 10 clients a round", {"system": "ditto"}),
-            ("6d", "Sub-FedAvg with 10 clients a round", {"system": "subfedavg"}),
+            ("6a", "training alone", STANDALONE), ("6b", "FedAvg-FT (10 clients)", TEN),
+            ("6c", "Ditto (10 clients)", {"system": "ditto"}),
+            ("6d", "Sub-FedAvg (10 clients)", {"system": "subfedavg"}),
         )
     ),
     Claim(
-        "6e", "Dis-PFL, Tables 1 and 3", "Tuned alike, Dis-PFL at density 0.5 is at most one point behind D-PSGD-FT",
+        "6e", "Dis-PFL, Tables 1 and 3", "Tuned: Dis-PFL at density 0.5 is at most one point behind D-PSGD-FT",
         TUNED, _at_random(0.5), DPSGD_FT, seeds=5, first_seed=1, margin=1.0,
     ),
     Claim(
-        "6f", "Dis-PFL, Table 1", "Tuned alike, D-PSGD-FT is more accurate than training alone", TUNED,
+        "6f", "Dis-PFL, Table 1", "Tuned: D-PSGD-FT beats training alone", TUNED,
         DPSGD_FT, STANDALONE, seeds=5, first_seed=1,
     ),
     *LAST_PHASE,
     Claim(
-        "6g", "not in the paper", "Tuned alike, FedAvg-FT with all clients a round is more accurate than with ten",
+        "6g", "not in the paper", "Tuned: FedAvg-FT with all clients a round beats with ten",
         TUNED, ALL, TEN, seeds=5, first_seed=1,
     ),
 )  # fmt: skip
