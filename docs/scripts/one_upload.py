@@ -313,21 +313,21 @@ def claims_table() -> str:
 
 
 def models_table() -> str:
-    """What seed 0's sums gave: perplexities by text, and what a client sent."""
+    """What seed 0's sums gave: perplexities by shape and bits, and those of the dense model."""
     rows = [row for row in read_rows(DATA) if row["seed"] == "0"]
     texts = sorted({row["text"] for row in rows}, reverse=True)
-    lines = [
-        f"| model | bits | {' | '.join(texts)} | MB that a client sent |",
-        f"| --- | ---: |{' ---: |' * len(texts)} ---: |",
-    ]
+    found = {(row["model"], row["text"]): float(row["perplexity"]) for row in rows}
+    cells: dict[str, dict[str, str]] = {DENSE: {}}
+    dense = {row["text"]: float(row["dense"]) for row in read_rows(BY_LAYER) if row["deal"] == "articles"}
+    cells[DENSE]["16"] = ", ".join(f"{dense[text]:.1f}" for text in texts)
     for model in MODELS:
-        of_text = {row["text"]: row for row in rows if row["model"] == model.name}
-        if of_text and model.shape:
-            row = next(iter(of_text.values()))
-            said = model.shape + ("" if model.changes or not model.source else ", rounded to nearest")
-            numbers = [f"{float(of_text[text]['perplexity']):.1f}" for text in texts]
-            cells = [said, row["bits"], *numbers, row["megabytes_of_a_client"]]
-            lines.append(f"| {' | '.join(cells)} |")
+        if model.shape and (model.name, texts[0]) in found:
+            column = str(model.bits) + ("" if model.changes or not model.source else NEAREST)
+            numbers = (f"{found[model.name, text]:.1f}" for text in texts)
+            cells.setdefault(model.shape, {})[column] = ", ".join(numbers)
+    lines = [f"| {', '.join(texts)} | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
+    for shape, of_shape in cells.items():
+        lines.append(f"| {shape} | {' | '.join(of_shape.get(column, '–') for column in COLUMNS)} |")
     return "\n".join(lines)
 
 
@@ -353,7 +353,8 @@ def exchanges_table() -> str:
     return "\n".join(lines)
 
 
-TEXT = "wikitext-2"
+TEXT, NEAREST = "wikitext-2", ", nearest"
+COLUMNS = ("16", "8", "4", f"4{NEAREST}", "3", f"3{NEAREST}")
 TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
 
 
