@@ -157,8 +157,9 @@ class Policy:
             raise declined("model", name, "allowed-models", f"SHA-256 {' '.join(allowed)}")
 
     def check_noise(self, options: DPOptions, noise_multiplier: float, key: str) -> None:
-        own_part = options.own_part(noise_multiplier)
-        if own_part < self.min_noise_multiplier:
+        if not self.min_noise_multiplier:
+            return
+        if (own_part := options.own_part(noise_multiplier)) < self.min_noise_multiplier:
             allowed = f"at least {self.min_noise_multiplier}"
             whose = "the own part of " if options.noise_shared_by > 1 else ""
             raise declined(whose + key, own_part, "min-noise-multiplier", allowed)
