@@ -434,8 +434,8 @@ class ImageClient(Node):
                 totals = torch.bincount(self.data.test_labels).tolist()
                 counts = enumerate(zip(self.tested.correct_by_class, totals, strict=False))
                 scores |= {f"accuracy-of-class/{label}": correct / n for label, (correct, n) in counts if n}
-            # a private client pays for every accuracy; after a last phase all validate what is then tested
-            if self.validates == "personal" or self.config.last_phase:
+            # a private client pays for every accuracy; after a last phase all others validate what is then tested
+            if self.validates == "personal" or (self.privacy is None and self.config.last_phase):
                 scores["accuracy-validation"] = self.accuracy(task, "validation")
             remember_scores(path, digest, scores)
         return scores
