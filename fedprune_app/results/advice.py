@@ -124,9 +124,16 @@ def privacy(methods: Methods, epsilon: float) -> Answer:
     for name, group in methods.items():
         if name == private(group.system) and (found := _between(methods, name, group.system)):
             details.append(f"ε {epsilon:g} with {group.system}: {points(found)} against the same without privacy")
-    worth = _between(methods, private("fedavg"), ALONE)
+    worth, of_noise = _between(methods, private("fedavg"), ALONE), _between(methods, private("fedavg"), "fedavg")
     if worth is None:
         return Answer(question, _UNFINISHED, tuple(details))
+    if of_noise is not None and is_ahead(of_noise):  # noise teaches nothing
+        unsuited = "its learning rate or its rounds do not suit these data; give more minutes"
+        return Answer(
+            question,
+            f"cannot be told: FedAvg is more accurate with noise than without, so {unsuited}",
+            tuple(details),
+        )
     word = {
         True: "worth it",
         False: "not worth it: a site alone tells nobody anything, and is more accurate",

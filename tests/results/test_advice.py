@@ -72,6 +72,15 @@ def test_privacy_that_leaves_less_than_training_alone_is_not_worth_it():
     assert "not asked" in privacy(methods, 0).answer
 
 
+def test_privacy_that_seems_to_help_says_that_the_runs_do_not_suit():
+    noisy = method("fedavg", [0.7, 0.8, 0.9], spread=0.002)
+    methods = {"standalone": ALONE, "fedavg": method("fedavg", [0.55, 0.65, 0.75]), private("fedavg"): noisy}
+    assert privacy(methods, 8).answer == (
+        "cannot be told: FedAvg is more accurate with noise than without, so its learning rate or its rounds do not "
+        "suit these data; give more minutes"
+    )
+
+
 @pytest.mark.parametrize(("values", "margin", "told"), [((0.02, 0.021, 0.019), 0, True), ((-0.005,) * 3, 0.01, True)])
 def test_a_margin_is_how_far_behind_counts_as_level(values, margin, told):
     pairs = {(seed, k): value for seed, value in enumerate(values) for k in range(2)}
@@ -89,6 +98,8 @@ def test_the_page_of_advice_is_small_and_says_what_each_method_is(tmp_path):
     page = write_advice(advice, tmp_path / "advice.html").read_text()
     for text in ("3 sites", "3 rounds with 3 seeds", "These are few rounds", "fine-tuned by every client", "a note"):
         assert text in page
+    advice = replace(advice, notes=["no time was left to choose learning rates"])
+    assert "which may change any answer" in write_advice(advice, tmp_path / "advice.html").read_text()
     assert len(page) < 20_000
     assert str(tmp_path) not in page
 
