@@ -317,9 +317,8 @@ def models_table() -> str:
     rows = [row for row in read_rows(DATA) if row["seed"] == "0"]
     texts = sorted({row["text"] for row in rows}, reverse=True)
     found = {(row["model"], row["text"]): float(row["perplexity"]) for row in rows}
-    cells: dict[str, dict[str, str]] = {DENSE: {}}
     dense = {row["text"]: float(row["dense"]) for row in read_rows(BY_LAYER) if row["deal"] == "articles"}
-    cells[DENSE]["16"] = ", ".join(f"{dense[text]:.1f}" for text in texts)
+    cells = {DENSE: {"16": ", ".join(f"{dense[text]:.1f}" for text in texts)}}
     for model in MODELS:
         if model.shape and (model.name, texts[0]) in found:
             column = str(model.bits) + ("" if model.changes or not model.source else NEAREST)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # only the hooks of the base class: nothing here knows a syst
     from strategies.base import FederatedStrategy
 
 EVALUATION = metrics.ReplyKind.EVALUATION
+# a client's columns after a last phase, and those of an evaluation that say the same of its model then
+_LAST_PHASE = {"accuracy_last_phase": "accuracy_personal", "accuracy_last_phase_validation": "accuracy_validation"}
 
 
 def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
@@ -80,10 +82,6 @@ def last_phase(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     costs = {"bytes_up": log.bytes_up, "bytes_down": log.bytes_down, "flops": flops}
     means = {key: value for name in _LAST_PHASE for key, value in _mean_of(name, round.log).items()}
     return {**means, **{f"last_phase_{key}": cost for key, cost in costs.items()}}
-
-
-_LAST_PHASE = {"accuracy_last_phase": "accuracy_personal", "accuracy_last_phase_validation": "accuracy_validation"}
-# a client's columns after a last phase, and those of an evaluation that have the same of its model then
 
 
 def _local_phase(

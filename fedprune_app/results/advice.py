@@ -17,6 +17,7 @@ _WORDS = {ALONE: "training alone", FEDERATED: "FedAvg-FT"}
 MARGIN = 0.01  # so far behind counts as level
 _FEWEST = 3  # seeds
 _UNFINISHED = "cannot be told: runs of it have failed"
+NO_RATES = "no time was left to choose learning rates"  # a note
 _BYTES_PER_SECOND = 10e6 / 8  # at 10 Mbit/s
 
 
@@ -120,19 +121,21 @@ def privacy(methods: Methods, epsilon: float) -> Answer:
     question = "What does privacy cost?"
     if not epsilon:
         return Answer(question, "not asked: with --epsilon 8 private methods run too")
-    details = []
-    for name, group in methods.items():
-        if name == private(group.system) and (found := _between(methods, name, group.system)):
-            details.append(f"ε {epsilon:g} with {group.system}: {points(found)} against the same without privacy")
-    worth, of_noise = _between(methods, private("fedavg"), ALONE), _between(methods, private("fedavg"), "fedavg")
-    if worth is None:
-        return Answer(question, _UNFINISHED, tuple(details))
-    if of_noise is not None and is_ahead(of_noise):  # noise teaches nothing
+    costs = {
+        group.system: found
+        for name, group in methods.items()
+        if name == private(group.system) and (found := _between(methods, name, group.system))
+    }
+    details = tuple(
+        f"ε {epsilon:g} with {system}: {points(found)} against the same without privacy"
+        for system, found in costs.items()
+    )
+    if (worth := _between(methods, private("fedavg"), ALONE)) is None:
+        return Answer(question, _UNFINISHED, details)
+    if "fedavg" in costs and is_ahead(costs["fedavg"]):  # noise teaches nothing
         unsuited = "its learning rate or its rounds do not suit these data; give more minutes"
         return Answer(
-            question,
-            f"cannot be told: FedAvg is more accurate with noise than without, so {unsuited}",
-            tuple(details),
+            question, f"cannot be told: FedAvg is more accurate with noise than without, so {unsuited}", details
         )
     word = {
         True: "worth it",
@@ -140,7 +143,7 @@ def privacy(methods: Methods, epsilon: float) -> Answer:
         None: f"whether it is worth it {_open(worth)}",
     }[is_ahead(worth)]
     text = f"{word}; private FedAvg at ε {epsilon:g} has {points(worth)} against training alone without privacy"
-    return Answer(question, text, tuple(details))
+    return Answer(question, text, details)
 
 
 def cost_of(group: Group, num_sites: int) -> str:
@@ -183,6 +186,10 @@ class Advice:
             prune(self.methods, self.sparse, self.shares),
             privacy(self.methods, self.epsilon),
         )
+
+    @property
+    def has_chosen_rates(self) -> bool:
+        return NO_RATES not in self.notes
 
     @property
     def method_rows(self) -> list[list[str]]:

@@ -122,7 +122,7 @@ def advise(
     rounds = min(_MOST_ROUNDS, pace.rounds_until(end, _SHARE_OF_SEARCH + len(SEEDS)))
     entries = {method: entries[method] for method in first}
     if rounds < _ROUNDS_OF_A_SEARCH:
-        notes.append("no time was left to choose learning rates")
+        notes.append(advice.NO_RATES)
         entries = {method: tried[1:2] for method, tried in entries.items()}
     else:
         notes.append("learning rates were chosen by validation accuracy, in runs of a quarter and a half of the rounds")

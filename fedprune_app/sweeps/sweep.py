@@ -352,7 +352,11 @@ def _check_objective(search: Search, config: Config) -> None:
     has_validation = not SYSTEMS[config.system].reads_text and config.validation_fraction > 0
     if search.objective == AFTER_LAST_PHASE and not config.last_phase:
         raise ConfigError(
-            "objective", search.objective, "'accuracy_validation_mean'", condition="with last-phase false"
+            "objective",
+            search.objective,
+            "'accuracy_validation_mean'",
+            condition="with last-phase false",
+            where=search.where,
         )
     if search.objective != "loss_mean" and not has_validation:
         raise ConfigError(
