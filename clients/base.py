@@ -25,6 +25,8 @@ from fedprune_app.core import rng
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.flops import sparse_flops, training_flops
+from fedprune_app.core.holders import HELD, HOLDERS, Holders
+from fedprune_app.core.masks import packed
 from fedprune_app.core.named import TensorDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
@@ -243,9 +245,12 @@ class ImageClient(Node):
             self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks)
         )
 
-    def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+    def integers(self, task: Task, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+        if HOLDERS in terms:
+            return Holders.integers(payload)
         most = int(terms["max-weight"])
-        return MaskedMean(int(terms["max-addends"]), most).integers(payload, min(self.num_examples, most))
+        sums = MaskedMean(int(terms["max-addends"]), most).integers(payload, min(self.num_examples, most))
+        return packed(sums, task.payload.masks) if task.fields.get("asks") == HELD else sums
 
     # --- local work ---------------------------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class FedSpaLLMClient(Node):
                 return f"fedspallm.{name} is {value!r}, allowed with secure-sums: {allowed}"
         return ""
 
-    def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+    def integers(self, task: Task, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
         if self.shares_noise:
             return dict(payload.tensors)
         return hessians.integers(payload.tensors, self.num_examples)

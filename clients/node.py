@@ -19,12 +19,13 @@ from clients.context import NodeContext
 from clients.privacy import ClientPrivacy, PlannedReleases, data_of, ledger_path
 from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import Config
+from fedprune_app.core.holders import HELD
 from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.secure_aggregation import BODY, INPUT, MASKED, STAGE, Identity, Member, body_of
 from fedprune_app.engine.simulated_grid import shares_disk_with_server
-from fedprune_app.engine.store import State, VersionedStore, client_store
+from fedprune_app.engine.store import State, VersionedStore, client_store, grouped
 from fedprune_app.learning.device import device_of
 from fedprune_app.results import system_metrics
 
@@ -212,7 +213,7 @@ class Node(NumPyClient):
         reason = f"secure-sums is true, allowed with system {config.system!r}: false; {cls.not_summed}"
         return reason if cls.not_summed else ""
 
-    def integers(self, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
+    def integers(self, task: Task, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
         """Return an update as the int64 that the server's exact sums add up, by their ``terms``."""
         raise NotImplementedError
 
@@ -274,7 +275,11 @@ class Node(NumPyClient):
         saves nothing for an update to discard, such as one of a training that diverged.
         """
         if "asks" in task.fields:
-            return self._masked(task, self.answer(task, self.load_state(task)[0])), {}
+            state = self.load_state(task)[0]
+            if task.fields["asks"] == HELD:
+                update = Payload(state.group("sent"), state.group("sent_masks"))
+                return self._masked(task, update, str(state.meta.get("received", ""))), {}
+            return self._masked(task, self.answer(task, state)), {}
         if self.privacy is None:
             return self._train_and_store(task)
         from fedprune_app.privacy.ledger import Overspent
@@ -294,21 +299,29 @@ class Node(NumPyClient):
         if self.privacy is not None:  # a copy outside the ledger shows if the ledger has lost a charge
             meta["charges"] = len(self.privacy.ledger)
         durable = not (self.state_waits_for_checkpoint and shares_disk_with_server())
-        state = State(update.state.tensors, meta)
+        tensors = update.state.tensors
+        if self.member is not None and update.payload.masks:  # the server asks for the values next
+            tensors = {**tensors, **grouped(sent=update.payload.tensors, sent_masks=update.payload.masks)}
+            meta["received"] = wire.digest_of(task.payload, update.payload.tensors)
+        state = State(tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
         payload = self._masked(task, update.payload)
         return payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
-    def _masked(self, task: Task, payload: Payload) -> Payload:
-        """Return with secure sums one tensor of integers under masks, of which the server can read the sum alone."""
+    def _masked(self, task: Task, payload: Payload, received: str = "") -> Payload:
+        """Return with secure sums one tensor of integers under masks, of which the server can read the sum alone.
+
+        ``received`` is the digest of a model that came before the message.
+        """
         if self.member is None:
             return payload
         asked = {name: value for name, value in sorted(task.fields.items()) if name not in _BESIDE_THE_REQUEST}
         message = hashlib.sha256(f"{self.context.run_key} {task.digest()} {asked}".encode()).hexdigest()
-        integers = self.integers(payload, body_of(task.fields, INPUT)["terms"])
+        integers = self.integers(task, payload, body_of(task.fields, INPUT)["terms"])
         words = torch.cat([tensor.flatten() for _, tensor in sorted(integers.items())]).numpy().view(np.uint64)
-        masked, notes = self.member.masked(task.fields, words, message, wire.digest_of(task.payload, payload.tensors))
+        model = wire.digest_of(task.payload, payload.tensors) + received
+        masked, notes = self.member.masked(task.fields, words, message, model, payload.digest())
         task.notes.extend(notes)
         return Payload({MASKED: torch.from_numpy(masked.view(np.int64))})
 

@@ -33,6 +33,14 @@ class SubFedAvgClient(ImageClient):
     Biases and norms are never pruned.
     """
 
+    not_summed = ""
+
+    @classmethod
+    def why_not_summed(cls, config: Config) -> str:
+        """A weight that fewer clients hold would stand in a sum of theirs alone."""
+        least, found = config.secure_sums_threshold or 3, config.subfedavg.min_holders
+        return "" if found >= least else f"subfedavg.min-holders is {found}, allowed with secure-sums: at least {least}"
+
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         """Masks come from private weights; the gate reads held-out data, so it needs its own noise."""

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fedprune_app.config import Config
 from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core.holders import HELD, Holders
+from fedprune_app.core.masks import packed
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
@@ -28,6 +30,7 @@ from fedprune_app.federation.participation import Participation, check_min_repli
 from fedprune_app.federation.privacy_warnings import privacy_warnings
 from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.results import system_metrics
+from fedprune_app.results.metrics import ReplyKind
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -221,6 +224,7 @@ class AveragingStrategy(FederatedStrategy):
     """For systems whose new model is an average of the replies: a masked mean, by default with equal weights."""
 
     by_examples = False  # whether a client's weight is its number of examples
+    min_holders = 1  # of a coordinate that is averaged; with fewer it is unchanged
     mean = MaskedMean(1)  # that of the round
 
     def weight_of(self, client: int) -> int:
@@ -236,8 +240,34 @@ class AveragingStrategy(FederatedStrategy):
     def accumulator(self) -> MaskedMean:
         return self.mean
 
+    def train(self, round: Round) -> None:
+        if self.config.secure_sums and self.expect(round, round.participants[0]).masked:
+            self._sum_held(round)
+        else:
+            super().train(round)
+
+    def _sum_held(self, round: Round) -> None:
+        """Sum who holds each coordinate, and then, of the same clients, the values of those that enough hold."""
+        holders, members = Holders(self.model), []
+        for reply in exchange(round, self.send(round), self.expect, into=holders):
+            with round.log.rejecting(reply):
+                members = sorted(reply.by_client)
+                holders.add(reply.update, len(members))
+        chosen = holders.at_least(self.min_holders)
+        schema = wire.Schema.like(packed(self.model, chosen))
+        model = Payload(self.model).digest()
+        outgoing = OutgoingMessage.to_each(members, Payload(chosen, chosen), asks=HELD, model=model)
+        name, least = f"values of round {round.number}", len(members)
+        for reply in exchange(
+            round, outgoing, lambda *_: schema, name=name, kind=ReplyKind.ANSWER, least=least, into=self.mean
+        ):
+            with round.log.rejecting(reply):
+                self.mean.add_held(reply.update, least, holders.counts, chosen)
+
     def receive(self, round: Round, reply: Reply) -> None:
         self.mean.add(reply.update, weight=sum(map(self.weight_of, reply.by_client)))
 
     def end(self, round: Round) -> None:
+        if self.min_holders > 1:
+            round.log.columns["few_holders"] = self.mean.leave_out(self.min_holders)
         self.model = self.mean.mean(self.model)  # a coordinate that nobody sent is unchanged

@@ -5,6 +5,7 @@ Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 1 to 10. The client hal
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
@@ -27,6 +28,10 @@ class SubFedAvg(AveragingStrategy):
             "epoch, and with one epoch they are equal"
         )
         return [*super().warnings(), *([doubt] if self.config.local_epochs == 1 else [])]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.min_holders = self.config.subfedavg.min_holders
 
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
         return OutgoingMessage.to_each(round.participants, Payload(self.model))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import masked_tensors
-from fedprune_app.core.masks import keep_count
+from fedprune_app.core.masks import Masks, keep_count, unpacked
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, n_of_m_mask, smallest
@@ -79,7 +79,7 @@ class MaskedMean:
         return {"max-addends": self.max_addends, "max-weight": self.max_weight}
 
     def integers(self, payload: Payload, weight: int) -> TensorDict:
-        """Add the first payload, which is dense, and return what it adds: int64 whose sums :meth:`add` takes."""
+        """Add the first payload, and return what it adds: int64 whose sums :meth:`add` takes if it is dense."""
         self.add(payload, weight)
         return {**self._sums, _WEIGHT: torch.tensor(weight)}
 
@@ -87,6 +87,22 @@ class MaskedMean:
     def integer_shapes(shapes: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
         """Return the names and shapes of :meth:`integers` of tensors with these names and shapes."""
         return {**shapes, _WEIGHT: torch.Size([])}
+
+    def add_held(self, payload: Payload, members: int, holders: Tensors, chosen: Masks) -> None:
+        """Add this many members' sum of values at the ``chosen`` coordinates, which ``holders`` of them kept."""
+        self._add_sum(payload, members)
+        zeros = {name: torch.zeros_like(counts, dtype=torch.int64) for name, counts in holders.items()}
+        self._sums = unpacked(self._sums, chosen, zeros)
+        self._weights = {name: counts.to(self._weight_dtype) for name, counts in holders.items()}
+
+    def leave_out(self, least: int) -> int:
+        """Take coordinates that fewer than ``least`` clients kept for kept by none; return how many these are."""
+        few = 0
+        for name, weights in self._weights.items():
+            are_few = (weights > 0) & (weights < least)
+            few += int(are_few.expand(self._sums[name].shape).sum())
+            weights.masked_fill_(are_few, 0)
+        return few
 
     def _scale(self, weight: int) -> float:
         return weight / self.max_weight * _GRID

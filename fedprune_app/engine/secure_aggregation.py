@@ -199,11 +199,12 @@ class Member:
             return packed(stage, answers[stage](body_of(fields, stage)))
 
     def masked(
-        self, fields: Mapping[str, object], words: Words, message: str, model: str = ""
+        self, fields: Mapping[str, object], words: Words, message: str, model: str = "", update: str = ""
     ) -> tuple[Words, list[str]]:
         """Return the addend (n,) under all masks, which overwrites ``words``, and notes on what peers did wrong.
 
         ``message`` is the digest of what the server asked for, and ``model`` of what all members must have received.
+        ``update`` is that of which the addend is made, by default itself.
         """
         self._advance(SHARES, INPUT)
         state, roster = self.state, self._roster()
@@ -227,7 +228,7 @@ class Member:
                 held[dealer] = [part.hex() for part in parts]
             else:
                 notes.append(f"the shares of client {dealer} do not open, or are not those that it announced")
-        state |= {"held": held, "members": sorted(dealt), "addends": [_digest(words.tobytes()), message]}
+        state |= {"held": held, "members": sorted(dealt), "addends": [update or _digest(words.tobytes()), message]}
         add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
         private = derived_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
@@ -363,6 +364,7 @@ class SecureSum:
     members: list[int]  # those that have answered all stages so far
     terms: Mapping[str, int] = field(default_factory=dict)  # by which members compute their addends
     model: str = ""  # the digest of what they receive for it
+    least: int = 0  # how many addends have to come, if that is more than the threshold
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     answered: list[int] = field(default_factory=list)  # the stage at work
     roster: dict[int, Advert] = field(default_factory=dict)
@@ -427,10 +429,11 @@ class SecureSum:
     def close(self, stage: str, failures: Sequence[str]) -> None:
         """End a stage. Raises :class:`TooFewReplies` where fewer members than the threshold have answered it."""
         self.threshold = threshold_of(self.threshold, len(self.roster))
-        if len(self.answered) < self.threshold:
+        least = self.threshold if stage in (AGREE, OPEN) else max(self.threshold, self.least)
+        if len(self.answered) < least:
             raise TooFewReplies(
                 f"{self.name}: {len(self.answered)} clients are left after stage '{stage}' of the secure sum, "
-                f"allowed: {self.threshold} or more; first failure: {failures[0] if failures else 'none'}"
+                f"allowed: {least} or more; first failure: {failures[0] if failures else 'none'}"
             )
         self.members, self.answered = sorted(self.answered), []
         if stage == INPUT:

@@ -112,7 +112,8 @@ def _summed(
     log, inputs = round.log, list(outgoing)
     threshold, members = channel_of(round).context.config.secure_sums_threshold, [message.client for message in inputs]
     sent = expect(round, members[0]).shapes
-    secure = SecureSum(name, threshold, members, into.terms, wire.digest_of(inputs[0].payload, sent))
+    received = wire.digest_of(inputs[0].payload, sent) + str(inputs[0].fields.get("model", ""))
+    secure = SecureSum(name, threshold, members, into.terms, received, least)
     for stage in (KEYS, SHARES):
         _ask_members(round, secure, stage)
     shapes = dict(sorted(into.integer_shapes(sent).items()))
@@ -125,7 +126,7 @@ def _summed(
         if message.client in secure.members
     ]
     total, num_failures = Reply(-1, 0, name, counts=True), len(log.failures)
-    for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, least):
+    for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, 0):
         secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
         total.num_examples += reply.num_examples
         total.rows[reply.client], reply.row = reply.row, {}
