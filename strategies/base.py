@@ -224,7 +224,7 @@ class AveragingStrategy(FederatedStrategy):
     """For systems whose new model is an average of the replies: a masked mean, by default with equal weights."""
 
     by_examples = False  # whether a client's weight is its number of examples
-    min_holders = 1  # of a coordinate that is averaged; with fewer it is unchanged
+    min_holders = 0  # of a coordinate that is averaged, where clients send masks; with fewer it is unchanged
     mean = MaskedMean(1)  # that of the round
 
     def weight_of(self, client: int) -> int:
@@ -237,17 +237,14 @@ class AveragingStrategy(FederatedStrategy):
         largest = max(map(self.weight_of, round.participants))
         self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
-    def accumulator(self) -> MaskedMean:
-        return self.mean
+    def accumulator(self) -> Accumulator:
+        return Holders(self.model) if self.min_holders else self.mean
 
     def train(self, round: Round) -> None:
-        if self.config.secure_sums and self.expect(round, round.participants[0]).masked:
-            self._sum_held(round)
-        else:
+        """Where clients send masks, secure sums are two: of the masks, and of the values that enough of them hold."""
+        if not (self.config.secure_sums and self.min_holders):
             super().train(round)
-
-    def _sum_held(self, round: Round) -> None:
-        """Sum who holds each coordinate, and then, of the same clients, the values of those that enough hold."""
+            return
         holders, members = Holders(self.model), []
         for reply in exchange(round, self.send(round), self.expect, into=holders):
             with round.log.rejecting(reply):

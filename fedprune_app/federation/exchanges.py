@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MessageType
 
+from fedprune_app.core.holders import HOLDERS
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import ReceivedReply, TooFewReplies, message_to, require, send_and_receive
@@ -111,7 +112,10 @@ def _summed(
     """
     log, inputs = round.log, list(outgoing)
     threshold, members = channel_of(round).context.config.secure_sums_threshold, [message.client for message in inputs]
-    sent = expect(round, members[0]).shapes
+    schema = expect(round, members[0])
+    if schema.masked and HOLDERS not in into.terms:
+        raise ValueError("replies have masks, allowed in a secure sum: none, since one client's weights would be alone")
+    sent = schema.shapes
     received = wire.digest_of(inputs[0].payload, sent) + str(inputs[0].fields.get("model", ""))
     secure = SecureSum(name, threshold, members, into.terms, received, least)
     for stage in (KEYS, SHARES):

@@ -10,18 +10,24 @@ from fedprune_app.testing import cut_after, lasting
 from tests.conformance.conftest import ROUNDS, VARIANTS, of_system
 
 SUMMED = [name for name, system in SYSTEMS.items() if not system.client.not_summed]
+HELD = {"subfedavg.min-holders": 3}
+"""What systems with masks need."""
 CASES = [*SUMMED, *(name for name, more in VARIANTS.items() if more["system"] in SUMMED)]
 ALL = pytest.mark.parametrize("case", [of_system(case, full=case != "fedavg") for case in CASES])
 PUBLIC = [case for case in CASES if case != "dpfed"]  # private by nature, with no last phase
 
 
 def test_systems_whose_server_adds_replies_up_and_no_others_have_secure_sums():
-    assert {*SUMMED} == {"fedavg", "fedavg-ft", "fedprox", "dpfed", "ditto", "lg-fedavg"}
+    assert {*SUMMED} == {"fedavg", "fedavg-ft", "fedprox", "dpfed", "ditto", "lg-fedavg", "subfedavg", "subfedavg-hy"}
+
+
+def needs(case):
+    return HELD if case.startswith("subfedavg") else {}
 
 
 @ALL
 def test_a_run_with_secure_sums_is_the_run_without(conform, case):
-    plain, secure = conform(case), conform(case, secure_sums=True)
+    plain, secure = conform(case, **needs(case)), conform(case, secure_sums=True, **needs(case))
     assert secure.sha256 == plain.sha256
     assert lasting(secure.rounds) == lasting(plain.rounds)
     assert lasting(secure.clients) == lasting(plain.clients)
@@ -29,8 +35,9 @@ def test_a_run_with_secure_sums_is_the_run_without(conform, case):
 
 @ALL
 def test_a_run_with_secure_sums_that_is_resumed_has_the_same_models(conform, tmp_path, case):
-    whole = conform(case, secure_sums=True)
-    resumed = conform(case, resume_from=str(cut_after(whole, ROUNDS - 1, tmp_path / "cut")), secure_sums=True)
+    secure = {"secure_sums": True, **needs(case)}
+    whole = conform(case, **secure)
+    resumed = conform(case, resume_from=str(cut_after(whole, ROUNDS - 1, tmp_path / "cut")), **secure)
     assert resumed.sha256 == whole.sha256
     assert lasting(resumed.rounds) == lasting(whole.rounds)
 
@@ -38,6 +45,7 @@ def test_a_run_with_secure_sums_that_is_resumed_has_the_same_models(conform, tmp
 @pytest.mark.parametrize("case", [of_system(case, full=case != "fedavg") for case in PUBLIC])
 @pytest.mark.parametrize("more", [{"last_phase": True}, {"holdout_clients": 3}])
 def test_phases_after_the_last_round_are_the_same_with_secure_sums(conform, case, more):
+    more = {**more, **needs(case)}
     threshold = {"secure_sums_threshold": 2} if "holdout_clients" in more else {}
     plain, secure = conform(case, **more), conform(case, secure_sums=True, **threshold, **more)
     assert secure.sha256 == plain.sha256

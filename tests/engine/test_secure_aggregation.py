@@ -46,7 +46,7 @@ class Federation:
             )
             for k in range(size)
         }
-        self.threshold = threshold
+        self.threshold, self.update = threshold, ""
         self.server = self.new_sum()
 
     def new_sum(self) -> SecureSum:
@@ -61,7 +61,9 @@ class Federation:
             fields = json.loads(json.dumps(packed(stage, body)))
             try:
                 if stage == INPUT:
-                    words, notes = self.members[client].masked(fields, ADDENDS[client].copy(), REQUEST)
+                    words, notes = self.members[client].masked(
+                        fields, ADDENDS[client].copy(), REQUEST, update=self.update
+                    )
                     self.server.add(client, words)
                     if notes:
                         failures[client] = "; ".join(notes)
@@ -191,14 +193,15 @@ def test_nobody_agrees_to_a_sum_without_its_own_addend_or_of_too_few(federation)
     assert "are [1, 2, 3, 9]" in failures[2], "a member that never was"
 
 
-@pytest.mark.parametrize("same", ["addend", "message"])
-def test_a_sum_of_the_same_addend_or_message_is_not_opened_with_other_members(federation, same):
+@pytest.mark.parametrize("same", ["addend", "message", "update"])
+def test_a_sum_of_the_same_addend_message_or_update_is_not_opened_with_other_members(federation, same):
+    federation.update = "5e" * 32 if same == "update" else ""  # what the addends are made of
     federation.up_to(OPEN)
     federation.new_sum()
     federation.up_to(SHARES)
-    addend = ADDENDS[1] + np.uint64(same == "message")
-    fields = federation.server.message(INPUT, 1)
-    federation.members[1].masked(fields, addend.copy(), "another" if same == "addend" else REQUEST)
+    addend = ADDENDS[1] + np.uint64(same != "addend")
+    fields, message = federation.server.message(INPUT, 1), REQUEST if same == "message" else "another"
+    federation.members[1].masked(fields, addend.copy(), message, update=federation.update)
     others = {k: federation.members[k] for k in (0, 2, 3, 4)}
     for k, member in others.items():
         member.masked(federation.server.message(INPUT, k), ADDENDS[k] + np.uint64(5), f"{k}")

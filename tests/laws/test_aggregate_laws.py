@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core.holders import Holders
+from fedprune_app.core.masks import packed
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from tests.examples import examples
@@ -92,6 +94,43 @@ def test_a_sum_of_integers_is_averaged_to_the_bits_of_its_payloads(clients):
     mean.add(sums, sum(weights))
     expected = mean_of(payloads, fallback, weights)
     assert all(torch.equal(mean.mean(fallback)[name], tensor) for name, tensor in expected.items())
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=6), st.integers(1, 4))
+def test_sums_of_masks_and_of_what_enough_hold_are_averaged_to_the_bits_of_the_payloads(seeds, least):
+    payloads, fallback = [random_payload(seed) for seed in seeds], dict(random_payload(99).tensors)
+    holders, mean, expected = Holders(fallback), MaskedMean(len(seeds)), MaskedMean(len(seeds))
+    masks = sum(Holders.integers(payload)["holders"] for payload in payloads)
+    assert {"holders": masks.shape} == holders.integer_shapes({})
+    holders.add(Payload({"holders": masks}), len(seeds))
+    chosen = holders.at_least(least)
+    addends = [packed(MaskedMean(len(seeds)).integers(payload, 1), chosen) for payload in payloads]
+    values = Payload({name: sum(each[name] for each in addends) for name in addends[0]})
+    mean.add_held(values, len(seeds), holders.counts, chosen)
+    for payload in payloads:
+        expected.add(payload)
+    kept = reference_mean(payloads, [1] * len(seeds), fallback)
+    assert mean.leave_out(least) == expected.leave_out(least) == few_of(payloads, fallback, least)
+    for name, tensor in expected.mean(fallback).items():
+        assert torch.equal(mean.mean(fallback)[name], tensor)
+        torch.testing.assert_close(tensor.double(), torch.where(chosen[name], kept[name], fallback[name].double()))
+
+
+def few_of(payloads, fallback, least):
+    """How many coordinates some clients hold, but fewer than ``least``."""
+    counts = [
+        sum(p.masks.get(name, torch.ones_like(tensor, dtype=torch.bool)).int() for p in payloads if name in p.tensors)
+        for name, tensor in fallback.items()
+    ]
+    return sum(int(((count > 0) & (count < least)).sum()) for count in counts)
+
+
+@pytest.mark.parametrize(("count", "found"), [(-1, "-1 to 3"), (4, "3 to 4")])
+def test_a_sum_of_masks_that_can_be_none_is_refused(count, found):
+    masks = torch.tensor([3, 3, 3, count], dtype=torch.int16).view(torch.int64)
+    with pytest.raises(ValueError, match=f"^the sum has {found} holders of a coordinate, allowed: 0 to 3$"):
+        Holders({"w": torch.zeros(4)}).add(Payload({"holders": masks}), 3)
 
 
 def test_a_sum_that_can_be_none_of_such_payloads_is_refused_and_changes_nothing():
