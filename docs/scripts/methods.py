@@ -94,7 +94,11 @@ PRIVATE_WITH: dict[str, dict[str, object]] = {
     "dispfl": {"dispfl.growth": "random"},
     "fedspallm": {"fedspallm.merge": "hessians"},
 }
-SUMMED_WITH: dict[str, dict[str, object]] = {"fedspallm": {"fedspallm.merge": "hessians"}}
+SUMMED_WITH: dict[str, dict[str, object]] = {
+    "fedspallm": {"fedspallm.merge": "hessians"},
+    "subfedavg": {"subfedavg.min-holders": 3},
+    "subfedavg-hy": {"subfedavg.min-holders": 3},
+}
 TEXT = {"fedspallm": "file, upload"}  # prunes a trained language model, so no run of FedAvg stands beside it
 
 

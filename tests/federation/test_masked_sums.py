@@ -1,4 +1,4 @@
-"""Averages of masked updates by secure sums: the model is that of a run without, and no weight is seen that few keep."""
+"""Averages of masked updates by secure sums: the model of a run without, and no weight is seen that few keep."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_ROUND = {**PRUNING, "num_server_rounds": 1}
 
 
 def losing(clients, stage, round, values):
-    """The real app, some of whose clients fail at a stage of a round's sum of masks, or of values, as if they had gone."""
+    """The real app, some of whose clients fail at a stage of a round's sum of masks, or of values, as if gone."""
     of_values = {}
 
     def train(message, context, honest):
