@@ -59,8 +59,8 @@ class SubFedAvgOptions(Table):
     )
     min_holders: int = option(
         1,
-        "The number of clients that must have kept a weight for the server to average it; else it stays as it was. "
-        "secure-sums needs secure-sums-threshold, or 3 if that is 0.",
+        "The number of clients that must keep a weight for the server to average it; else it stays as it was. With "
+        "secure-sums at least secure-sums-threshold, or 3.",
         least=1,
     )
     gate_split: str = option(
