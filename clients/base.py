@@ -249,7 +249,8 @@ class ImageClient(Node):
         if HOLDERS in terms:
             return Holders.integers(payload)
         most = int(terms["max-weight"])
-        sums = MaskedMean(int(terms["max-addends"]), most).integers(payload, min(self.num_examples, most))
+        weight = 1 if self.sends_parts else min(self.num_examples, most)
+        sums = MaskedMean(int(terms["max-addends"]), most).integers(payload, weight)
         return packed(sums, task.payload.masks) if task.fields.get("asks") == HELD else sums
 
     # --- local work ---------------------------------------------------------------------------------------------

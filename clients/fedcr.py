@@ -35,6 +35,7 @@ class FedCRClient(FedP3Client):
     """State: as FedP3's, with a personal head."""
 
     headless = frozenset({"prior.mean", "prior.std"})
+    not_summed = "its server reads each client's Gaussians"
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

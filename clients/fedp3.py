@@ -121,6 +121,14 @@ class FedP3Client(ImageClient):
     """State: all ``weights``, and ``masks``, the P_i under which they were trained."""
 
     headless: frozenset[str] = frozenset()  # tensors that belong to no layer, which are only received
+    not_summed = ""
+    sends_parts = True
+
+    @classmethod
+    def why_not_summed(cls, config: Config) -> str:
+        if (found := config.fedp3.aggregation) != "simple":
+            return f"fedp3.aggregation is {found!r}, allowed with secure-sums: simple"
+        return super().why_not_summed(config)
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

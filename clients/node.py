@@ -117,6 +117,7 @@ class Node(NumPyClient):
 
     versions_kept = 3  # of its state, up to the one whose update the server accepted last
     not_summed = "its server reads single updates"  # why the system has no secure sums; empty if it has
+    sends_parts = False  # whether clients send different coordinates, which secure sums count first
     not_private = "nobody has examined what it releases"  # why the system cannot be private; empty if it can
     privacy_kind: type[ClientPrivacy] = ClientPrivacy
     state_waits_for_checkpoint = False  # whether a state may be lost until the round's checkpoint is written
@@ -210,8 +211,12 @@ class Node(NumPyClient):
     @classmethod
     def why_not_summed(cls, config: Config) -> str:
         """Say in one line for the user why the system cannot run so with ``secure-sums``; empty if it can."""
-        reason = f"secure-sums is true, allowed with system {config.system!r}: false; {cls.not_summed}"
-        return reason if cls.not_summed else ""
+        if cls.not_summed:
+            return f"secure-sums is true, allowed with system {config.system!r}: false; {cls.not_summed}"
+        least = config.secure_sums_threshold or 3  # what a single client keeps would stand in the sum as it is
+        if cls.sends_parts and config.min_holders < least:
+            return f"min-holders is {config.min_holders}, allowed with secure-sums: at least {least}"
+        return ""
 
     def integers(self, task: Task, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
         """Return an update as the int64 that the server's exact sums add up, by their ``terms``."""
@@ -299,14 +304,15 @@ class Node(NumPyClient):
         if self.privacy is not None:  # a copy outside the ledger shows if the ledger has lost a charge
             meta["charges"] = len(self.privacy.ledger)
         durable = not (self.state_waits_for_checkpoint and shares_disk_with_server())
-        tensors = update.state.tensors
-        if self.member is not None and update.payload.masks:  # the server asks for the values next
-            tensors = {**tensors, **grouped(sent=update.payload.tensors, sent_masks=update.payload.masks)}
-            meta["received"] = wire.digest_of(task.payload, update.payload.tensors)
+        tensors, payload = update.state.tensors, update.payload
+        if self.member is not None and self.sends_parts:  # the server asks for the values next
+            payload = payload.within(task.payload.tensors)
+            tensors = {**tensors, **grouped(sent=payload.tensors, sent_masks=payload.masks)}
+            meta["received"] = task.digest()
         state = State(tensors, meta)
         self.store.save(task.round, state, accepted=task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
-        payload = self._masked(task, update.payload)
+        payload = self._masked(task, payload)
         return payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
 
     def _masked(self, task: Task, payload: Payload, received: str = "") -> Payload:

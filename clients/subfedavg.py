@@ -34,12 +34,7 @@ class SubFedAvgClient(ImageClient):
     """
 
     not_summed = ""
-
-    @classmethod
-    def why_not_summed(cls, config: Config) -> str:
-        """Require enough holders of a weight: that of a single one would stand in the sum as it is."""
-        least, found = config.secure_sums_threshold or 3, config.subfedavg.min_holders
-        return "" if found >= least else f"subfedavg.min-holders is {found}, allowed with secure-sums: at least {least}"
+    sends_parts = True
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

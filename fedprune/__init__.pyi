@@ -191,6 +191,7 @@ class _Keys(TypedDict, total=False):
     lr_decay: float
     max_grad_norm: float
     min_clients: int
+    min_holders: int
     min_replies: int
     model: str
     momentum: float

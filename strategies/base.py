@@ -224,12 +224,17 @@ class AveragingStrategy(FederatedStrategy):
     """For systems whose new model is an average of the replies: a masked mean, by default with equal weights."""
 
     by_examples = False  # whether a client's weight is its number of examples
-    min_holders = 0  # of a coordinate that is averaged, where clients send masks; with fewer it is unchanged
+    sends_parts = False  # whether clients send different coordinates
     mean = MaskedMean(1)  # that of the round
 
     def weight_of(self, client: int) -> int:
         """Return the client's weight in the mean."""
         return self.clients[client].num_examples if self.by_examples else 1
+
+    @property
+    def min_holders(self) -> int:
+        """How many clients must hold a coordinate that is averaged; 0 where all clients hold all."""
+        return self.config.min_holders if self.sends_parts else 0
 
     # --- the mean, which systems override ---------------------------------------------------------------------------
 
@@ -241,12 +246,12 @@ class AveragingStrategy(FederatedStrategy):
         return Holders(self.model) if self.min_holders else self.mean
 
     def train(self, round: Round) -> None:
-        """Where clients send masks, secure sums are two: of the masks, and of the values that enough of them hold."""
+        """Where clients send parts, secure sums are two: of who holds what, and of the values that enough hold."""
         if not (self.config.secure_sums and self.min_holders):
             super().train(round)
             return
-        holders, members = Holders(self.model), []
-        for reply in exchange(round, self.send(round), self.expect, into=holders):
+        holders, members, whole = Holders(self.model), [], wire.Schema.like(self.model)
+        for reply in exchange(round, self.send(round), lambda *_: whole, into=holders):
             with round.log.rejecting(reply):
                 members = sorted(reply.by_client)
                 holders.add(reply.update, len(members))

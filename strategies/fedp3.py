@@ -60,6 +60,7 @@ class FedP3(AveragingStrategy):
         if self.options.personal_head:
             self.model = {n: t for n, t in self.model.items() if n not in self.layers[self.head]}
             del self.table_sizes[self.head]  # it does not travel
+        self.sends_parts = self.options.aggregation == "simple"
         self.draws = 0  # the round whose layers and pruning are drawn
         self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
         # impossible assignments raise here, before anything is sent
@@ -126,7 +127,9 @@ class FedP3(AveragingStrategy):
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield clients of equal layer sets in a row, so that each payload is made and encoded once."""
         for assignment, clients in groupby(sorted(round.participants, key=self.assigned), key=self.assigned):
-            yield from OutgoingMessage.to_each(tuple(clients), self.pruned_for(assignment), **self.fields(assignment))
+            # members of a secure sum receive one model, and prune it as the server would
+            payload = Payload(self.model) if self.config.secure_sums else self.pruned_for(assignment)
+            yield from OutgoingMessage.to_each(tuple(clients), payload, **self.fields(assignment))
 
     def fields(self, assignment: Assigned) -> dict[str, Any]:
         return {"layers": list(assignment[0]), "density": assignment[1]}
@@ -166,7 +169,7 @@ class FedP3(AveragingStrategy):
         if self.options.aggregation == "attention":
             self.model |= self._attention()
         else:
-            self.model = self.mean.mean(self.model)
+            super().end(round)
         if self.options.aggregation == "weighted-literal":
             total = sum(self.num_layers(client) for client in self.members)
             for layer, weight in self.contributed.items():

@@ -5,7 +5,6 @@ Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 1 to 10. The client hal
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
@@ -20,6 +19,7 @@ class SubFedAvg(AveragingStrategy):
     this count per element). Biases have no mask: a plain mean. The server's model is dense, and is sent dense.
     """
 
+    sends_parts = True
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
     def warnings(self) -> list[str]:
@@ -28,10 +28,6 @@ class SubFedAvg(AveragingStrategy):
             "epoch, and with one epoch they are equal"
         )
         return [*super().warnings(), *([doubt] if self.config.local_epochs == 1 else [])]
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.min_holders = self.config.subfedavg.min_holders
 
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
         return OutgoingMessage.to_each(round.participants, Payload(self.model))

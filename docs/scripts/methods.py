@@ -96,8 +96,9 @@ PRIVATE_WITH: dict[str, dict[str, object]] = {
 }
 SUMMED_WITH: dict[str, dict[str, object]] = {
     "fedspallm": {"fedspallm.merge": "hessians"},
-    "subfedavg": {"subfedavg.min-holders": 3},
-    "subfedavg-hy": {"subfedavg.min-holders": 3},
+    "subfedavg": {"min-holders": 3},
+    "subfedavg-hy": {"min-holders": 3},
+    "fedp3": {"min-holders": 3},
 }
 TEXT = {"fedspallm": "file, upload"}  # prunes a trained language model, so no run of FedAvg stands beside it
 

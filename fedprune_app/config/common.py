@@ -347,6 +347,13 @@ class CommonOptions:
         changes_results=False,
         needs={"secure-sums": (True,)},
     )
+    min_holders: int = option(
+        1,
+        "The number of clients that must send a weight, else the server does not change the weight. With secure-sums "
+        "at least secure-sums-threshold, or 3.",
+        least=1,
+        needs={"system": ("subfedavg", "subfedavg-hy", "fedp3", "fedcr"), "fedp3.aggregation": ("simple",)},
+    )
     out_dir: str = execution_option(
         "",
         "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",

@@ -57,12 +57,6 @@ class SubFedAvgOptions(Table):
         most=1,
         needs=_OF_HY,
     )
-    min_holders: int = option(
-        1,
-        "The number of clients that must keep a weight for the server to average it; else it stays as it was. With "
-        "secure-sums at least secure-sums-threshold, or 3.",
-        least=1,
-    )
     gate_split: str = option(
         "validation",
         "The data whose accuracy decides whether a client prunes.",

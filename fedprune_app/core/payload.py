@@ -59,6 +59,12 @@ class Payload:
         }
         return cls(pruned_tensors, {name: mask.clone() for name, mask in masks.items()})
 
+    def within(self, whole: Tensors) -> Payload:
+        """Return a payload with all names of ``whole``; what was not sent is 0, and False in the mask."""
+        absent = {name: torch.zeros_like(tensor) for name, tensor in whole.items() if name not in self.tensors}
+        masks = {name: tensor.bool() for name, tensor in absent.items()}
+        return Payload({**self.tensors, **absent}, {**self.masks, **masks})
+
     def num_elements(self) -> int:
         """Return the number of coordinates of all tensors, kept or not."""
         return sum(tensor.numel() for tensor in self.tensors.values())

@@ -339,7 +339,7 @@ DECLARATIONS = Declarations(
         Column("best_round"),
         # number of clients whose privacy budget cannot pay for another round
         Column("budgets_spent"),
-        # coordinates that stay as they were, since too few clients hold them: see subfedavg.min-holders
+        # coordinates that stay as they were, since too few clients hold them: see min-holders
         _sometimes("few_holders"),
         _sometimes("failure_reasons", kind=FieldKind.TEXTS),
         # FedSpaLLM: metrics of each decoder layer, by its number

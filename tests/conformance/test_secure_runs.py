@@ -9,20 +9,23 @@ from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import cut_after, lasting
 from tests.conformance.conftest import ROUNDS, VARIANTS, of_system
 
+PARTS = ("subfedavg", "subfedavg-hy", "fedp3")
+"""Systems whose clients send different coordinates."""
 SUMMED = [name for name, system in SYSTEMS.items() if not system.client.not_summed]
-HELD = {"subfedavg.min-holders": 3}
-"""What systems with masks need."""
-CASES = [*SUMMED, *(name for name, more in VARIANTS.items() if more["system"] in SUMMED)]
+CASES = [
+    *SUMMED,
+    *(name for name, more in VARIANTS.items() if more["system"] in SUMMED and "fedp3.aggregation" not in more),
+]
 ALL = pytest.mark.parametrize("case", [of_system(case, full=case != "fedavg") for case in CASES])
 PUBLIC = [case for case in CASES if case != "dpfed"]  # private by nature, with no last phase
 
 
 def test_systems_whose_server_adds_replies_up_and_no_others_have_secure_sums():
-    assert {*SUMMED} == {"fedavg", "fedavg-ft", "fedprox", "dpfed", "ditto", "lg-fedavg", "subfedavg", "subfedavg-hy"}
+    assert {*SUMMED} == {"fedavg", "fedavg-ft", "fedprox", "dpfed", "ditto", "lg-fedavg", *PARTS}
 
 
 def needs(case):
-    return HELD if case.startswith("subfedavg") else {}
+    return {"min-holders": 3} if case.partition(":")[0] in PARTS else {}
 
 
 @ALL

@@ -15,6 +15,7 @@ from tests.examples import in_test
 
 PRUNING = {
     "system": "subfedavg",
+    "min_holders": 3,
     "num_server_rounds": 2,
     "local_epochs": 2,
     "fraction_train": 1.0,
@@ -22,7 +23,6 @@ PRUNING = {
     "subfedavg.prune_step": 40.0,
     "subfedavg.accuracy_threshold": 0.0,
     "subfedavg.mask_distance": 0.0,
-    "subfedavg.min_holders": 3,
 }
 ONE_ROUND = {**PRUNING, "num_server_rounds": 1}
 
@@ -51,6 +51,19 @@ def test_clients_that_are_lost_before_their_masks_came_are_left_out_of_both_sums
     assert [row["few_holders"] for row in secure.rounds] == [row["few_holders"] for row in plain.rounds]
     assert secure.rounds[1]["few_holders"] > 0
     assert [row["replies"] for row in secure.rounds] == [4, 6]
+
+
+@pytest.mark.parametrize("layers", in_test(["opu1-2-3", "opu2", "lowerb"], "opu1-2-3"))
+def test_layers_are_summed_that_enough_clients_send(federate, layers):
+    """Of the four clients that are left in round 1 fewer than three have some of the layers."""
+    settings = {"system": "fedp3", "fedp3.layer_set": layers, "local_epochs": 1, "fraction_train": 1.0}
+    secure = federate(
+        "secure", app=losing({1, 4}, "input", 1, values=False), secure_sums=True, min_holders=3, **settings
+    )
+    plain = federate("plain", app=losing({1, 4}, None, 1, values=False), min_holders=3, **settings)
+    assert secure.sha256 == plain.sha256
+    assert [row["few_holders"] for row in secure.rounds] == [row["few_holders"] for row in plain.rounds]
+    assert secure.rounds[0]["few_holders"] > 0
 
 
 @pytest.mark.parametrize("stage", in_test(["agree", "open"], "open"))
@@ -197,7 +210,7 @@ def test_a_client_that_is_asked_for_other_weights_than_the_others_stays_hidden(f
 
 @pytest.mark.parametrize(("threshold", "holders", "least"), [(0, 1, 3), (0, 2, 3), (5, 4, 5)])
 def test_fewer_holders_than_a_sum_needs_are_refused(federate, threshold, holders, least):
-    changes = {"subfedavg.min_holders": holders, "secure_sums_threshold": threshold}
-    line = f"subfedavg.min-holders is {holders}, allowed with secure-sums: at least {least}"
+    changes = {"min_holders": holders, "secure_sums_threshold": threshold}
+    line = f"min-holders is {holders}, allowed with secure-sums: at least {least}"
     with pytest.raises(ConfigError, match=f"^refused setting: {line}$"):
         federate(secure_sums=True, **{**PRUNING, **changes})
