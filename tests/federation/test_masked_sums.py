@@ -53,17 +53,17 @@ def test_clients_that_are_lost_before_their_masks_came_are_left_out_of_both_sums
     assert [row["replies"] for row in secure.rounds] == [4, 6]
 
 
-@pytest.mark.parametrize("layers", in_test(["opu1-2-3", "opu2", "lowerb"], "opu1-2-3"))
-def test_layers_are_summed_that_enough_clients_send(federate, layers):
-    """Of the four clients that are left in round 1 fewer than three have some of the layers."""
-    settings = {"system": "fedp3", "fedp3.layer_set": layers, "local_epochs": 1, "fraction_train": 1.0}
-    secure = federate(
-        "secure", app=losing({1, 4}, "input", 1, values=False), secure_sums=True, min_holders=3, **settings
-    )
-    plain = federate("plain", app=losing({1, 4}, None, 1, values=False), min_holders=3, **settings)
+@pytest.mark.parametrize(("lost", "personal_head"), in_test([({1, 4}, False), (set(), True)], ({1, 4}, False)))
+def test_layers_are_summed_that_enough_clients_send(federate, lost, personal_head):
+    """Of six clients three send each of the two layers; of the four that are left in round 1 two. All send the last."""
+    settings = {"system": "fedp3", "local_epochs": 1, "fraction_train": 1.0, "num_server_rounds": 2, "min_holders": 3}
+    settings |= {"fedp3.personal_head": personal_head}
+    secure = federate("secure", app=losing(lost, "input", 1, values=False), secure_sums=True, **settings)
+    plain = federate("plain", app=losing(lost, None, 1, values=False), **settings)
     assert secure.sha256 == plain.sha256
     assert [row["few_holders"] for row in secure.rounds] == [row["few_holders"] for row in plain.rounds]
-    assert secure.rounds[0]["few_holders"] > 0
+    assert (secure.rounds[0]["few_holders"] > 0) == bool(lost)
+    assert secure.rounds[1]["few_holders"] == 0
 
 
 @pytest.mark.parametrize("stage", in_test(["agree", "open"], "open"))
