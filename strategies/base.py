@@ -24,13 +24,12 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
 from fedprune_app.federation import loop
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.exchanges import Accumulator, exchange
+from fedprune_app.federation.exchanges import Accumulator, exchange, request_payloads
 from fedprune_app.federation.metrics import ImageMetrics, Metrics
 from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.privacy_warnings import privacy_warnings
 from fedprune_app.federation.round import OutgoingMessage, Reply, Round, RunContext
 from fedprune_app.results import system_metrics
-from fedprune_app.results.metrics import ReplyKind
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -255,16 +254,12 @@ class AveragingStrategy(FederatedStrategy):
             with round.log.rejecting(reply):
                 members = sorted(reply.by_client)
                 holders.add(reply.update, len(members))
-        chosen = holders.at_least(self.min_holders)
+        chosen = {name: counts >= self.min_holders for name, counts in holders.counts.items()}
         schema = wire.Schema.like(packed(self.model, chosen))
-        model = Payload(self.model).digest()
-        outgoing = OutgoingMessage.to_each(members, Payload(chosen, chosen), asks=HELD, model=model)
-        name, least = f"values of round {round.number}", len(members)
-        for reply in exchange(
-            round, outgoing, lambda *_: schema, name=name, kind=ReplyKind.ANSWER, least=least, into=self.mean
-        ):
+        outgoing = OutgoingMessage.to_each(members, Payload(chosen, chosen), model=Payload(self.model).digest())
+        for reply in request_payloads(round, HELD, outgoing, schema, self.mean, least=len(members)):
             with round.log.rejecting(reply):
-                self.mean.add_held(reply.update, least, holders.counts, chosen)
+                self.mean.add_held(reply.update, len(members), holders.counts, chosen)
 
     def receive(self, round: Round, reply: Reply) -> None:
         self.mean.add(reply.update, weight=sum(map(self.weight_of, reply.by_client)))

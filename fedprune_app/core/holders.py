@@ -6,12 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import pad
 
-from fedprune_app.core.masks import Masks
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 
 HOLDERS = "holders"
-HELD = "held"  # the name of the request for values
+HELD = "the values that enough clients send"  # the request that follows
 _LANES = 4  # counts of 16 bits in a word, of which none carries into the next before 2^15 clients hold a coordinate
 
 
@@ -21,8 +20,8 @@ class Holders:
     >>> holders = Holders({"w": torch.zeros(2)})
     >>> sums = [Holders.integers(Payload({"w": torch.zeros(2)}, {"w": torch.tensor([True, k > 1])})) for k in range(4)]
     >>> holders.add(Payload({"holders": sum(each["holders"] for each in sums)}), members=4)
-    >>> holders.at_least(3)["w"].tolist()
-    [True, False]
+    >>> holders.counts["w"].tolist()
+    [4, 2]
     """
 
     terms: Mapping[str, int] = {HOLDERS: 1}
@@ -51,7 +50,3 @@ class Holders:
             raise ValueError(f"the sum has {low} to {high} holders of a coordinate, allowed: 0 to {members}")
         parts = torch.split(flat[: sum(self._sizes)].int(), self._sizes)
         self.counts = {name: part.view(self._shapes[name]) for name, part in zip(self._shapes, parts, strict=True)}
-
-    def at_least(self, least: int) -> Masks:
-        """Return masks of the coordinates that as many clients hold."""
-        return {name: counts >= least for name, counts in self.counts.items()}

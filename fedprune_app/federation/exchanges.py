@@ -163,14 +163,15 @@ def request_payloads(
     outgoing: Iterable[OutgoingMessage],
     schema: wire.Schema,
     into: Accumulator | None = None,
+    least: int = 0,
 ) -> Iterator[Reply]:
     """Request a payload of this schema from clients within a round, and yield each valid reply.
 
     Clients reply by ``answer(task, state)``, and keep no new state. ``into`` is as in :func:`exchange`. Raises
-    :class:`fedprune_app.engine.exchange.TooFewReplies` if fewer than ``min-replies`` replies counted.
+    :class:`fedprune_app.engine.exchange.TooFewReplies` if fewer than ``least`` or ``min-replies`` replies counted.
     """
     requests = (replace(message, fields={**message.fields, "asks": name}) for message in outgoing)
-    least = channel_of(round).context.config.min_replies
+    least = max(least, channel_of(round).context.config.min_replies)
     return exchange(round, requests, lambda *_: schema, name=name, kind=ANSWER, least=least, into=into)
 
 

@@ -78,8 +78,8 @@ def test_a_client_that_is_lost_between_the_sums_stops_the_run_which_resumes_to_t
 ):
     """Without it a weight might be of fewer clients than were counted, and counting anew would tell its mask."""
     line = (
-        rf"^values of round 2: 5 clients are left after stage '{stage}' of the secure sum, allowed: 6 or more; "
-        r"first failure: client 2: .*gone"
+        rf"^the values that enough clients send: 5 clients are left after stage '{stage}' of the secure sum, "
+        r"allowed: 6 or more; first failure: client 2: .*gone"
     )
     secure = {**PRUNING, "secure_sums": True}
     with pytest.raises(TooFewReplies, match=line):
@@ -151,7 +151,7 @@ def test_a_last_phase_sums_masks_alone(federate):
 # --- a server that lies -------------------------------------------------------------------------------------------
 
 
-NONE_THAT_CAN_BE = r"^values of round 1: the sum has weight -?\d{6,}, allowed: 6$"
+NONE_THAT_CAN_BE = r"^the values that enough clients send: the sum has weight -?\d{6,}, allowed: 6$"
 
 
 def told_otherwise(change, values):

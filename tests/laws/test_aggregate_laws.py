@@ -104,7 +104,7 @@ def test_sums_of_masks_and_of_what_enough_hold_are_averaged_to_the_bits_of_the_p
     masks = sum(Holders.integers(payload)["holders"] for payload in payloads)
     assert {"holders": masks.shape} == holders.integer_shapes({})
     holders.add(Payload({"holders": masks}), len(seeds))
-    chosen = holders.at_least(least)
+    chosen = {name: counts >= least for name, counts in holders.counts.items()}
     addends = [packed(MaskedMean(len(seeds)).integers(payload, 1), chosen) for payload in payloads]
     values = Payload({name: sum(each[name] for each in addends) for name in addends[0]})
     mean.add_held(values, len(seeds), holders.counts, chosen)
