@@ -1,6 +1,7 @@
 """The data behind "What you can make of one upload" on docs/smollm.md: models from sums that clients sent once.
 
     python docs/scripts/one_upload.py run --texts texts/articles --model MODEL.gguf --out runs/one-upload
+    python docs/scripts/one_upload.py files runs/one-upload --program llama-perplexity --test wikitext-2/test.txt
     python docs/scripts/one_upload.py add runs/one-upload       # rows of what is done, and the tables
     python docs/scripts/one_upload.py write                     # the tables alone
 
@@ -19,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +33,8 @@ from smollm import DATA as BY_LAYER
 from smollm import PAGE, SEEDS, verdict
 
 from fedprune_app.core.payload import Payload
+from fedprune_app.exports.gguf_file import write_gguf
+from fedprune_app.exports.language import export_gguf
 from fedprune_app.files import replace_file
 from fedprune_app.learning.device import device_of, prepare_torch
 from fedprune_app.learning.language_models import language_model, perplexities
@@ -44,6 +48,7 @@ from strategies.pruned_model import PrunedModel
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data" / "one_upload.csv"
+FILES = ROOT / "docs" / "data" / "one_upload_files.csv"
 ALL_CLAIMS = ROOT / "docs" / "data" / "tables" / "one-upload-claims.csv"
 COMMON = {
     "system": "fedspallm",
@@ -234,6 +239,42 @@ def run(out: Path, given: Mapping[str, str], chosen: str, seeds: int) -> None:
             make(model, seed, out, given)
 
 
+# --- files for llama.cpp ----------------------------------------------------------------------------------------------
+
+IN_LLAMA_CPP = {
+    DENSE: ("dense", "dense-8", "dense-4"),
+    HALF: ("sums", "half-8", "half-4"),
+    RECOVERED: ("recovered", "recovered-8", "recovered-4"),
+}
+"""By shape: the models in 16, 8 and 4 bits of which there are files. "dense" is the model that clients were sent."""
+
+
+def measure_files(out: Path, program: Path, test: Path) -> None:
+    """Write seed 0's models as GGUF files, and have llama.cpp measure their perplexity and the time of a token."""
+    known = {row["model"] for row in read_rows(FILES)}
+    for name in (name for names in IN_LLAMA_CPP.values() for name in names):
+        folder = out / f"{name if name != DENSE else 'sums'}-0"
+        if name in known or not is_done(folder):
+            continue
+        with tempfile.TemporaryDirectory(dir=out) as scratch:
+            path = Path(scratch) / "model.gguf"
+            if name == DENSE:
+                kind = write_gguf(language_model(prepare(of_run(read_info(folder), ())).config), path)
+                size, share = path.stat().st_size, 1.0
+            else:
+                dense, made = export_gguf(folder, path)
+                if dense.milliseconds is None or made.milliseconds is None:
+                    raise SystemExit("llama.cpp is missing: install the extra fedprune[llamacpp]")
+                kind, size, share = made.model.rpartition(", ")[2], made.bytes, made.milliseconds / dense.milliseconds
+            command = [str(program), "-m", str(path), "-f", str(test), "-c", "512", "-t", "1"]
+            said = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = re.search(r"PPL = ([0-9.]+) \+/- ([0-9.]+)", said.stdout + said.stderr)
+        if found is None:
+            raise SystemExit(f"{program} wrote no perplexity of {name}")
+        row = {"model": name, "type": kind, "megabytes": f"{size / MEGABYTE:.1f}", "token": f"{share:.2f}"}
+        append_rows(FILES, [{**row, "perplexity": f"{float(found[1]):.2f}", "standard_error": found[2]}])
+
+
 # --- rows and tables ------------------------------------------------------------------------------------------------
 
 
@@ -313,21 +354,28 @@ def claims_table() -> str:
 
 
 def models_table() -> str:
-    """What seed 0's sums gave: perplexities by shape and bits, and those of the dense model."""
+    """What seed 0's sums gave, by shape and bits: perplexities, and what llama.cpp makes of the file."""
     rows = [row for row in read_rows(DATA) if row["seed"] == "0"]
     texts = sorted({row["text"] for row in rows}, reverse=True)
     found = {(row["model"], row["text"]): float(row["perplexity"]) for row in rows}
-    dense = {row["text"]: float(row["dense"]) for row in read_rows(BY_LAYER) if row["deal"] == "articles"}
-    cells = {DENSE: {"16": ", ".join(f"{dense[text]:.1f}" for text in texts)}}
-    for model in MODELS:
-        if model.shape and (model.name, texts[0]) in found:
-            column = str(model.bits) + ("" if model.changes or not model.source else NEAREST)
-            numbers = (f"{found[model.name, text]:.1f}" for text in texts)
-            cells.setdefault(model.shape, {})[column] = ", ".join(numbers)
-    lines = [f"| {', '.join(texts)} | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-    for shape, of_shape in cells.items():
-        lines.append(f"| {shape} | {' | '.join(of_shape.get(column, '–') for column in COLUMNS)} |")
+    found |= {(DENSE, row["text"]): float(row["dense"]) for row in read_rows(BY_LAYER) if row["deal"] == "articles"}
+    files = {row["model"]: row for row in read_rows(FILES)}
+    lines = [f"| {' | '.join(COLUMNS)} |", f"| --- | ---: |{' ---: |' * (len(COLUMNS) - 2)}"]
+    for model in sorted((Model(DENSE, DENSE, 16), *MODELS), key=_place):
+        if model.shape not in SHAPES or model.name.endswith(NEAREST) or (model.name, texts[0]) not in found:
+            continue
+        measured = files.get(model.name, {})
+        cells = [
+            ", ".join(f"{found[name, text]:.1f}" for text in texts if (name, text) in found) or "–"
+            for name in (model.name, model.name + NEAREST)
+        ]
+        cells += [measured.get(column, "–") for column in ("type", "megabytes", "perplexity", "token")]
+        lines.append(f"| {' | '.join([model.shape, str(model.bits), *cells])} |")
     return "\n".join(lines)
+
+
+def _place(model: Model) -> tuple[int, int]:
+    return (SHAPES.index(model.shape) if model.shape in SHAPES else len(SHAPES), -model.bits)
 
 
 def exchanges_table() -> str:
@@ -352,8 +400,9 @@ def exchanges_table() -> str:
     return "\n".join(lines)
 
 
-TEXT, NEAREST = "wikitext-2", ", nearest"
-COLUMNS = ("16", "8", "4", f"4{NEAREST}", "3", f"3{NEAREST}")
+TEXT, NEAREST = "wikitext-2", "-nearest"
+SHAPES = (DENSE, HALF, SMALLER, RECOVERED)
+COLUMNS = ("model", "bits", "wikitext-2, ptb", "to nearest", "file", "MB", "wikitext-2, whole", "a token")
 TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
 
 
@@ -372,6 +421,10 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--only", default=".*", help="a pattern of models' names")
     running.add_argument("--seeds", type=int, default=SEEDS)
+    measuring = commands.add_parser("files", help="measure the files of seed 0 in llama.cpp")
+    measuring.add_argument("out", type=Path)
+    measuring.add_argument("--program", type=Path, required=True, help="llama-perplexity")
+    measuring.add_argument("--test", type=Path, required=True, help="WikiText-2's test text")
     adding = commands.add_parser("add", help="add the rows of finished models")
     adding.add_argument("out", type=Path)
     commands.add_parser("write", help="write the tables of the page")
@@ -380,6 +433,8 @@ def main() -> None:
         given = {"data-dir": str(asked.texts.absolute()), "model": str(asked.model.absolute())}
         run(asked.out, given, asked.only, asked.seeds)
         return
+    if asked.command == "files":
+        measure_files(asked.out, asked.program, asked.test)
     if asked.command == "add":
         print(f"{add(asked.out)} rows added")
     ALL_CLAIMS.write_text(as_csv(claims_table()))
