@@ -93,6 +93,7 @@ EXCHANGES = {
 }
 """Runs whose clients send sums of the model pruned so far, in so many exchanges."""
 UPLOADS |= EXCHANGES
+UPLOADS["dense-trained"] = {**UPLOADS["recovered"], "density": "1.0", "fedspallm.pattern": ""}
 CUT = ("fedspallm.pattern=cut", "density=0.7")
 
 
@@ -112,6 +113,7 @@ class Model:
 
 
 HALF, SMALLER, DENSE, RECOVERED = "50 % removed", "cut to 0.7", "dense", "cut to 0.7, recovered"
+TRAINED = "dense, trained as in recovery"
 OF_SUMS = (
     Model("sums", HALF, 16),
     Model("half-4", HALF, 4, "sums", ("fedspallm.bits=4",)),
@@ -133,6 +135,7 @@ MORE = (
     Model("half-8", HALF, 8, "sums", ("fedspallm.bits=8",)),
     Model("dense-4", DENSE, 4, "sums", ("density=1.0", "fedspallm.bits=4")),
     Model("dense-8", DENSE, 8, "sums", ("density=1.0", "fedspallm.bits=8")),
+    Model("dense-trained", TRAINED, 16),
     Model("density-0.3", "70 % removed", 16, "sums", ("density=0.3",)),
     Model("density-0.2", "80 % removed", 16, "sums", ("density=0.2",)),
 )
@@ -401,7 +404,7 @@ def exchanges_table() -> str:
 
 
 TEXT, NEAREST = "wikitext-2", "-nearest"
-SHAPES = (DENSE, HALF, SMALLER, RECOVERED)
+SHAPES = (DENSE, TRAINED, HALF, SMALLER, RECOVERED)
 COLUMNS = ("model", "bits", "wikitext-2, ptb", "to nearest", "file", "MB", "wikitext-2, whole", "a token")
 TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
 
