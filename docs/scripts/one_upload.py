@@ -49,6 +49,7 @@ from strategies.pruned_model import PrunedModel
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data" / "one_upload.csv"
 FILES = ROOT / "docs" / "data" / "one_upload_files.csv"
+GEMMA = ROOT / "docs" / "data" / "one_upload_gemma.csv"
 ALL_CLAIMS = ROOT / "docs" / "data" / "tables" / "one-upload-claims.csv"
 COMMON = {
     "system": "fedspallm",
@@ -323,13 +324,19 @@ def _comes_from(model: Model, upload: str) -> bool:
 KEY = ("model", "seed", "text")
 
 
-def add(out: Path) -> int:
+def add(out: Path, data: Path = DATA) -> int:
     """Add the rows of finished models that are not there yet, and return how many these are."""
-    known = {tuple(row[key] for key in KEY) for row in read_rows(DATA)}
+    known = {tuple(row[key] for key in KEY) for row in read_rows(data)}
     found = [row for seed in range(SEEDS) for model in MODELS for row in rows_of(model, seed, out)]
+    if data == GEMMA and (dense := out / "sums-0").exists():
+        common = {"model": DENSE, "shape": DENSE, "bits": "16", "seed": "0"}
+        of_texts = read_info(dense)["dense_perplexity"].items()
+        found += [
+            {**dict.fromkeys(found[0], ""), **common, "text": t, "perplexity": f"{v['value']:.3f}"} for t, v in of_texts
+        ]
     new = [row for row in found if tuple(row[key] for key in KEY) not in known]
     if new:
-        append_rows(DATA, new)
+        append_rows(data, new)
     return len(new)
 
 
@@ -383,6 +390,17 @@ def _place(model: Model) -> tuple[int, int]:
     return (SHAPES.index(model.shape) if model.shape in SHAPES else len(SHAPES), -model.bits)
 
 
+def gemma_table() -> str:
+    """What one upload gave of Gemma 3 270M."""
+    of_model: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(
+        read_rows(GEMMA), key=lambda row: (*_place(Model("", row["shape"], int(row["bits"]))), row["text"])
+    ):
+        of_model.setdefault((row["shape"], row["bits"]), []).append(f"{float(row['perplexity']):.1f}")
+    lines = ["| model | bits | ptb | wikitext-2 |", "| --- | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {' | '.join([*key, *cells])} |" for key, cells in of_model.items())])
+
+
 def exchanges_table() -> str:
     """Perplexity on WikiText-2 of seed 0's SparseGPT by summed Hessians, by sparsity and number of exchanges."""
     of_text = [row for row in read_rows(DATA) if (row["seed"], row["text"]) == ("0", TEXT)]
@@ -409,6 +427,7 @@ TEXT, NEAREST = "wikitext-2", "-nearest"
 SHAPES = (DENSE, TRAINED, HALF, SMALLER, RECOVERED)
 COLUMNS = ("model", "bits", "wikitext-2, ptb", "to nearest", "file", "MB", "64 windows", "a token")
 TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
+TABLES["one-upload-gemma"] = gemma_table
 
 
 def written(page: str) -> str:
@@ -432,6 +451,7 @@ def main() -> None:
     measuring.add_argument("--test", type=Path, required=True, help="WikiText-2's test text")
     adding = commands.add_parser("add", help="add the rows of finished models")
     adding.add_argument("out", type=Path)
+    adding.add_argument("--gemma", action="store_true", help="the runs are of Gemma 3 270M")
     commands.add_parser("write", help="write the tables of the page")
     asked = parser.parse_args()
     if asked.command == "run":
@@ -441,7 +461,7 @@ def main() -> None:
     if asked.command == "files":
         measure_files(asked.out, asked.program, asked.test)
     if asked.command == "add":
-        print(f"{add(asked.out)} rows added")
+        print(f"{add(asked.out, GEMMA if asked.gemma else DATA)} rows added")
     ALL_CLAIMS.write_text(as_csv(claims_table()))
     PAGE.write_text(written(PAGE.read_text()))
 
