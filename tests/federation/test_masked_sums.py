@@ -88,6 +88,14 @@ def test_a_client_that_is_lost_between_the_sums_stops_the_run_which_resumes_to_t
     assert resumed.sha256 == federate("plain", **PRUNING).sha256
 
 
+def test_a_private_run_ends_with_the_same_model_with_secure_sums_and_without(federate):
+    private = {"dp.enabled": True, "dp.noise_multiplier": 1.0, "subfedavg.gate_split": "none", "model": "cnn-gn"}
+    secure = federate("secure", secure_sums=True, **ONE_ROUND, **private)
+    plain = federate("plain", **ONE_ROUND, **private)
+    assert secure.sha256 == plain.sha256
+    assert [row["epsilon"] for row in secure.clients] == [row["epsilon"] for row in plain.clients]
+
+
 def test_masks_that_stay_the_same_can_be_summed_with_other_clients(federate):
     """With one local epoch no mask changes, and each round has four other clients."""
     settings = {**PRUNING, "local_epochs": 1, "num_server_rounds": 3, "fraction_train": 0.7}

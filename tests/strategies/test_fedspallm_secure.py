@@ -236,7 +236,14 @@ def test_what_is_no_sum_is_refused_by_name(wanted, more, line):
         prepare(RunInputs({**wanted, "secure-sums": True, **more}))
 
 
-@pytest.mark.parametrize("system", ["fedfomo", "fedp3", "dispfl", "subfedavg"])
+@pytest.mark.parametrize("system", ["fedfomo", "fedcr", "dispfl"])
 def test_a_system_whose_server_reads_single_updates_is_refused_by_name(system):
     with pytest.raises(ConfigError, match=f"secure-sums is true, allowed with system '{system}': false"):
         prepare(RunInputs({"system": system, "secure-sums": True}))
+
+
+@pytest.mark.parametrize("aggregation", ["attention", "weighted-literal"])
+def test_fedp3_sums_what_counts_alike(aggregation):
+    line = f"fedp3.aggregation is '{aggregation}', allowed with secure-sums: simple"
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        prepare(RunInputs({"system": "fedp3", "secure-sums": True, "fedp3.aggregation": aggregation}))
