@@ -141,7 +141,7 @@ COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
         "ditto.personal-epochs", "ditto.pull",
-        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive",
+        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive", "feddst.prune-rate", "feddst.rounds-between",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
         "fedspallm.test-windows",
