@@ -503,7 +503,7 @@ OF_NATURAL = (
 )
 NATURAL = tuple(
     Claim(
-        f"8{letter}", "not in the paper", f"Watches, tuned: {text}, both after a last phase", WATCH, better, worse,
+        f"8{letter}", "not in the paper", f"Watches, tuned, after a last phase: {text}", WATCH, better, worse,
         seeds=5, first_seed=1, margin=margin, measure="last_phase",
     )
     for letter, text, better, worse, margin in OF_NATURAL
