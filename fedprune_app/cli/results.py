@@ -71,11 +71,13 @@ def table(
         str, typer.Option("--columns", help="The columns, with commas. Their names are those of a sweep's table.csv.")
     ] = "",
     intervals: Annotated[
-        bool, typer.Option("--intervals/--deviations", help="What stands behind ±: Student's 95 % interval, or the SD.")
+        bool, typer.Option("--intervals/--deviations", help="Beside a mean: Student's 95 % interval, or ± SD.")
     ] = True,
     best_bold: Annotated[
         bool,
-        typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
+        typer.Option(
+            "--best-bold", help="Bold: the most accurate, if others are clearly behind, and those that are not."
+        ),
     ] = False,
     force: Force = False,
 ) -> None:

@@ -138,7 +138,9 @@ def advise(
     end = time.monotonic() + 60 * minutes * (1 - _RESERVE)  # reading the data does not count
     first = bench.runs("measured", measured, [_SEARCH_SEED], 2)
     if {run.info.get("data_sha256") for runs in first.values() for run in runs} - {None, dataset.content_sha256}:
-        raise ConfigError("--output", out, "a new folder", which="holds advice on other data, or on these before a change")
+        raise ConfigError(
+            "--output", out, "a new folder", which="holds advice on other data, or on these before a change"
+        )
     pace = _Pace.of(first)
     rounds = min(_MOST_ROUNDS, pace.rounds_until(end, _SHARE_OF_SEARCH + len(SEEDS)))
     entries = {method: entries[method] for method in first}
