@@ -16,7 +16,6 @@ from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, 
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
-
 # The titles of a table's first column, which say what stands beside a mean.
 DEVIATIONS = "System (± SD over seeds)"
 INTERVALS = "System (95 % interval over seeds)"
