@@ -12,7 +12,7 @@ from typing import Self
 import yaml
 
 from fedprune_app.config import ConfigError, Settings
-from fedprune_app.config.toml import shipped_folder
+from fedprune_app.config.toml import gallery_systems
 from fedprune_app.core.named import ValueDict
 from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.exports.formats import export_model
@@ -44,7 +44,7 @@ _COMMON: ValueDict = {
     "evaluate-every": 0,
 }
 # by docs/evidence.md, section 6: the best with one mask for all, the best with own masks, and the smallest files
-_SPARSE = ("feddst", "subfedavg", "dispfl", "subfedavg-hy")
+_SPARSE = ("feddst", "dispfl", "subfedavg-hy")
 _GOSSIP: ValueDict = {"density": 0.5, "dispfl.growth": "random"}
 _MOST_ROUNDS, _FEWEST_ROUNDS, _ROUNDS_OF_A_SEARCH = 100, 3, 8
 _SHARE_OF_SEARCH = 3 / 4 + 2 / 2  # three rates for a quarter of the rounds, and two for half of them
@@ -181,13 +181,8 @@ def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[st
     """Return the settings that are tried, by method."""
     share: ValueDict = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
     of_methods: dict[str, ValueDict] = {ALONE: {}, "fedavg": share, FEDERATED: share, "dispfl": _GOSSIP}
-    of_methods["subfedavg-hy"] = share
-    if gallery := shipped_folder("gallery"):
-        plugins = ",".join([*names_in(settings), str(gallery / "feddst.py")])
-        of_methods["feddst"] = {**share, "density": 0.5, "plugins": plugins}
-    else:
-        of_methods["subfedavg"] = share
-        notes.append("FedDST is in the repository's gallery alone: Sub-FedAvg took its place")
+    plugins = ",".join([*names_in(settings), str(gallery_systems()["feddst"])])
+    of_methods |= {"feddst": {**share, "density": 0.5, "plugins": plugins}, "subfedavg-hy": share}
     if settings["dataset"] == "table" or epsilon:
         del of_methods["subfedavg-hy"]
         notes.append("Sub-FedAvg (Hy) prunes by BatchNorm, which networks for tables and for private training lack")
