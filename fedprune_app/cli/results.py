@@ -121,7 +121,10 @@ def figure(
 
     check_figure_file(output)
     check_new_file(output, force)
-    replace_file(output, drawn(_groups(folders[:-1]), str(folders[-1]), output.suffix[1:], view))
+    groups = _groups(folders[:-1])
+    replace_file(output, drawn(groups, str(folders[-1]), output.suffix[1:], view))
+    if max(len(group.runs) for group in groups) == 1:
+        echo(" no spread is shown, since each system has one seed", "note:", "yellow")
     echo(f": {output.resolve()}", "written", "green")
 
 

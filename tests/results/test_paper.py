@@ -31,6 +31,13 @@ def test_a_figure_of_the_report_is_a_file_with_the_systems_by_name(groups):
     assert drawn(groups, "accuracy-by-bytes", "pdf").startswith(b"%PDF")
 
 
+def test_a_figure_without_spread_says_why(fedprune, make_run):
+    folders = [make_run("single", "fedavg"), make_run("other", "fedavg", 1)]
+    note = "note: no spread is shown, since each system has one seed\n"
+    assert note in fedprune("figure", folders[0], "accuracy-by-round", "-o", "one.svg")[1]
+    assert note not in fedprune("figure", *folders, "accuracy-by-round", "-o", "two.svg")[1]
+
+
 def test_every_figure_of_lines_can_be_drawn_in_each_of_its_views(groups, make_run):
     private = make_run("private", rounds=3, noise=1.0, config={"dp.enabled": True, "dp.epsilon-budget": 5.0})
     groups = [*groups, *group_runs([load_run(private)])]
