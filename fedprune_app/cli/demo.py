@@ -146,8 +146,8 @@ def list_(
                 table.add_row("", f"own numbers: {', '.join(metric['name'] for metric in metrics[name])}")
     table.add_row(Text("gallery", "bold"), "systems of other papers, each with --plugin FILE")
     for name, file in gallery_systems().items():
-        table.add_row(f"  {name}", file.read_text(encoding="utf-8").splitlines()[0].strip('"'))
-        table.add_row("", str(file))
+        summary = file.read_text(encoding="utf-8").splitlines()[0].strip('"')
+        table.add_row(f"  {name}", f"{summary}\n{file}")
     out.print(table)
 
 

@@ -154,10 +154,8 @@ def main() -> None:
 @contextmanager
 def _starting_ray(seconds: float) -> Iterator[None]:
     """End this process if Ray takes longer to start, since it may wait forever; add to an error what needs no Ray."""
-    is_ours = os.environ.get("RAY_ADDRESS", "local") == "local"
-    advice = "; --engine inprocess runs without Ray" if is_ours else ""
-    reason = f"Ray did not start within startup-seconds = {seconds:g}{advice}"
-    timer = threading.Timer(seconds, _give_up, [reason])
+    advice = "; --engine inprocess runs without Ray" if os.environ.get("RAY_ADDRESS", "local") == "local" else ""
+    timer = threading.Timer(seconds, _give_up, [f"Ray did not start within startup-seconds = {seconds:g}{advice}"])
     timer.daemon = True
     timer.start()
     try:

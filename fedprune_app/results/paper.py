@@ -120,7 +120,7 @@ def protocol(groups: Groups) -> str:
 
     def cited(group: Group) -> str:
         keys = ",".join(key for key, entry in entries.items() if group.system in _systems_of(entry))
-        settings = [f"{key.rpartition('.')[2]} {value_text(group.first.config[key])}" for key in _pruned_by(group)]
+        settings = [f"{key.rpartition('.')[2]} {value_text(group.first.config.get(key))}" for key in _pruned_by(group)]
         name = SYSTEMS[group.system].summary.partition(":")[0] if group.system in SYSTEMS else group.system
         words = f" ({', '.join(settings)})" if settings else ""
         return latex_text(name) + (f"~\\cite{{{keys}}}" if keys else "") + latex_text(words)
@@ -140,11 +140,10 @@ def protocol(groups: Groups) -> str:
 
 
 def _pruned_by(group: Group) -> list[str]:
-    """Return the settings that say how far a system prunes; a plug-in that is not loaded has density, if it prunes."""
-    if group.system not in SYSTEMS:
-        kept = group.last("density_mean")
-        return ["density"] if kept and kept.mean < 1 else []
-    return [key for key in _DENSITIES if key in group.first.config and has_effect(key, group)]
+    """Return the settings that say how far a system prunes: density, if a plug-in that is not loaded prunes."""
+    kept = group.last("density_mean")
+    found = [key for key in _DENSITIES if has_effect(key, group)]
+    return found or ["density"] if kept and kept.mean < 1 else []
 
 
 def write_paper(groups: Groups, out: Path, force: bool = False) -> list[Path]:

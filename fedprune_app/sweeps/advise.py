@@ -130,8 +130,7 @@ def advise(
     entries = _entries(settings, len(names), epsilon, notes)
     bench = _Bench({**_COMMON, **settings}, len(names), engine, out, console, {})
     measured = {method: tried[1:2] for method, tried in entries.items()}
-    is_new = not out.exists() or not any(out.iterdir())
-    if not is_new and bench.begun("measured") != bench.document(measured, [_SEARCH_SEED], 2):
+    if out.exists() and any(out.iterdir()) and bench.begun("measured") != bench.document(measured, [_SEARCH_SEED], 2):
         raise ConfigError("--output", out, "a new folder", which="holds something else than advice with these settings")
     mark(out, "sweep")
 
@@ -157,9 +156,8 @@ def advise(
     rounds = bench.rounds("runs", min(_MOST_ROUNDS, pace.rounds_until(end, len(SEEDS))))
     if rounds < _FEWEST_ROUNDS:
         needed = len(SEEDS) * (_FEWEST_ROUNDS * pace.of_rounds + pace.beside) / 60 / (1 - _RESERVE)
-        hint = "a second call goes on from here"
         allowed = f"at least {math.ceil(needed)}, by the first rounds on this machine"
-        raise ConfigError("--minutes", minutes, allowed, hint=hint)
+        raise ConfigError("--minutes", minutes, allowed, hint="a second call goes on from here")
     notes.append(f"a round of all methods took {pace.of_rounds:.1f} s, so runs have {rounds} rounds")
     final: dict[str, list[Run]] = {}
     for count in range(len(bench.begun("runs").get("seeds", SEEDS[:1])), len(SEEDS) + 1):
@@ -180,13 +178,18 @@ def advise(
 def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[str]) -> Entries:
     """Return the settings that are tried, by method."""
     share: ValueDict = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
-    of_methods: dict[str, ValueDict] = {ALONE: {}, "fedavg": share, FEDERATED: share, "dispfl": _GOSSIP}
     plugins = ",".join([*names_in(settings), str(gallery_systems()["feddst"])])
-    of_methods |= {"feddst": {**share, "density": 0.5, "plugins": plugins}, "subfedavg-hy": share}
+    of_methods: dict[str, ValueDict] = {
+        ALONE: {},
+        "fedavg": share,
+        FEDERATED: share,
+        "dispfl": _GOSSIP,
+        "feddst": {**share, "density": 0.5, "plugins": plugins},
+    }
     if settings["dataset"] == "table" or epsilon:
-        del of_methods["subfedavg-hy"]
         notes.append("Sub-FedAvg (Hy) prunes by BatchNorm, which networks for tables and for private training lack")
     else:
+        of_methods["subfedavg-hy"] = share
         settings.setdefault("model", "auto-bn")  # one network for all methods, the one that Sub-FedAvg (Hy) needs
     entries = {
         method: [{"system": method, **own, "learning-rate": rate} for rate in _RATES]
