@@ -147,7 +147,7 @@ def list_(
     table.add_row(Text("gallery", "bold"), "systems of other papers, each with --plugin FILE")
     for name, file in gallery_systems().items():
         summary = file.read_text(encoding="utf-8").splitlines()[0].strip('"')
-        table.add_row(f"  {name}", f"{summary}\n{file}")
+        table.add_row(f"  {name}", Text(f"{summary}\n{file}", overflow="fold"))
     out.print(table)
 
 
