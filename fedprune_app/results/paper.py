@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app.config import ConfigError
+from fedprune_app.config.systems import SYSTEMS
 from fedprune_app.files import replace_file
-from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import Trace, Variant
 from fedprune_app.results.groups import Group, Groups, has_effect, value_text
