@@ -122,8 +122,8 @@ def protocol(groups: Groups) -> str:
         keys = ",".join(key for key, entry in entries.items() if group.system in _systems_of(entry))
         settings = [f"{key.rpartition('.')[2]} {value_text(group.first.config.get(key))}" for key in _pruned_by(group)]
         name = SYSTEMS[group.system].summary.partition(":")[0] if group.system in SYSTEMS else group.system
-        words = f" ({', '.join(settings)})" if settings else ""
-        return latex_text(name) + (f"~\\cite{{{keys}}}" if keys else "") + latex_text(words)
+        cite = f"~\\cite{{{keys}}}" if keys else ""
+        return latex_text(name) + cite + (latex_text(f" ({', '.join(settings)})") if settings else "")
 
     return filled(
         __package__,
