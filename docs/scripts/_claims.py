@@ -141,7 +141,7 @@ COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
         "ditto.personal-epochs", "ditto.pull",
-        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive",
+        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive", "feddst.prune-rate", "feddst.rounds-between",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
         "fedspallm.test-windows",
@@ -503,7 +503,7 @@ OF_NATURAL = (
 )
 NATURAL = tuple(
     Claim(
-        f"8{letter}", "not in the paper", f"Watches, tuned: {text}, both after a last phase", WATCH, better, worse,
+        f"8{letter}", "not in the paper", f"Watches, tuned, after a last phase: {text}", WATCH, better, worse,
         seeds=5, first_seed=1, margin=margin, measure="last_phase",
     )
     for letter, text, better, worse, margin in OF_NATURAL

@@ -325,9 +325,10 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
 def claims_table(*, whole: bool = False) -> str:
     """Claims with differences and verdicts; the ``whole`` table has more columns, and claims without a run."""
     more = ["in these seeds", "by seed", "from"] if whole else []
+    interval = ["difference", "95 %"] if whole else ["difference (95 %)"]
     lines = [
-        f"| {' | '.join(['', 'claim', 'in the paper', 'difference', '95 %', 'verdict', *more])} |",
-        f"| --- | --- | ---: | ---: | --- | --- |{' --- |' * len(more)}",
+        f"| {' | '.join(['', 'claim', 'in the paper', *interval, 'verdict', *more])} |",
+        f"| --- | --- | ---: |{' ---: |' * len(interval)} --- |{' --- |' * len(more)}",
     ]
     strong, tests = left_by_holm()
     verdicts = []
@@ -345,7 +346,8 @@ def claims_table(*, whole: bool = False) -> str:
         said = f"**{said}**" if claim.name in strong else said
         if apart is None and not whole:
             continue
-        cells = [claim.name, claim.text, claim.in_paper, *numbers[:2], said]
+        between = numbers[:2] if whole else [f"{numbers[0]} ({numbers[1]})"]
+        cells = [claim.name, claim.text, claim.in_paper, *between, said]
         cells += [*numbers[2:], claim.source] if whole else []
         lines.append(f"| {' | '.join(cells)} |")
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
