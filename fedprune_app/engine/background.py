@@ -1,12 +1,13 @@
 """Work behind the training of a simulation in one process: threads encode replies and write clients' states.
 
-A reply is held until its client's work is done, so it still means that the client's state is written. The states of the
-clients that trained last also stay in memory, so that their next rounds read no files. Elsewhere (on Ray, in a
-deployment) any process may get a client's next message, and all work is done at once.
+A reply is held until its client's work is done, so it still means that the client's state is on disk. The states that
+were written last also stay in memory, so that their clients read no files. Elsewhere (on Ray, in a deployment) another
+process may get a client's next message: there all work is done at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections import deque
@@ -15,11 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -27,20 +26,17 @@ import torch
 from flwr.app import ArrayRecord, Error, Message
 
 from fedprune_app.core import codec
-from fedprune_app.core.named import Tensors
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.store import State, VersionedStore
 
-Result = TypeVar("Result")
 # Flower's code of an error that a client raised
 RAISED = 2
-_MOST_HELD = 16  # replies, whose clients' work is not done
-_MOST_THREADS = 8
+_MOST_HELD = 16  # replies
 _MOST_IN_MEMORY = 8 * 2**30
+_MOST_COPIED = 2**28  # bytes; larger states and payloads are written and encoded at once
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-_LARGE = 2**28  # bytes; what is larger is not copied
 
 
 def quarter_of_memory() -> int:
@@ -56,143 +52,132 @@ def error_reply(error: Exception, message: Message) -> Message:
 
 
 class Background:
-    """The threads of a run, and the states of its clients in memory: up to ``max_bytes``, the latest used ones."""
+    """The threads of a run, and the states of its clients in memory, up to ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
-        self._max_bytes = max_bytes
-        self._states: dict[Path, tuple[int, State]] = {}  # by folder, with the round; the latest used one is last
+        self.threads = ThreadPoolExecutor(os.cpu_count())
+        self._states: dict[Path, tuple[int, State]] = {}  # by folder, with the round; the one written last is last
+        self._room = max_bytes
         self._lock = Lock()
 
-    def close(self) -> None:
-        """Wait for the threads. Work that has not begun is dropped: its reply has not arrived."""
-        self._threads.shutdown(cancel_futures=True)
+    def leave(self, work: Callable[..., Any], *arguments: object) -> Future[Any]:
+        """Have the client's work done by a thread before its reply arrives."""
+        future = self.threads.submit(work, *arguments)
+        _work.get().append(future)
+        return future
 
-    def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        return self._threads.submit(work)
-
-    def save(self, store: VersionedStore, round: int, state: State, accepted: int, durable: bool) -> None:
-        """Write a state as ``store`` does, and only then keep it in memory."""
+    def write(self, store: VersionedStore, round: int, state: State, accepted: int, durable: bool) -> None:
+        """Write a state as ``store`` does, and then keep it in memory."""
         store.save(round, state, accepted, durable=durable)
-        # as it would be read
-        kept = State(dict(sorted(state.tensors.items())), json.loads(json.dumps(dict(state.meta))))
         with self._lock:
-            self._states.pop(store.folder, None)
-            self._states[store.folder] = round, kept
-            while sum(_num_bytes(each.tensors) for _, each in self._states.values()) > self._max_bytes:
-                del self._states[next(iter(self._states))]
+            self._forget(store.folder)
+            self._states[store.folder] = round, state
+            self._room -= _num_bytes(state.tensors)
+            while self._room < 0:
+                self._forget(next(iter(self._states)))
 
-    def load(self, store: VersionedStore, round: int) -> State | None:
-        """Return the state after ``round`` if it is in memory."""
-        with self._lock:
-            found = self._states.pop(store.folder, None)
-            if found is None:
-                return None
-            self._states[store.folder] = found
-        return _copy(found[1]) if found[0] == round else None
+    def _forget(self, folder: Path) -> None:
+        _, state = self._states.pop(folder, (0, State()))
+        self._room += _num_bytes(state.tensors)
+
+    def state(self, folder: Path, round: int) -> State | None:
+        """Return a copy of the state in ``folder`` after ``round``, as it would be read, if it is in memory."""
+        kept_round, state = self._states.get(folder, (0, State()))
+        if kept_round != round:
+            return None
+        return State(_copied(dict(sorted(state.tensors.items()))), json.loads(json.dumps(state.meta)))
 
 
-def _copy(state: State) -> State:
+_background: ContextVar[Background | None] = ContextVar("_background", default=None)
+_work: ContextVar[list[Future[Any]]] = ContextVar("_work")  # of the client in this thread
+_unfinished: WeakKeyDictionary[Message, tuple[Message, list[Future[Any]]]] = WeakKeyDictionary()
+
+
+@contextmanager
+def background() -> Iterator[None]:
+    """Let clients within the context leave work to threads; at its end all work is done, or was dropped."""
+    threads = Background(quarter_of_memory())
+    token = _background.set(threads)
+    try:
+        yield
+    finally:
+        _background.reset(token)
+        threads.threads.shutdown(cancel_futures=True)
+
+
+def _copied(tensors: Tensors) -> TensorDict:
     layout = torch.contiguous_format
-    tensors = {name: t.detach().to("cpu", copy=True, memory_format=layout) for name, t in state.tensors.items()}
-    return State(tensors, deepcopy(state.meta))
-
-
-def _snapshot(payload: Payload) -> Payload:
-    """Return a copy, since the client may go on to use its tensors."""
-    tensors = {name: tensor.detach().contiguous() for name, tensor in payload.tensors.items()}
-    return Payload.pruned(tensors, payload.masks)
+    return {name: tensor.detach().to("cpu", copy=True, memory_format=layout) for name, tensor in tensors.items()}
 
 
 def _num_bytes(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-# --- a client's work --------------------------------------------------------------------------------------------------
+# --- a client's work; it is done on copies, since the client may go on to use its tensors -----------------------------
 
 
-@dataclass(frozen=True)
-class _Client:
-    """The client that is at work in a thread, with its work in the background."""
-
-    background: Background
-    work: list[Future[Any]]
-
-
-_client: ContextVar[_Client | None] = ContextVar("_client", default=None)
-_unfinished: WeakKeyDictionary[Message, tuple[Message, list[Future[Any]]]] = WeakKeyDictionary()
-
-
-@contextmanager
-def client_of(background: Background | None) -> Iterator[list[Future[Any]]]:
-    """Have the client within the context leave its work to ``background``, if there is one; yield this work."""
-    work: list[Future[Any]] = []
-    token = _client.set(None if background is None else _Client(background, work))
-    try:
-        yield work
-    finally:
-        _client.reset(token)
-
-
-def hold(reply: Message, message: Message, work: list[Future[Any]]) -> None:
-    """Let ``reply``, which answers ``message``, arrive once its client's work is done."""
-    if work:
-        _unfinished[reply] = message, work
-
-
-def finished(replies: Iterable[Message]) -> Iterator[Message]:
-    """Yield replies in order, each once its client's work is done; meanwhile the next ones are fetched.
-
-    In a simulation in this process to fetch one means that its client trains. If the work of a client failed, its reply
-    is the error.
-    """
-    held: deque[Message] = deque()
-    for reply in replies:
-        held.append(reply)
-        while held and (len(held) > _MOST_HELD or _is_done(held[0])):
-            yield _outcome(held.popleft())
-    while held:
-        yield _outcome(held.popleft())
-
-
-def _is_done(reply: Message) -> bool:
-    return reply not in _unfinished or all(each.done() for each in _unfinished[reply][1])
-
-
-def _outcome(reply: Message) -> Message:
-    message, work = _unfinished.pop(reply, (reply, []))
-    try:
-        for each in work:
-            each.result()
-    except Exception as error:
-        failed = error_reply(error, message)
-        set_answered_id(failed, reply.metadata.reply_to_message_id)
-        return failed
-    return reply
-
-
-def to_arrays(payload: Payload) -> ArrayRecord:
-    """Encode a client's payload, in the background if there is one."""
-    client = _client.get()
-    if client is None or _num_bytes(payload.tensors) > _LARGE:
-        return wire.to_arrays(payload)
-    encoded = client.background.submit(partial(wire.to_arrays, _snapshot(payload)))
-    client.work.append(encoded)
-    return ArrayRecord({codec.KEY: wire.PendingArray(encoded)})
+def begin_work() -> None:
+    """Have the client that begins in this thread leave its work to others."""
+    _work.set([])
 
 
 def save_state(store: VersionedStore, round: int, state: State, accepted: int, *, durable: bool) -> None:
-    """Save a client's state, in the background if there is one."""
-    client = _client.get()
-    if client is None or _num_bytes(state.tensors) > _LARGE:
+    """Save the client's state in ``store`` before its reply arrives."""
+    threads = _threads_for(state.tensors)
+    if threads is None:
         store.save(round, state, accepted, durable=durable)
-        return
-    save = partial(client.background.save, store, round, _copy(state), accepted, durable)
-    client.work.append(client.background.submit(save))
+    else:
+        threads.leave(
+            threads.write, store, round, State(_copied(state.tensors), deepcopy(state.meta)), accepted, durable
+        )
 
 
 def load_state(store: VersionedStore, round: int) -> tuple[int, State] | None:
-    """Return the client's state after ``round``, from memory if it is there, else the latest readable one before."""
-    client = _client.get()
-    state = None if client is None else client.background.load(store, round)
+    """Return the client's state after ``round``, or else the latest readable one before, with its round."""
+    threads = _background.get()
+    state = None if threads is None else threads.state(store.folder, round)
     return store.load(before=round + 1) if state is None else (round, state)
+
+
+def to_arrays(payload: Payload) -> ArrayRecord:
+    """Encode the client's payload before its reply arrives."""
+    threads = _threads_for(payload.tensors)
+    if threads is None:
+        return wire.to_arrays(payload)
+    encoded = threads.leave(wire.to_arrays, Payload(_copied(payload.tensors), _copied(payload.masks)))
+    return ArrayRecord({codec.KEY: wire.PendingArray(encoded)})
+
+
+def _threads_for(tensors: Tensors) -> Background | None:
+    return _background.get() if _num_bytes(tensors) <= _MOST_COPIED else None
+
+
+# --- replies ----------------------------------------------------------------------------------------------------------
+
+
+def hold(reply: Message, message: Message) -> None:
+    """Let ``reply``, the client's answer to ``message``, arrive once its work is done."""
+    _unfinished[reply] = message, _work.get()
+
+
+def finished(replies: Iterable[Message]) -> Iterator[Message]:
+    """Yield replies in order, each once its client's work is done, or failed: the reply is then the error.
+
+    Meanwhile later replies are fetched, for which clients in this process train.
+    """
+    held: deque[tuple[Message, Message, list[Future[Any]]]] = deque()
+    for reply in replies:
+        held.append((reply, *_unfinished.get(reply, (reply, []))))
+        while held and (len(held) > _MOST_HELD or all(future.done() for future in held[0][-1])):
+            yield _outcome(*held.popleft())
+    yield from itertools.starmap(_outcome, held)
+
+
+def _outcome(reply: Message, message: Message, work: Iterable[Future[Any]]) -> Message:
+    try:
+        for future in work:
+            future.result()
+    except Exception as error:
+        return error_reply(error, message)
+    return reply

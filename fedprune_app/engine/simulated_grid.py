@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 from fedprune_app.core.cohort import largest_cohort, messages_per_worker, run_cohort
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.rng import derive_seed
-from fedprune_app.engine.background import Background, client_of, error_reply, hold, quarter_of_memory
+from fedprune_app.engine.background import background, begin_work, error_reply, hold
 from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
     Run,
@@ -124,25 +124,22 @@ class SimulatedGrid(Grid):
 
 
 def answers(
-    app: ClientApp,
-    requests: Sequence[tuple[Message, Context]],
-    shares_disk: bool = True,
-    background: Background | None = None,
+    app: ClientApp, requests: Sequence[tuple[Message, Context]], shares_disk: bool = True
 ) -> Iterator[tuple[int, Message]]:
     """Yield the number of each message and the reply to it; the clients run as a cohort.
 
     As on the other engines, a client's failure is a reply. ``shares_disk`` is whether the server is on the same
-    machine. With ``background`` a reply may be yielded before its client's work is done.
+    machine. Replies may be unfinished, see :func:`fedprune_app.engine.background.finished`.
     """
 
     def answer(message: Message, context: Context) -> Message:
-        with client_of(background) as work:
-            try:
-                with simulated_client(shares_disk):
-                    reply = app(message, context)
-            except Exception as error:
-                reply = error_reply(error, message)
-        hold(reply, message, work)
+        begin_work()
+        try:
+            with simulated_client(shares_disk):
+                reply = app(message, context)
+        except Exception as error:
+            reply = error_reply(error, message)
+        hold(reply, message)
         return reply
 
     works = [lambda request=request: answer(*request) for request in requests]
@@ -176,14 +173,10 @@ class InProcessGrid(SimulatedGrid):
     def __init__(self, client_app: ClientApp, num_clients: int, run_config: Values) -> None:
         super().__init__(num_clients, run_config)
         self._client_app = client_app
-        self._background: Background | None = None
 
     def serve(self, server_app: ServerApp) -> None:
-        self._background = Background(quarter_of_memory())
-        try:
+        with background():
             super().serve(server_app)
-        finally:
-            self._background.close()
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the clients with these messages, cohort by cohort as the result is iterated."""
@@ -194,7 +187,7 @@ class InProcessGrid(SimulatedGrid):
             messages = [self._pending.pop(message_id) for message_id in ids]
             requests = [(message, self._context(message)) for message in messages]
             del messages
-            for number, reply in answers(self._client_app, requests, background=self._background):
+            for number, reply in answers(self._client_app, requests):
                 set_answered_id(reply, ids[number])
                 yield reply
 

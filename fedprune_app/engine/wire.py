@@ -44,9 +44,8 @@ class PendingArray(Array):
         """Return ``shape`` or ``data``, which are only missing before they are first read."""
         if name not in ("shape", "data"):
             raise AttributeError(name)
-        array = self._encoded.result()[codec.KEY]
-        self.shape, self.data = array.shape, array.data
-        return getattr(self, name)
+        self.__dict__ |= vars(self._encoded.result()[codec.KEY])
+        return self.__dict__[name]
 
 
 def from_bytes(encoded: Mapping[str, bytes]) -> ArrayRecord:
