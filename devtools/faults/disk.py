@@ -240,10 +240,10 @@ class _OneByOne:
         return [work(item) for item in items]
 
     @staticmethod
-    def submit(work: Callable[[], Any]) -> Future[Any]:
+    def submit(work: Callable[..., Any], *arguments: object) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(work())
+            future.set_result(work(*arguments))
         except Exception as error:
             future.set_exception(error)
         return future
