@@ -146,7 +146,9 @@ def to_arrays(payload: Payload) -> ArrayRecord:
     if threads is None:
         return wire.to_arrays(payload)
     encoded = threads.leave(wire.to_arrays, Payload(_copied(payload.tensors), _copied(payload.masks)))
-    return ArrayRecord({codec.KEY: wire.PendingArray(encoded)})
+    arrays = ArrayRecord()
+    arrays[codec.KEY] = wire.PendingArray(encoded)  # its constructor would copy the array
+    return arrays
 
 
 def _threads_for(tensors: Tensors) -> Background | None:
