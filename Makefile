@@ -110,7 +110,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml hatch_build.py $(wildcard fedprune_app/core/native/*.c) | $(BIN)/python
 	@[ -n "$(TORCH_INDEX)" ] || command -v nvidia-smi >/dev/null || \
-	    echo "No NVIDIA GPU here: with TORCH_INDEX=..., PyTorch's index of CPU builds, the download is 4 GB smaller."
+	    echo "No NVIDIA GPU here: TORCH_INDEX=..., the address that pytorch.org names for CPU, makes the download 4 GB smaller."
 	$(PIP) install --quiet torch==$(TORCH) torchvision==$(TORCHVISION) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install --quiet 'flwr[simulation]==$(FLOWER)' --editable '.[all]'
 	touch $@

@@ -184,6 +184,8 @@ class Session(ExitStack):
                 from fedprune_app.launching.local import local_deployment
 
                 place = placement.deployment or self._folder() / "deployment"
+                started = f"starting a SuperLink and {len(placement.nodes)} nodes; their logs: {place}/*/log.txt"
+                self.console.print(started, soft_wrap=True)
                 self._link = self.enter_context(local_deployment(place, placement.nodes)).link
         return self._link
 

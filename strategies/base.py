@@ -104,7 +104,7 @@ class FederatedStrategy(StreamedStrategy):
 
         They are shown before the run begins, and recorded.
         """
-        return privacy_warnings(self.config, self.clients, self.headline)
+        return [*self.participation.warnings(), *privacy_warnings(self.config, self.clients, self.headline)]
 
     def prepare(self) -> None:
         """Do what must precede the first round; not called when a run resumes from a checkpoint."""

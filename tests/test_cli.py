@@ -35,6 +35,23 @@ def test_list_names_what_there_is_for_people_and_machines(capsys):
     assert listed["keys"]["dispfl.gossip"]["choices"].keys() == {"server", "client"}
 
 
+def test_a_system_of_the_gallery_is_listed_with_its_file_which_an_error_for_it_names(fedprune, capsys, monkeypatch):
+    file = ROOT / "gallery" / "heterofl.py"
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.app(["list"], standalone_mode=False)
+    listed = capsys.readouterr().out
+    assert "  fedrolex  " in listed
+    assert str(file) in listed
+    for arguments in (["run", "system=fedrolex"], ["list", "fedrolex"]):
+        code, told = fedprune(*arguments)
+        assert (code, told.endswith(f"; it is in the gallery: --plugin {file}\n")) == (2, True)
+
+
+def test_the_page_of_a_system_is_listed_without_marks_of_code(capsys):
+    cli.app(["list", "dispfl"], standalone_mode=False)
+    assert "The client half is clients/dispfl.py." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -213,6 +230,8 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         full(["run", "--out", "/etc/passwd"], "--out is '/etc/passwd'"),
         full(["deploy", "login", "localhost", "--secret", "x"], "address of the SuperLink is 'localhost'"),
         full(["predict", ".", "image.png"], "cannot be read: "),
+        (["run", "ssfl"], "setting is 'ssfl', allowed: KEY=VALUE, such as system=NAME; a file is given as -c FILE"),
+        (["new", "dispfl"], "lower-case letters, digits and dashes, and no folder or system that exists"),
         full(["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!'"),
         full(["deploy", "certificates", "--host", "-x"], "--host is '-x'"),
     ],
@@ -245,6 +264,16 @@ def test_a_run_that_fails_exits_1_with_its_reason(fedprune):
     assert last.startswith("failed: ")
     assert "training diverged" in last
     assert "Traceback" not in told
+
+
+def test_a_run_that_fails_later_says_that_it_can_be_resumed(fedprune):
+    """By these draws four of four clients stay in round 1, and two in round 2."""
+    drawn = ("seed=5", "drop-probability=0.3", "fraction-train=1.0", "min-replies=3")
+    code, told = fedprune("run", *SMALL, *HERE, *drawn, "--out", "a")
+    reason = "round 2 had 2 good replies, min-replies asks for 3; no reply failed: fewer clients were asked"
+    assert (code, told.splitlines()[-1]) == (1, f"failed: {reason}; --resume continues after round 1")
+    resumed = ("--resume", "min-replies=1", "--engine", "inprocess", "--out", "a")
+    assert fedprune("run", *resumed)[0] == 0
 
 
 MATRIX = """

@@ -92,6 +92,9 @@ ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mn
 FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
 TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
+WATCH = "natural-watch"
+IN_GALLERY = (TUNED_LAST, WATCH)
+"""The rows of these data files come from a matrix of the gallery too, which has the same name."""
 AGAIN = {
     "1f": "dispfl", "3c": "fedp3-layers", "3g": "fedp3-fashion", "3i": "fedp3-fashion", "5b": "fedspallm",
     "6c": "tuned",
@@ -108,7 +111,8 @@ MATRICES = {
     PRIVATE: ("fedltp_fashion", "fedltp_fashion_pruning"),
     LANGUAGE: ("fedspallm_claims",),
     TUNED: ("tuned",),
-    TUNED_LAST: ("tuned_last",),  # and gallery/tuned_last.yaml
+    TUNED_LAST: ("tuned_last",),
+    WATCH: ("natural_watch",),
     **{f"fresh-{name}": (f"fresh_{name.replace('-', '_')}",) for name in AGAIN.values()},
 }
 """Which files of configs/matrices make the rows of a data file."""
@@ -116,6 +120,7 @@ SECTIONS = {
     "1": "1. Dis-PFL", "2": "2. Sub-FedAvg", "3": "3. FedP3", "4": "4. Fed-LTP",
     "5": "5. FedSpaLLM (a point is a hundredth of the logarithm of perplexity)",
     "6": "6. Tuned alike", "7": "7. Once more, on fresh seeds",
+    "8": "8. Natural clients",
 }  # fmt: skip
 """The sections of the page, by the digit with which a claim's name begins."""
 IN_PAPER = {
@@ -136,7 +141,7 @@ COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
         "ditto.personal-epochs", "ditto.pull",
-        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive",
+        "fedper.personal-layers", "apfl.alpha", "apfl.adaptive", "feddst.prune-rate", "feddst.rounds-between",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
         "fedspallm.test-windows",
@@ -486,7 +491,25 @@ ONCE_MORE = tuple(
     if claim.name in AGAIN
 )
 """The first verdict of these was known when they were written down. It is not pooled with the second."""
-CLAIMS = (*FIRST, *ONCE_MORE)
+FEDAVG_FT, SUBFEDAVG = {"system": "fedavg-ft"}, {"system": "subfedavg"}
+OF_NATURAL = (
+    ("a", "FedAvg-FT beats training alone", FEDAVG_FT, STANDALONE, 0.0),
+    ("b", "Dis-PFL at density 0.5 beats training alone", _at_random(0.5), STANDALONE, 0.0),
+    ("c", "FedAvg-FT beats Dis-PFL at density 0.5", FEDAVG_FT, _at_random(0.5), 0.0),
+    ("d", "Sub-FedAvg beats training alone", SUBFEDAVG, STANDALONE, 0.0),
+    ("e", "FedP3 at 0.9 beats training alone", {"system": "fedp3", "density": 0.9}, STANDALONE, 0.0),
+    ("f", "FedDST at density 0.5 is at most one point behind FedAvg-FT", {"system": "feddst"}, FEDAVG_FT, 1.0),
+    ("g", "SSFL at density 0.5 is at most one point behind FedAvg-FT", {"system": "ssfl"}, FEDAVG_FT, 1.0),
+)
+NATURAL = tuple(
+    Claim(
+        f"8{letter}", "not in the paper", f"Watches, tuned, after a last phase: {text}", WATCH, better, worse,
+        seeds=5, first_seed=1, margin=margin, measure="last_phase",
+    )
+    for letter, text, better, worse, margin in OF_NATURAL
+)  # fmt: skip
+"""These claims are of clients that no draw made: persons."""
+CLAIMS = (*FIRST, *ONCE_MORE, *NATURAL)
 LEVEL, MARGIN = ("1d", "3h", "3j", "4a", "6g"), 1.0
 """Claims with a mean near their limit, and the points within which two settings are called level.
 

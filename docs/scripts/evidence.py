@@ -323,11 +323,12 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
 
 
 def claims_table(*, whole: bool = False) -> str:
-    """All claims with their differences and verdicts; the ``whole`` table also has what does not decide."""
+    """Claims with differences and verdicts; the ``whole`` table has more columns, and claims without a run."""
     more = ["in these seeds", "by seed", "from"] if whole else []
+    interval = ["difference", "95 %"] if whole else ["difference (95 %)"]
     lines = [
-        f"| {' | '.join(['', 'claim', 'in the paper', 'difference', '95 %', 'verdict', *more])} |",
-        f"| --- | --- | ---: | ---: | --- | --- |{' --- |' * len(more)}",
+        f"| {' | '.join(['', 'claim', 'in the paper', *interval, 'verdict', *more])} |",
+        f"| --- | --- | ---: |{' ---: |' * len(interval)} --- |{' --- |' * len(more)}",
     ]
     strong, tests = left_by_holm()
     verdicts = []
@@ -343,13 +344,16 @@ def claims_table(*, whole: bool = False) -> str:
             numbers = [f"{100 * apart.mean:+.2f}", *intervals, by_seed]
         verdicts.append(said)
         said = f"**{said}**" if claim.name in strong else said
-        cells = [claim.name, claim.text, claim.in_paper, *numbers[:2], said]
+        if apart is None and not whole:
+            continue
+        between = numbers[:2] if whole else [f"{numbers[0]} ({numbers[1]})"]
+        cells = [claim.name, claim.text, claim.in_paper, *between, said]
         cells += [*numbers[2:], claim.source] if whole else []
         lines.append(f"| {' | '.join(cells)} |")
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
     waiting = sum(said.startswith("open: 0 ") for said in verdicts)
     left = len(CLAIMS) - shown - not_here - waiting
-    runs = f" Without a run yet: {waiting}." if waiting else ""
+    runs = f" Without a run yet, and in the file alone: {waiting}." if waiting else ""
     lines += [
         "",
         f"{shown} claims are shown, {not_here} do not hold here, and {left} are open.{runs} Of the "

@@ -178,7 +178,7 @@ def rows() -> Iterator[str]:
     shares = {row["system"]: row for row in read_rows(DATA)}
     by_system = papers()
     titles = ["`system`", "paper", "what it does", "a client's own", "less than FedAvg in"]
-    yield f"| {' | '.join([*titles, 'private, secure sums'])} |"
+    yield f"| {' | '.join([*titles, 'private/secure sums'])} |"
     yield f"|{' --- |' * 6}"
     for name, method in METHODS.items():
         system = SYSTEMS[name]
@@ -194,7 +194,7 @@ def rows() -> Iterator[str]:
             system.summary.partition(": ")[2],
             method.personal,
             TEXT.get(name) or ", ".join(less) or "–",
-            private if summed == "no" else f"{private}, sums {summed}" if private != summed else f"both {private}",
+            f"both {private}" if " " in private and private == summed else f"{private}/{summed}",
         ]
         yield f"| {' | '.join(cells)} |"
 

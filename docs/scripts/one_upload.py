@@ -1,6 +1,7 @@
 """The data behind "What you can make of one upload" on docs/smollm.md: models from sums that clients sent once.
 
     python docs/scripts/one_upload.py run --texts texts/articles --model MODEL.gguf --out runs/one-upload
+    python docs/scripts/one_upload.py files runs/one-upload --program llama-perplexity --test wikitext-2/test.txt
     python docs/scripts/one_upload.py add runs/one-upload       # rows of what is done, and the tables
     python docs/scripts/one_upload.py write                     # the tables alone
 
@@ -19,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +33,8 @@ from smollm import DATA as BY_LAYER
 from smollm import PAGE, SEEDS, verdict
 
 from fedprune_app.core.payload import Payload
+from fedprune_app.exports.gguf_file import write_gguf
+from fedprune_app.exports.language import export_gguf
 from fedprune_app.files import replace_file
 from fedprune_app.learning.device import device_of, prepare_torch
 from fedprune_app.learning.language_models import language_model, perplexities
@@ -44,6 +48,8 @@ from strategies.pruned_model import PrunedModel
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data" / "one_upload.csv"
+FILES = ROOT / "docs" / "data" / "one_upload_files.csv"
+GEMMA = ROOT / "docs" / "data" / "one_upload_gemma.csv"
 ALL_CLAIMS = ROOT / "docs" / "data" / "tables" / "one-upload-claims.csv"
 COMMON = {
     "system": "fedspallm",
@@ -88,6 +94,7 @@ EXCHANGES = {
 }
 """Runs whose clients send sums of the model pruned so far, in so many exchanges."""
 UPLOADS |= EXCHANGES
+UPLOADS["dense-trained"] = {**UPLOADS["recovered"], "density": "1.0", "fedspallm.pattern": ""}
 CUT = ("fedspallm.pattern=cut", "density=0.7")
 
 
@@ -107,6 +114,7 @@ class Model:
 
 
 HALF, SMALLER, DENSE, RECOVERED = "50 % removed", "cut to 0.7", "dense", "cut to 0.7, recovered"
+TRAINED = "dense, trained as in recovery"
 OF_SUMS = (
     Model("sums", HALF, 16),
     Model("half-4", HALF, 4, "sums", ("fedspallm.bits=4",)),
@@ -128,6 +136,7 @@ MORE = (
     Model("half-8", HALF, 8, "sums", ("fedspallm.bits=8",)),
     Model("dense-4", DENSE, 4, "sums", ("density=1.0", "fedspallm.bits=4")),
     Model("dense-8", DENSE, 8, "sums", ("density=1.0", "fedspallm.bits=8")),
+    Model("dense-trained", TRAINED, 16),
     Model("density-0.3", "70 % removed", 16, "sums", ("density=0.3",)),
     Model("density-0.2", "80 % removed", 16, "sums", ("density=0.2",)),
 )
@@ -234,6 +243,44 @@ def run(out: Path, given: Mapping[str, str], chosen: str, seeds: int) -> None:
             make(model, seed, out, given)
 
 
+# --- files for llama.cpp ----------------------------------------------------------------------------------------------
+
+IN_LLAMA_CPP = {
+    DENSE: ("dense", "dense-8", "dense-4"),
+    HALF: ("sums", "half-8", "half-4"),
+    RECOVERED: ("recovered", "recovered-8", "recovered-4"),
+}
+"""By shape: the models in 16, 8 and 4 bits of which there are files. "dense" is the model that clients were sent."""
+WINDOWS = "64"
+"""So many windows of 512 tokens llama.cpp reads, and it counts the second half of each."""
+
+
+def measure_files(out: Path, program: Path, test: Path) -> None:
+    """Write seed 0's models as GGUF files, and have llama.cpp measure their perplexity and the time of a token."""
+    known = {row["model"] for row in read_rows(FILES)}
+    for name in (name for names in IN_LLAMA_CPP.values() for name in names):
+        folder = out / f"{name if name != DENSE else 'sums'}-0"
+        if name in known or not is_done(folder):
+            continue
+        with tempfile.TemporaryDirectory(dir=out) as scratch:
+            path = Path(scratch) / "model.gguf"
+            if name == DENSE:
+                kind = write_gguf(language_model(prepare(of_run(read_info(folder), ())).config), path)
+                size, share = path.stat().st_size, 1.0
+            else:
+                dense, made = export_gguf(folder, path)
+                if dense.milliseconds is None or made.milliseconds is None:
+                    raise SystemExit("llama.cpp is missing: install the extra fedprune[llamacpp]")
+                kind, size, share = made.model.rpartition(", ")[2], made.bytes, made.milliseconds / dense.milliseconds
+            command = [str(program), "-m", str(path), "-f", str(test), "-c", "512", "--chunks", WINDOWS, "-t", "1"]
+            said = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = re.search(r"PPL = ([0-9.]+) \+/- ([0-9.]+)", said.stdout + said.stderr)
+        if found is None:
+            raise SystemExit(f"{program} wrote no perplexity of {name}")
+        row = {"model": name, "type": kind, "megabytes": f"{size / MEGABYTE:.1f}", "token": f"{share:.2f}"}
+        append_rows(FILES, [{**row, "perplexity": f"{float(found[1]):.2f}", "standard_error": found[2]}])
+
+
 # --- rows and tables ------------------------------------------------------------------------------------------------
 
 
@@ -277,13 +324,19 @@ def _comes_from(model: Model, upload: str) -> bool:
 KEY = ("model", "seed", "text")
 
 
-def add(out: Path) -> int:
+def add(out: Path, data: Path = DATA) -> int:
     """Add the rows of finished models that are not there yet, and return how many these are."""
-    known = {tuple(row[key] for key in KEY) for row in read_rows(DATA)}
+    known = {tuple(row[key] for key in KEY) for row in read_rows(data)}
     found = [row for seed in range(SEEDS) for model in MODELS for row in rows_of(model, seed, out)]
+    if data == GEMMA and (dense := out / "sums-0").exists():
+        common = {"model": DENSE, "shape": DENSE, "bits": "16", "seed": "0"}
+        of_texts = read_info(dense)["dense_perplexity"].items()
+        found += [
+            {**dict.fromkeys(found[0], ""), **common, "text": t, "perplexity": f"{v['value']:.3f}"} for t, v in of_texts
+        ]
     new = [row for row in found if tuple(row[key] for key in KEY) not in known]
     if new:
-        append_rows(DATA, new)
+        append_rows(data, new)
     return len(new)
 
 
@@ -313,21 +366,39 @@ def claims_table() -> str:
 
 
 def models_table() -> str:
-    """What seed 0's sums gave: perplexities by shape and bits, and those of the dense model."""
+    """What seed 0's sums gave, by shape and bits: perplexities, and what llama.cpp makes of the file."""
     rows = [row for row in read_rows(DATA) if row["seed"] == "0"]
     texts = sorted({row["text"] for row in rows}, reverse=True)
     found = {(row["model"], row["text"]): float(row["perplexity"]) for row in rows}
-    dense = {row["text"]: float(row["dense"]) for row in read_rows(BY_LAYER) if row["deal"] == "articles"}
-    cells = {DENSE: {"16": ", ".join(f"{dense[text]:.1f}" for text in texts)}}
-    for model in MODELS:
-        if model.shape and (model.name, texts[0]) in found:
-            column = str(model.bits) + ("" if model.changes or not model.source else NEAREST)
-            numbers = (f"{found[model.name, text]:.1f}" for text in texts)
-            cells.setdefault(model.shape, {})[column] = ", ".join(numbers)
-    lines = [f"| {', '.join(texts)} | {' | '.join(COLUMNS)} |", f"| --- |{' ---: |' * len(COLUMNS)}"]
-    for shape, of_shape in cells.items():
-        lines.append(f"| {shape} | {' | '.join(of_shape.get(column, '–') for column in COLUMNS)} |")
+    found |= {(DENSE, row["text"]): float(row["dense"]) for row in read_rows(BY_LAYER) if row["deal"] == "articles"}
+    files = {row["model"]: row for row in read_rows(FILES)}
+    lines = [f"| {' | '.join(COLUMNS)} |", f"| --- | ---: |{' ---: |' * (len(COLUMNS) - 2)}"]
+    for model in sorted((Model(DENSE, DENSE, 16), *MODELS), key=_place):
+        if model.shape not in SHAPES or model.name.endswith(NEAREST) or (model.name, texts[0]) not in found:
+            continue
+        measured = files.get(model.name, {})
+        cells = [
+            ", ".join(f"{found[name, text]:.1f}" for text in texts if (name, text) in found) or "–"
+            for name in (model.name, model.name + NEAREST)
+        ]
+        cells += [measured.get(column, "–") for column in ("type", "megabytes", "perplexity", "token")]
+        lines.append(f"| {' | '.join([model.shape, str(model.bits), *cells])} |")
     return "\n".join(lines)
+
+
+def _place(model: Model) -> tuple[int, int]:
+    return (SHAPES.index(model.shape) if model.shape in SHAPES else len(SHAPES), -model.bits)
+
+
+def gemma_table() -> str:
+    """What one upload gave of Gemma 3 270M."""
+    of_model: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(
+        read_rows(GEMMA), key=lambda row: (*_place(Model("", row["shape"], int(row["bits"]))), row["text"])
+    ):
+        of_model.setdefault((row["shape"], row["bits"]), []).append(f"{float(row['perplexity']):.1f}")
+    lines = ["| model | bits | ptb | wikitext-2 |", "| --- | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {' | '.join([*key, *cells])} |" for key, cells in of_model.items())])
 
 
 def exchanges_table() -> str:
@@ -352,9 +423,11 @@ def exchanges_table() -> str:
     return "\n".join(lines)
 
 
-TEXT, NEAREST = "wikitext-2", ", nearest"
-COLUMNS = ("16", "8", "4", f"4{NEAREST}", "3", f"3{NEAREST}")
+TEXT, NEAREST = "wikitext-2", "-nearest"
+SHAPES = (DENSE, TRAINED, HALF, SMALLER, RECOVERED)
+COLUMNS = ("model", "bits", "wikitext-2, ptb", "to nearest", "file", "MB", "64 windows", "a token")
 TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
+TABLES["one-upload-gemma"] = gemma_table
 
 
 def written(page: str) -> str:
@@ -372,16 +445,23 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--only", default=".*", help="a pattern of models' names")
     running.add_argument("--seeds", type=int, default=SEEDS)
+    measuring = commands.add_parser("files", help="measure the files of seed 0 in llama.cpp")
+    measuring.add_argument("out", type=Path)
+    measuring.add_argument("--program", type=Path, required=True, help="llama-perplexity")
+    measuring.add_argument("--test", type=Path, required=True, help="WikiText-2's test text")
     adding = commands.add_parser("add", help="add the rows of finished models")
     adding.add_argument("out", type=Path)
+    adding.add_argument("--gemma", action="store_true", help="the runs are of Gemma 3 270M")
     commands.add_parser("write", help="write the tables of the page")
     asked = parser.parse_args()
     if asked.command == "run":
         given = {"data-dir": str(asked.texts.absolute()), "model": str(asked.model.absolute())}
         run(asked.out, given, asked.only, asked.seeds)
         return
+    if asked.command == "files":
+        measure_files(asked.out, asked.program, asked.test)
     if asked.command == "add":
-        print(f"{add(asked.out)} rows added")
+        print(f"{add(asked.out, GEMMA if asked.gemma else DATA)} rows added")
     ALL_CLAIMS.write_text(as_csv(claims_table()))
     PAGE.write_text(written(PAGE.read_text()))
 

@@ -331,16 +331,16 @@ def articles_table() -> str:
     rows = [row for row in read_rows(DATA) if (row["rule"], row["deal"]) == ("mean", "articles")]
     texts = sorted({row["text"] for row in rows}, reverse=True)
     lines = [
-        f"| clients | sparsity | seeds | {' | '.join(f'{text}, own / global' for text in texts)} | MB up | minutes |",
-        f"| ---: | ---: | ---: |{' ---: |' * (len(texts) + 2)}",
+        f"| clients | sparsity | seeds | {' | '.join(f'{text}, own / global' for text in texts)} | MB up |",
+        f"| ---: | ---: | ---: |{' ---: |' * (len(texts) + 1)}",
     ]
     cells = {(int(row["clients"]), float(row["density"])) for row in rows}
     for clients, density in sorted(cells, key=lambda cell: (cell[0], -cell[1])):
         cell = [row for row in rows if (int(row["clients"]), float(row["density"])) == (clients, density)]
         by_text = [[row for row in cell if row["text"] == text] for text in texts]
         told = [f"{_spread([fmean(_own(row)) for row in each])} / {_global(each)}" for each in by_text]
-        costs = [_mean(by_text[0], "megabytes_up"), _mean(by_text[0], "minutes")]
-        line = [str(clients), f"{1 - density:.0%}", str(len(by_text[0])), *told, *costs]
+        sent = _mean(by_text[0], "megabytes_up")
+        line = [str(clients), f"{1 - density:.0%}", str(len(by_text[0])), *told, sent]
         lines.append(f"| {' | '.join(line)} |")
     return "\n".join(lines) if rows else "No run has been made yet."
 

@@ -81,5 +81,9 @@ def main(commands: typer.Typer = app) -> None:
         echo(f" {one_line(error)}", "error:", "red")
         sys.exit(2)
     if code == _INTERRUPTED:
-        echo("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
+        echo(
+            "; if the run had begun, `--resume` goes on from what is on disk (`advise` by itself)",
+            "interrupted",
+            "yellow",
+        )
     sys.exit(code)

@@ -16,8 +16,9 @@ from rich.text import Text
 from fedprune_app.cli.options import Out, Plugins, Workers, names_by_key, values_of
 from fedprune_app.cli.running import print_sizes
 from fedprune_app.config import OPTIONS, ConfigError, Option, Scalar, is_used, toml_value
-from fedprune_app.config.errors import not_allowed
+from fedprune_app.config.toml import gallery_systems
 from fedprune_app.files import replace_file
+from fedprune_app.preflight.combinations import unknown_name
 from fedprune_app.preflight.inputs import Placement, RunInputs, inputs_in
 from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.ownership import check_free, is_marked
@@ -102,7 +103,7 @@ def list_(
     if plugin or system not in ("", *SYSTEMS):
         inputs_in(None, [f"system={system}"] if system else None, plugin)
     if system and system not in SYSTEMS:
-        raise not_allowed("SYSTEM", system, SYSTEMS)
+        raise unknown_name("system", system, SYSTEMS)
     options = {
         key: option
         for key, option in OPTIONS.items()
@@ -124,7 +125,8 @@ def list_(
         return
     out = Terminal()
     if system and not keys:
-        out.print(f"{inspect.getdoc(sys.modules[SYSTEMS[system].strategy.__module__])}\n", soft_wrap=True)
+        page = inspect.getdoc(sys.modules[SYSTEMS[system].strategy.__module__]) or ""
+        out.print(page.replace("``", "").replace("**", "") + "\n", soft_wrap=True)
         own = sorted(options, key=lambda key: (key not in _COMMON, not key.startswith(f"{system}.")))
         options = {key: options[key] for key in own[:12]}
     if keys or system:
@@ -142,6 +144,10 @@ def list_(
             table.add_row(f"  {name}", line)
             if kind == "systems" and name in metrics:
                 table.add_row("", f"own numbers: {', '.join(metric['name'] for metric in metrics[name])}")
+    table.add_row(Text("gallery", "bold"), "systems of other papers, each with --plugin FILE")
+    for name, file in gallery_systems().items():
+        summary = file.read_text(encoding="utf-8").splitlines()[0].strip('"')
+        table.add_row(f"  {name}", Text(f"{summary}\n{file}", overflow="fold"))
     out.print(table)
 
 
@@ -160,8 +166,8 @@ def new(name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
 
     NAME is the name of the system, and of the new folder.
     """
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or Path(name).exists():
-        raise ConfigError("NAME", name, "lower-case letters, digits and dashes, and no folder that exists")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or Path(name).exists() or name in values_of("system"):
+        raise ConfigError("NAME", name, "lower-case letters, digits and dashes, and no folder or system that exists")
     module = name.replace("-", "_")
     files = {"plugin.txt": f"{module}.py", "test.txt": f"test_{module}.py", "matrix.txt": "matrix.yaml"}
     for template, file in files.items():

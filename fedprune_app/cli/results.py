@@ -71,11 +71,13 @@ def table(
         str, typer.Option("--columns", help="The columns, with commas. Their names are those of a sweep's table.csv.")
     ] = "",
     intervals: Annotated[
-        bool, typer.Option("--intervals/--deviations", help="What stands behind ±: Student's 95 % interval, or the SD.")
+        bool, typer.Option("--intervals/--deviations", help="Beside a mean: Student's 95 % interval, or ± SD.")
     ] = True,
     best_bold: Annotated[
         bool,
-        typer.Option("--best-bold", help="Bold: the most accurate, and all that are not clearly behind."),
+        typer.Option(
+            "--best-bold", help="Bold: the most accurate, if others are clearly behind, and those that are not."
+        ),
     ] = False,
     force: Force = False,
 ) -> None:
@@ -119,7 +121,10 @@ def figure(
 
     check_figure_file(output)
     check_new_file(output, force)
-    replace_file(output, drawn(_groups(folders[:-1]), str(folders[-1]), output.suffix[1:], view))
+    groups = _groups(folders[:-1])
+    replace_file(output, drawn(groups, str(folders[-1]), output.suffix[1:], view))
+    if max(len(group.runs) for group in groups) == 1:
+        echo(" no spread is shown, since each system has one seed", "note:", "yellow")
     echo(f": {output.resolve()}", "written", "green")
 
 

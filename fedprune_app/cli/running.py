@@ -19,6 +19,7 @@ from fedprune_app.cli.options import (
     complete_run,
 )
 from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.errors import LaunchError
 from fedprune_app.files import LATEST, folder_for
 from fedprune_app.preflight.inputs import Placement, inputs_in
 from fedprune_app.preflight.prepare import Prepared, prepare
@@ -245,9 +246,16 @@ def _print_made(info: Values, output: Path) -> None:
 
 def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
     """Run one federation, and print how the run ended. ``link`` is made before the run begins."""
+    from fedprune_app.launching.processes import read_json
     from fedprune_app.running import run as run_prepared
 
-    info = run_prepared(prepared, prepared.folder, console, link)
+    try:
+        info = run_prepared(prepared, prepared.folder, console, link)
+    except LaunchError as error:
+        left = read_json(prepared.folder / "run.json")
+        if left.get("status") == "failed" and left.get("rounds_completed"):
+            raise LaunchError(f"{error}; --resume continues after round {left['rounds_completed']}") from error
+        raise
     for kind, key in (("note", "notes"), ("lost", "losses"), ("left out", "clients_left_out")):
         lines = [line for line in info.get(key) or [] if line not in prepared.notes]
         for line in lines[:_MOST_LINES]:

@@ -1,6 +1,7 @@
 """Settings as text: run-config files, the shipped configurations, and ``key=value`` of a command line."""
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from fedprune_app.config.config import OPTIONS
 from fedprune_app.config.errors import ConfigError, naming_source, not_allowed
 from fedprune_app.config.options import Scalar, Settings
+
+_REGISTERED = re.compile(r'register_system\(\s*"([^"]+)"')
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -45,7 +48,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError("setting", text, "KEY=VALUE")
+        raise ConfigError("setting", text, "KEY=VALUE, such as system=NAME; a file is given as -c FILE")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -86,6 +89,13 @@ def shipped_folder(name: str) -> Path | None:
     """Return a folder that comes with fedprune: in a wheel it is in the package, in the repository beside it."""
     package = Path(__file__).parents[1]
     return next((folder for folder in (package / name, package.parent / name) if folder.is_dir()), None)
+
+
+def gallery_systems() -> dict[str, Path]:
+    """Return by system the plug-ins of the gallery, which are read and not imported."""
+    folder = shipped_folder("gallery")
+    files = sorted(folder.glob("*.py")) if folder else []
+    return {name: file for file in files for name in _REGISTERED.findall(file.read_text(encoding="utf-8"))}
 
 
 def config_file(path: Path) -> Path:

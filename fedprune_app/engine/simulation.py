@@ -91,7 +91,7 @@ def run(app: Path, config: ValueDict, num_clients: int, workers: Workers) -> Non
 
     from fedprune_app.engine.ray_grid import RayGrid
 
-    with _time_limit(float(config["startup-seconds"])):
+    with _starting_ray(float(config["startup-seconds"])):
         ray.init(include_dashboard=False, runtime_env=workers.environment(), **workers.init_args())
     components = _components(app)
     grid = RayGrid(components["clientapp"], num_clients, config, workers.resources(), workers.processes > 0)
@@ -111,7 +111,7 @@ def run_on_flower(app: Path, config: ValueDict, num_clients: int, workers: Worke
     run.override_config = config
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID
     if not workers.processes:
-        with _time_limit(float(config["startup-seconds"])):
+        with _starting_ray(float(config["startup-seconds"])):
             ray.init(**workers.init_args())  # to count the resources; Flower connects again
     resources = workers.resources()
     ray.shutdown()
@@ -152,13 +152,16 @@ def main() -> None:
 
 
 @contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """End this process if the context, in which Ray starts, takes longer: Ray may wait forever."""
-    timer = threading.Timer(seconds, _give_up, [f"Ray did not start within startup-seconds = {seconds:g}"])
+def _starting_ray(seconds: float) -> Iterator[None]:
+    """End this process if Ray takes longer to start, since it may wait forever; add to an error what needs no Ray."""
+    advice = "; --engine inprocess runs without Ray" if os.environ.get("RAY_ADDRESS", "local") == "local" else ""
+    timer = threading.Timer(seconds, _give_up, [f"Ray did not start within startup-seconds = {seconds:g}{advice}"])
     timer.daemon = True
     timer.start()
     try:
         yield
+    except Exception as error:
+        raise RuntimeError(f"{error}{advice}") from error
     finally:
         timer.cancel()
 

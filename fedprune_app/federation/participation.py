@@ -14,19 +14,14 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
     """Raise :class:`ConfigError` if a round of ``max_participants`` clients cannot have ``min-replies``, or sums."""
     if num_clients < 1 and config.holdout_clients:
         raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
+    share = f" and fraction-train {config.fraction_train:g}" if max_participants < num_clients else ""
+    condition = f"with {num_clients} clients{share}"
     if config.min_replies > max_participants:
-        share = f" and fraction-train {config.fraction_train:g}" if max_participants < num_clients else ""
-        raise ConfigError(
-            "min-replies",
-            config.min_replies,
-            f"at most {max_participants}",
-            condition=f"with {num_clients} clients{share}",
-        )
-    if not config.secure_sums:
-        return
-    if max_participants < (least := threshold_of(config.secure_sums_threshold, max_participants)):
-        hint = f"a sum needs {least} or more"
-        raise ConfigError("secure-sums", True, "false", condition=f"with {max_participants} clients a round", hint=hint)
+        raise ConfigError("min-replies", config.min_replies, f"at most {max_participants}", condition=condition)
+    least = threshold_of(config.secure_sums_threshold, max_participants)
+    if config.secure_sums and max_participants < least:
+        hint = f"a round has {max_participants}, and a sum needs {least} or more"
+        raise ConfigError("secure-sums", True, "false", condition=condition, hint=hint)
 
 
 class Participation:
@@ -42,6 +37,15 @@ class Participation:
         order = rng.numpy_generator(config.seed, "holdout").permutation(len(clients))
         self.holdouts = sorted(list(clients)[place] for place in order[:count])
         self.members = [client for client in clients if client not in self.holdouts]
+
+    def warnings(self) -> list[str]:
+        """Return a warning where a secure sum does without no client."""
+        if not self.config.secure_sums or self.most > threshold_of(self.config.secure_sums_threshold, self.most):
+            return []
+        return [
+            f"a secure sum needs each of a round's {self.most} clients: where one is lost the run stops, and --resume "
+            "continues it"
+        ]
 
     def eligible(self, round: int) -> list[int]:
         return [client for client in self.members if self.budgets.bears(client, round)]

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.config.errors import not_allowed
+from fedprune_app.config.toml import gallery_systems
 from fedprune_app.core.bounds import threshold_of
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
 from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
@@ -32,9 +33,16 @@ def check_names(config: Config) -> None:
     for key, names in allowed.items():
         value = values[key]
         if value not in names:
-            error = not_allowed(key, value, names)
-            error.hint = error.hint or "the name of a plug-in needs that the plug-in is named too"
-            raise error
+            raise unknown_name(key, value, names)
+
+
+def unknown_name(key: str, value: object, names: Mapping[str, object]) -> ConfigError:
+    """Return the error for a name that is not registered, with the plug-in of the gallery that has a system."""
+    error = not_allowed(key, value, names)
+    if key == "system" and (file := gallery_systems().get(str(value))):
+        error.hint = f"it is in the gallery: --plugin {file}"
+    error.hint = error.hint or "the name of a plug-in needs that the plug-in is named too"
+    return error
 
 
 @lru_cache(maxsize=16)  # a client checks its run's configuration with every message

@@ -167,7 +167,7 @@ def _words(key: str, value: Any, config: Values) -> str:
 def differing_settings(groups: Groups) -> list[tuple[str, list[str]]]:
     """Return each setting that is not the same for all groups, with its value in each; – where it has no effect."""
     settings = [
-        {key: value_text(value) for key, value in compared_settings(group.first).items() if _has_effect(key, group)}
+        {key: value_text(value) for key, value in compared_settings(group.first).items() if has_effect(key, group)}
         for group in groups
     ]
     keys = sorted({key for values in settings for key in values} - {"system"})
@@ -175,7 +175,7 @@ def differing_settings(groups: Groups) -> list[tuple[str, list[str]]]:
     return [(key, [values.get(key, NOT_MEASURED) for values in settings]) for key in varied]
 
 
-def _has_effect(key: str, group: Group) -> bool:
+def has_effect(key: str, group: Group) -> bool:
     systems = OPTIONS[key].needs.get("system") if key in OPTIONS else None
     return systems is None or group.system in systems or is_used(group.system, key)
 

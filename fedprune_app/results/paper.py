@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app.config import ConfigError
+from fedprune_app.config.systems import SYSTEMS
 from fedprune_app.files import replace_file
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import Trace, Variant
-from fedprune_app.results.groups import Groups, value_text
+from fedprune_app.results.groups import Group, Groups, has_effect, value_text
 from fedprune_app.results.ownership import check_new_file
 from fedprune_app.results.report import COLOURS, Series, appearance, filled
 from fedprune_app.results.tables import PAPER_COLUMNS, latex_text, paper_rows, table_text
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 _MARKERS = {"": "o", "diamond": "D", "circle-open": "$\\circ$"}
+_DENSITIES = ("density", "subfedavg.target-rate", "dpsgd.density", "fedspa.share", "fjord.widths")
 _INCHES = (4.2, 3.0)
 
 
@@ -116,15 +118,18 @@ def protocol(groups: Groups) -> str:
     runs = [group.first for group in groups]
     entries = references([group.system for group in groups])
 
-    def cited(system: str) -> str:
-        keys = ",".join(key for key, entry in entries.items() if system in _systems_of(entry))
-        return latex_text(system) + (f"~\\cite{{{keys}}}" if keys else "")
+    def cited(group: Group) -> str:
+        keys = ",".join(key for key, entry in entries.items() if group.system in _systems_of(entry))
+        settings = [f"{key.rpartition('.')[2]} {value_text(group.first.config.get(key))}" for key in _pruned_by(group)]
+        name = SYSTEMS[group.system].summary.partition(":")[0] if group.system in SYSTEMS else group.system
+        cite = f"~\\cite{{{keys}}}" if keys else ""
+        return latex_text(name) + cite + (latex_text(f" ({', '.join(settings)})") if settings else "")
 
     return filled(
         __package__,
         "templates/protocol.tex",
         each=lambda key: latex_text(" or ".join(dict.fromkeys(value_text(run.config.get(key)) for run in runs))),
-        systems=dict.fromkeys(cited(run.system) for run in runs),
+        systems=dict.fromkeys(map(cited, groups)),
         clients={len(run.info.get("partition") or ()) for run in runs},
         models={latex_text(str((run.info.get("model") or {}).get("name", "–"))) for run in runs},
         is_trained=runs[0].headline.startswith("accuracy"),
@@ -132,6 +137,13 @@ def protocol(groups: Groups) -> str:
         seeds=sorted({len(group.runs) for group in groups}),
         versions=sorted({str((run.info.get("versions") or {}).get("fedprune", "–")) for run in runs}),
     )
+
+
+def _pruned_by(group: Group) -> list[str]:
+    """Return the settings that say how far a system prunes: density, if a plug-in that is not loaded prunes."""
+    kept = group.last("density_mean")
+    found = [key for key in _DENSITIES if has_effect(key, group)]
+    return found or ["density"] if kept and kept.mean < 1 else []
 
 
 def write_paper(groups: Groups, out: Path, force: bool = False) -> list[Path]:

@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from fedprune_app.config import ConfigError
@@ -17,20 +16,30 @@ from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, 
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
+# The titles of a table's first column, which say what stands beside a mean.
+DEVIATIONS = "System (± SD over seeds)"
+INTERVALS = "System (95 % interval over seeds)"
+
 
 def statistics_of(group: Group, shown_columns: Iterable[Column] = ()) -> dict[str, Statistic | None]:
     """Return a group's final numbers by key, of all columns or of ``shown_columns``; None for one not measured."""
     return {column.key: group.over(column.value) for column in shown_columns or columns([group])}
 
 
-def formatted(statistic: Statistic | None, column: Column) -> str:
-    """Return a statistic as ``81.20 ± 0.35``, or ``81.20`` for one seed, or – (never 0) if it was not measured."""
+def formatted(statistic: Statistic | None, column: Column, seeds: int = 0) -> str:
+    """Return a statistic as ``81.20 ± 0.35``, or ``81.20`` for one seed, or – (never 0) if it was not measured.
+
+    With a number of ``seeds`` it is ``81.20 (80.33 to 82.07)``, with Student's 95 % interval.
+    """
     if statistic is None:
         return NOT_MEASURED
-    mean = f"{statistic.mean * column.scale:.{column.decimals}f}"
-    if statistic.std is None or column.decimals == 0:
-        return mean
-    return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
+    mean, std, form = statistic.mean * column.scale, statistic.std, f".{column.decimals}f"
+    if std is None or column.decimals == 0:
+        return f"{mean:{form}}"
+    if not seeds:
+        return f"{mean:{form}} ± {std * column.scale:{form}}"
+    half = half_interval(std * column.scale, seeds)
+    return f"{mean:{form}} ({mean - half:{form}} to {mean + half:{form}})"
 
 
 def final_rows(groups: Groups, shown_columns: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
@@ -152,15 +161,16 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
-    final = final_rows(groups)
+    header, rows = final_rows(groups)
+    header[0] = DEVIATIONS
     texts = {
-        "table.md": table_text(".md", *final, num_texts=3),
+        "table.md": table_text(".md", header, rows, num_texts=3),
         "table.csv": comma_separated(groups),
-        "table.tex": table_text(".tex", *final, num_texts=3),
+        "table.tex": table_text(".tex", header, rows, num_texts=3),
     }
     header, rows = perplexity_rows(groups)
     if rows:
-        texts["perplexity.md"] = table_text(".md", header, rows)
+        texts["perplexity.md"] = table_text(".md", [DEVIATIONS, *header[1:]], rows)
     for name, text in texts.items():
         replace_file(out_dir / name, text.encode("utf-8", errors="replace"))
     return [out_dir / name for name in texts]
@@ -173,12 +183,12 @@ PAPER_COLUMNS = ("personal_accuracy", "megabytes_up", "gigaflops", "density")
 
 def paper_rows(
     groups: Groups, keys: Sequence[str], intervals: bool, best_bold: bool
-) -> tuple[list[str], list[list[str]], set[str]]:
-    """Return the titles and rows of a table of a few columns, and the labels of the rows in bold.
+) -> tuple[list[str], list[list[str]], set[tuple[str, str]]]:
+    """Return the titles and rows of a table of a few columns, and by row and column the titles of cells in bold.
 
-    With ``intervals`` half of Student's 95 % interval over seeds follows ±, in place of the standard deviation.
-    ``best_bold`` marks the most accurate personal models, and all without a clear difference from them. Raises
-    :class:`ConfigError` for an unknown column.
+    With ``intervals`` Student's 95 % interval over seeds follows a mean, in place of the standard deviation.
+    ``best_bold`` marks the most accurate personal models, and all without a clear difference from them, if others are
+    clearly behind. Raises :class:`ConfigError` for an unknown column.
     """
     known_columns = {column.key: column for column in columns(groups)}
     for key in keys:
@@ -187,20 +197,21 @@ def paper_rows(
     shown_columns = [known_columns[key] for key in keys]
     rows = []
     for group in groups:
-        cells = []
+        cells, seeds = [], len(group.runs) if intervals else 0
         for column, statistic in zip(shown_columns, statistics_of(group, shown_columns).values(), strict=True):
-            if intervals and statistic is not None and statistic.std is not None:
-                statistic = replace(statistic, std=half_interval(statistic.std, len(group.runs)))
-            cells.append(formatted(statistic, column) + (column.footnote(group.runs) if statistic else ""))
+            cells.append(formatted(statistic, column, seeds) + (column.footnote(group.runs) if statistic else ""))
         rows.append([group.label, *cells])
-    return ["System", *(column.title for column in shown_columns)], rows, _best_labels(groups) if best_bold else set()
+    header = [INTERVALS if intervals else DEVIATIONS, *(column.title for column in shown_columns)]
+    in_bold = (header[0], known_columns["personal_accuracy"].title)
+    return header, rows, {(label, title) for label in _best_labels(groups) for title in in_bold if best_bold}
 
 
 def _best_labels(groups: Groups) -> set[str]:
     labels = set()
     for family in of_the_same_data([group for group in groups if not group.first.flaw]):
         best, distances = from_best(family)
-        labels |= {best, *(group.label for group, distance in distances if distance.doubt)}
+        level = [group.label for group, distance in distances if distance.doubt]
+        labels |= {best, *level} if len(level) < len(distances) else set()
     return labels
 
 
@@ -208,13 +219,13 @@ def table_text(
     suffix: str,
     header: Sequence[str],
     rows: Sequence[Sequence[str]],
-    bold: Collection[str] = (),
+    bold: Collection[tuple[str, str]] = (),
     *,
     num_texts: int = 1,
 ) -> str:
     """Return the table as LaTeX, CSV or Markdown, as the suffix of a file says; CSV has no bold.
 
-    The first ``num_texts`` columns are of text, and rows that begin with a text in ``bold`` are in bold.
+    The first ``num_texts`` columns are of text. ``bold`` has cells, each by the first text of its row and its title.
     """
     if suffix == ".csv":
         text = io.StringIO()
@@ -222,7 +233,13 @@ def table_text(
         return text.getvalue()
     escaped, form = (latex_text, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
     titles = [escaped(cell) for cell in header]
-    cells = [[(form if row[0] in bold else "{}").format(escaped(cell)) for cell in row] for row in rows]
+    cells = [
+        [
+            (form if (row[0], title) in bold else "{}").format(escaped(cell))
+            for title, cell in zip(header, row, strict=True)
+        ]
+        for row in rows
+    ]
     num_numbers = len(header) - num_texts
     if suffix == ".md":
         rule = ["---"] * num_texts + ["---:"] * num_numbers

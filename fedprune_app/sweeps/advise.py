@@ -1,5 +1,6 @@
 """Advice on somebody's own data: sweeps of a few methods within some minutes, and the answers that they give."""
 
+import math
 import re
 import statistics
 import time
@@ -8,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import yaml
+
 from fedprune_app.config import ConfigError, Settings
-from fedprune_app.config.toml import shipped_folder
+from fedprune_app.config.toml import gallery_systems
 from fedprune_app.core.named import ValueDict
 from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.exports.formats import export_model
@@ -41,7 +44,7 @@ _COMMON: ValueDict = {
     "evaluate-every": 0,
 }
 # by docs/evidence.md, section 6: the best with one mask for all, the best with own masks, and the smallest files
-_SPARSE = ("feddst", "subfedavg", "dispfl", "subfedavg-hy")
+_SPARSE = ("feddst", "dispfl", "subfedavg-hy")
 _GOSSIP: ValueDict = {"density": 0.5, "dispfl.growth": "random"}
 _MOST_ROUNDS, _FEWEST_ROUNDS, _ROUNDS_OF_A_SEARCH = 100, 3, 8
 _SHARE_OF_SEARCH = 3 / 4 + 2 / 2  # three rates for a quarter of the rounds, and two for half of them
@@ -64,18 +67,31 @@ class _Bench:
     console: Terminal
     failed: dict[str, str]
 
-    def runs(self, name: str, entries: Entries, seeds: Sequence[int], rounds: int) -> dict[str, list[Run]]:
-        """Return by method the runs of a sweep, which goes on with the seeds that it lacks."""
+    def document(self, entries: Entries, seeds: Sequence[int], rounds: int) -> ValueDict:
         data = {"dataset": self.common["dataset"]}
         common = {key: value for key, value in self.common.items() if key != "dataset"}
-        document = {
+        return {
             "clients": self.num_clients,
             "common": {**common, "num-server-rounds": rounds},
             "systems": [entry for tried in entries.values() for entry in tried],
             "datasets": [data],
             "seeds": list(seeds),
         }
-        folder = self.out / name
+
+    def begun(self, name: str) -> ValueDict:
+        """Return the document of a sweep that has begun; empty for one that has not."""
+        file = self.out / f"{name}.yaml"
+        found: ValueDict = yaml.safe_load(file.read_text()) if file.exists() else {}
+        return found
+
+    def rounds(self, name: str, planned: int) -> int:
+        """Return the rounds that a sweep has begun with, or else those ``planned``."""
+        common: ValueDict = self.begun(name).get("common", {})
+        return int(common.get("num-server-rounds", planned))
+
+    def runs(self, name: str, entries: Entries, seeds: Sequence[int], rounds: int) -> dict[str, list[Run]]:
+        """Return by method the runs of a sweep, which goes on with what it lacks."""
+        document, folder = self.document(entries, seeds, rounds), self.out / name
         replace_file(folder.with_suffix(".yaml"), to_yaml(document).encode())
         inputs = RunInputs(out=folder, resume=folder.exists())
         outcome = sweep(matrix_of(document, name), inputs, Placement(self.engine, self.num_clients), self.console)
@@ -102,44 +118,52 @@ def advise(
 ) -> Advice:
     """Answer on the data in ``folder`` what a federation, pruning and privacy would bring, and write to ``out``.
 
-    All choices are made by validation accuracy of a seed that no answer has. The answers are of test data. Raises
-    :class:`ConfigError` where the data do not say whose they are, or where ``minutes`` are too few.
+    All choices are made by validation accuracy of a seed that no answer has. The answers are of test data. A folder
+    ``out`` with unfinished advice is gone on with. Raises :class:`ConfigError` where the data do not say whose they
+    are, where ``out`` holds anything else, or where ``minutes`` are too few.
     """
     start = time.monotonic()
     settings: ValueDict = settings_of(folder, chosen)
     dataset = dataset_of(data_config(prepare(RunInputs(settings)).config))
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError("--output", out, "a new folder", which="is not empty")
     names = dataset.owner_names
     notes: list[str] = []
     entries = _entries(settings, len(names), epsilon, notes)
-    mark(out, "sweep")
     bench = _Bench({**_COMMON, **settings}, len(names), engine, out, console, {})
+    measured = {method: tried[1:2] for method, tried in entries.items()}
+    if out.exists() and any(out.iterdir()) and bench.begun("measured") != bench.document(measured, [_SEARCH_SEED], 2):
+        raise ConfigError("--output", out, "a new folder", which="holds something else than advice with these settings")
+    mark(out, "sweep")
 
     end = time.monotonic() + 60 * minutes * (1 - _RESERVE)  # reading the data does not count
-    first = bench.runs("measured", {method: tried[1:2] for method, tried in entries.items()}, [_SEARCH_SEED], 2)
+    first = bench.runs("measured", measured, [_SEARCH_SEED], 2)
+    if {run.info.get("data_sha256") for runs in first.values() for run in runs} - {None, dataset.content_sha256}:
+        raise ConfigError(
+            "--output", out, "a new folder", which="holds advice on other data, or on these before a change"
+        )
     pace = _Pace.of(first)
     rounds = min(_MOST_ROUNDS, pace.rounds_until(end, _SHARE_OF_SEARCH + len(SEEDS)))
     entries = {method: entries[method] for method in first}
-    if rounds < _ROUNDS_OF_A_SEARCH:
+    if not bench.begun("search1") and (rounds < _ROUNDS_OF_A_SEARCH or bench.begun("runs")):
         notes.append(advice.NO_RATES)
         entries = {method: tried[1:2] for method, tried in entries.items()}
     else:
         notes.append("learning rates were chosen by validation accuracy, in runs of a quarter and a half of the rounds")
+        quarter = bench.rounds("search1", rounds // 4)
         for rung in (1, 2):
-            found = bench.runs(f"search{rung}", entries, [_SEARCH_SEED], rung * rounds // 4)
+            found = bench.runs(f"search{rung}", entries, [_SEARCH_SEED], rung * quarter)
             entries = _best(found, entries, 3 - rung)
         pace = _Pace.of(found)  # of now: it may have become slower
-    rounds = min(_MOST_ROUNDS, pace.rounds_until(end, len(SEEDS)))
+    rounds = bench.rounds("runs", min(_MOST_ROUNDS, pace.rounds_until(end, len(SEEDS))))
     if rounds < _FEWEST_ROUNDS:
-        needed = minutes + (_FEWEST_ROUNDS - rounds) * len(SEEDS) * pace.of_rounds / 60 / (1 - _RESERVE)
-        raise ConfigError("--minutes", minutes, f"at least {needed:.1f}, by the first rounds on this machine")
+        needed = len(SEEDS) * (_FEWEST_ROUNDS * pace.of_rounds + pace.beside) / 60 / (1 - _RESERVE)
+        allowed = f"at least {math.ceil(needed)}, by the first rounds on this machine"
+        raise ConfigError("--minutes", minutes, allowed, hint="a second call goes on from here")
     notes.append(f"a round of all methods took {pace.of_rounds:.1f} s, so runs have {rounds} rounds")
     final: dict[str, list[Run]] = {}
-    for count in range(1, len(SEEDS) + 1):
+    for count in range(len(bench.begun("runs").get("seeds", SEEDS[:1])), len(SEEDS) + 1):
         needed = time.monotonic() - start + pace.beside + rounds * pace.of_rounds
-        if count > 1 and needed > 60 * minutes * _OVERTIME:
-            notes.append(f"the minutes allowed {count - 1} of {len(SEEDS)} seeds")
+        if final and needed > 60 * minutes * _OVERTIME:
+            notes.append(f"the minutes allowed {count - 1} of {len(SEEDS)} seeds: a second call adds the others")
             break
         final = bench.runs("runs", entries, SEEDS[:count], rounds)
     notes += [f"{name} failed: {reason}" for name, reason in bench.failed.items()]
@@ -154,18 +178,18 @@ def advise(
 def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[str]) -> Entries:
     """Return the settings that are tried, by method."""
     share: ValueDict = {"fraction-train": min(1.0, _MOST_SITES / num_sites)}
-    of_methods: dict[str, ValueDict] = {ALONE: {}, "fedavg": share, FEDERATED: share, "dispfl": _GOSSIP}
-    of_methods |= {"feddst": {**share, "density": 0.5}, "subfedavg-hy": share}
-    if gallery := shipped_folder("gallery"):
-        settings["plugins"] = ",".join(filter(None, (str(settings.get("plugins", "")), str(gallery / "feddst.py"))))
-    else:
-        del of_methods["feddst"]
-        of_methods["subfedavg"] = share
-        notes.append("FedDST is in the repository's gallery alone: Sub-FedAvg took its place")
+    plugins = ",".join([*names_in(settings), str(gallery_systems()["feddst"])])
+    of_methods: dict[str, ValueDict] = {
+        ALONE: {},
+        "fedavg": share,
+        FEDERATED: share,
+        "dispfl": _GOSSIP,
+        "feddst": {**share, "density": 0.5, "plugins": plugins},
+    }
     if settings["dataset"] == "table" or epsilon:
-        del of_methods["subfedavg-hy"]
         notes.append("Sub-FedAvg (Hy) prunes by BatchNorm, which networks for tables and for private training lack")
     else:
+        of_methods["subfedavg-hy"] = share
         settings.setdefault("model", "auto-bn")  # one network for all methods, the one that Sub-FedAvg (Hy) needs
     entries = {
         method: [{"system": method, **own, "learning-rate": rate} for rate in _RATES]
@@ -213,11 +237,11 @@ def _files(
     """Write each site's model of the method that is best on validation data; measure a file of each sparse method."""
     shares: dict[str, str] = {}
     models: list[tuple[str, Path]] = []
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
 
     def write(method: str, client: int, path: Path) -> str:
         run = methods[method].first
-        _, full, small = export_model(run.folder, client, "onnx", path, trusted=names_in(run.config))
+        _, full, small = export_model(run.folder, client, "onnx", path, force=True, trusted=names_in(run.config))
         size, time_taken = small.file_bytes / full.file_bytes, small.milliseconds[1] / full.milliseconds[1]
         return f"; ONNX file: {size:.0%} of the bytes, {time_taken:.0%} of the time"
 

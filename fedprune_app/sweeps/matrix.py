@@ -303,7 +303,8 @@ def _check_distinct(where: str, kind: str, names: Sequence[str]) -> None:
 
 def _name(variant: Values, key: str) -> str:
     """Return a folder name with the settings that distinguish a variant, such as ``subfedavg-target-rate50``."""
-    settings = {k: v for k, v in variant.items() if k != key and not (k in OPTIONS and OPTIONS[k].kind.is_folder)}
+    unnamed = {key, "plugins", *(k for k, option in OPTIONS.items() if option.kind.is_folder)}
+    settings = {k: v for k, v in variant.items() if k not in unnamed}
     parts = [str(variant[key]), *(f"{k.rpartition('.')[2]}{v}" for k, v in settings.items())]
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 

@@ -50,7 +50,8 @@ def test_phases_after_the_last_round_are_the_same_with_secure_sums(conform, case
         ({"holdout_clients": 1}, "holdout-clients is 1, allowed with secure-sums: 0, or at least 3"),
         (
             {"fraction_train": 0.4},
-            "secure-sums is true, allowed with 2 clients a round: false; a sum needs 3 or more",
+            "secure-sums is true, allowed with 5 clients and fraction-train 0.4: false; a round has 2, and a sum "
+            "needs 3 or more",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from fedprune_app.results.differences import Difference, difference
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.docs.scripts import script
 
-evidence = script("evidence")
+evidence, IN_GALLERY = script("evidence"), script("_claims").IN_GALLERY
 CLAIMS, PAGES, Claim = evidence.CLAIMS, evidence.PAGES, evidence.Claim
 chosen, verdict, written = evidence.chosen, evidence.verdict, evidence.written
 
@@ -37,7 +37,7 @@ def test_every_row_is_a_run_with_its_clients():
         rows = evidence.read_rows(path)
         keys = [(row["system"], row["settings"], row["seed"], row.get("client"), row.get("round")) for row in rows]
         assert len(set(keys)) == len(keys), path
-        of_gallery = (evidence.TUNED_GALLERY, "tuned-last")
+        of_gallery = (evidence.TUNED_GALLERY, *IN_GALLERY)
         for row in rows:  # a plug-in's options begin with its system's name
             unknown = json.loads(row["settings"]).keys() - OPTIONS.keys()
             assert all(path.stem.startswith(of_gallery) and key.startswith(f"{row['system']}.") for key in unknown)
@@ -287,8 +287,8 @@ def runs_of(name):
 def test_a_claim_compares_runs_that_its_matrices_make(claim):
     """Each side of a claim is one setting of the matrices, with all the claim's seeds."""
     made = runs_of(claim.data)
-    if claim.data == "tuned-last":
-        made = [*made, *of_gallery(evidence.ROOT / "gallery" / "tuned_last.yaml")]
+    if claim.data in IN_GALLERY:
+        made = [*made, *of_gallery(evidence.ROOT / "gallery" / f"{claim.data.replace('-', '_')}.yaml")]
     for wanted in (claim.better, claim.worse):
         rows = [row for row in chosen(made, wanted) if claim.counts(row)]
         assert len({row["settings"] for row in rows}) == 1
@@ -321,7 +321,8 @@ def test_what_is_left_is_counted_and_judged_by_runs_of_its_kind(monkeypatch):
 def test_the_page_begins_with_how_many_claims_hold():
     page = (evidence.ROOT / "docs" / "evidence.md").read_text()
     kinds = ("shown", "does not hold here", "open")
-    places = [*(f"systems/{system}.md" for system in evidence.SYSTEMS), "#6-tuned-alike", "#7-once-more-on-fresh-seeds"]
+    places = [*(f"systems/{system}.md" for system in evidence.SYSTEMS)]
+    places += ["#6-tuned-alike", "#7-once-more-on-fresh-seeds", "#8-natural-clients"]
     found = {place: [0, 0, 0] for place in places}
     for claim in CLAIMS:
         if (apart := evidence.compared(claim)) is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
@@ -128,6 +129,8 @@ def test_the_build_may_copy_the_dockerfiles_sources():
     let_in = [line[1:] for line in (DOCKER.parent / ".dockerignore").read_text().split() if line.startswith("!")]
     assert set(copied) - set(let_in) == set()
     assert all(list(DOCKER.parent.glob(each)) for each in copied)
+    held = {"fedprune", "fedprune_app", "configs", *runpy.run_path(str(DOCKER.parent / "hatch_build.py"))["_INNER"]}
+    assert held - set(copied) == set(), "the image builds a wheel of these folders"
 
 
 def call_in(demo: compose.Stack, name: str, *command: str) -> str:

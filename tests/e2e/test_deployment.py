@@ -28,6 +28,10 @@ def test_a_deployed_run_is_the_same_as_in_process(tmp_path):
     command = [sys.executable, "-m", "fedprune_app.cli", "deploy", "local", "--nodes", str(NODES), *settings]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert f"starting a SuperLink and {NODES} nodes; their logs: {out / 'deployment'}/*/log.txt" in lines
+    rounds = [line.partition("  ")[0] for line in lines if ": round " in line]
+    assert rounds == ["subfedavg: round 1 of 2", "subfedavg: round 2 of 2"]
     info = json.loads((out / "run.json").read_text())
     assert info["final_sha256"] == in_process_sha256(info["config"], tmp_path / "here", NODES)
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedprune_app.engine import ray_grid
-from fedprune_app.engine.simulation import Workers, with_this_python
+from fedprune_app.engine.simulation import Workers, _starting_ray, with_this_python
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,15 @@ def test_clients_whose_process_has_not_started_are_not_at_work(monkeypatch):
 
 @pytest.mark.timeout(120)
 def test_an_engine_that_does_not_start_in_time_ends_with_a_line():
-    code = (
-        "import time; from fedprune_app.engine.simulation import _time_limit\nwith _time_limit(0.1): time.sleep(3600)"
-    )
+    module = "fedprune_app.engine.simulation"
+    code = f"import time; from {module} import _starting_ray\nwith _starting_ray(0.1): time.sleep(3600)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "Ray did not start within startup-seconds = 0.1\n")
+    line = "Ray did not start within startup-seconds = 0.1; --engine inprocess runs without Ray\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+def test_an_error_of_an_engines_start_says_what_runs_without_it(monkeypatch):
+    for address, line in (("local", "no room; --engine inprocess runs without Ray"), ("cluster:6379", "no room")):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(RuntimeError, match=f"^{line}$"), _starting_ray(60):
+            raise OSError("no room")

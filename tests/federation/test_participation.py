@@ -35,6 +35,13 @@ def test_between_the_first_and_the_last_evaluation_some_clients_are_drawn_anew_e
             assert row["accuracy_personal"] == of_client[row["round"], row["partition"]]
 
 
+def test_a_secure_sum_that_can_lose_nobody_is_told_before_the_run(fedprune):
+    line = "note: a secure sum needs each of a round's 3 clients: where one is lost the run stops, and --resume"
+    settings = ("system=fedavg", "secure-sums=true", "fraction-train=1.0")
+    assert f"{line} continues it\n" in fedprune("check", *settings, "--clients", "3")[1]
+    assert "a secure sum needs" not in fedprune("check", *settings, "--clients", "4")[1]
+
+
 def test_an_evaluation_asks_as_many_as_it_needs():
     with refuses("evaluate-clients", 2):
         parse_config({"evaluate-clients": 2, "min-replies": 3})

@@ -17,7 +17,8 @@ from tests.refusing import refuses
 @pytest.fixture
 def groups(make_run):
     folders = [make_run(f"dense{seed}", "fedavg", seed, rounds=4) for seed in (0, 1)]
-    folders.append(make_run("pruned", "subfedavg", rounds=4, config={"num-server-rounds": 4, "dataset": "a_b"}))
+    config = {"num-server-rounds": 4, "dataset": "a_b", "subfedavg.target-rate": 50.0}
+    folders.append(make_run("pruned", "subfedavg", rounds=4, config=config))
     return group_runs([load_run(folder) for folder in folders])
 
 
@@ -28,6 +29,13 @@ def test_a_figure_of_the_report_is_a_file_with_the_systems_by_name(groups):
     assert "<!-- subfedavg -->" in picture
     assert "<!-- Measured traffic (MB) -->" in picture
     assert drawn(groups, "accuracy-by-bytes", "pdf").startswith(b"%PDF")
+
+
+def test_a_figure_without_spread_says_why(fedprune, make_run):
+    folders = [make_run("single", "fedavg"), make_run("other", "fedavg", 1)]
+    note = "note: no spread is shown, since each system has one seed\n"
+    assert note in fedprune("figure", folders[0], "accuracy-by-round", "-o", "one.svg")[1]
+    assert note not in fedprune("figure", *folders, "accuracy-by-round", "-o", "two.svg")[1]
 
 
 def test_every_figure_of_lines_can_be_drawn_in_each_of_its_views(groups, make_run):
@@ -58,6 +66,8 @@ def test_each_system_that_a_paper_describes_has_a_reference_with_the_title_that_
 
 def test_the_paragraph_names_the_settings_and_cites_only_what_there_are_references_for(groups):
     text = protocol(groups)
+    assert text.startswith("We compare FedAvg~\\cite{")
+    assert re.search(r"Sub-FedAvg \(Un\)~\\cite{[^}]+} \(target-rate 50\)\.", text)
     assert "learning rate 0.01" in text
     assert r"digits or a\_b" in text
     assert "over the seeds, of which there are 1 or 2" in text

@@ -372,6 +372,15 @@ def test_seeds_are_drawn_as_their_mean_within_their_range(six):
     assert line["y"][-1] == pytest.approx(sum(last) / 2)
 
 
+def test_seeds_of_a_single_evaluation_are_a_point_on_a_bar(make_run):
+    folders = [make_run(f"once{seed}", "fedavg", seed, rounds=1) for seed in (0, 1)]
+    bar, point = drawn(folders)["accuracy-by-round"].variants[0].traces
+    found = [load_run(folder).last("accuracy_personal_mean") for folder in folders]
+    assert (bar["x"], bar["y"]) == ([1, 1], [min(found), max(found)])
+    assert point["y"] == [pytest.approx(sum(found) / 2)]
+    assert "epsilon" not in drawn(folders)  # one round is no curve
+
+
 def test_systems_that_are_judged_by_different_models_are_compared_by_their_clients_own(six, tmp_path):
     both = [six[0], six[3]]
     assert {load_run(folder).headline for folder in both} == {"accuracy_personal_mean", "accuracy_global"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import stdev
@@ -377,7 +378,8 @@ def test_the_tables_of_real_run_folders_are_written(make_run, tmp_path):
     runs = [load_run(make_run(f"{system}{seed}", system, seed, rounds=4)) for system in ("a", "b") for seed in (0, 1)]
     paths = write_tables(runs, tmp_path / "tables")
     assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex"]
-    assert all(path.read_text(encoding="utf-8").count("±") or path.suffix != ".md" for path in paths)
+    assert "| System (± SD over seeds) | " in paths[0].read_text(encoding="utf-8")
+    assert "\nSystem ($\\pm$ SD over seeds) & " in paths[2].read_text(encoding="utf-8")
     assert len(paths[1].read_text().splitlines()) == 3
 
 
@@ -395,14 +397,17 @@ def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is
     header, rows, bold = paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True)
     shown = {column.title: column.key for column in columns(groups)}
     assert [shown[title] for title in header[1:]] == ["personal_accuracy", "megabytes_up", "gigaflops", "density"]
-    assert bold == {"fedavg", "fedprox"}
+    assert header[0] == "System (95 % interval over seeds)"
+    assert bold == {(label, title) for label in ("fedavg", "fedprox") for title in header[:2]}
+    assert paper_rows(groups[:2], PAPER_COLUMNS, intervals=True, best_bold=True)[2] == set()  # nothing to choose
     own = [100 * load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in folders[:3]]
-    half = ttest_1samp(own, 0).confidence_interval(0.95)[1] - sum(own) / 3
-    assert rows[0][1] == f"{sum(own) / 3:.2f} ± {half:.2f}"
-    deviations = paper_rows(groups, ("personal_accuracy",), intervals=False, best_bold=False)[1]
+    low, high = ttest_1samp(own, 0).confidence_interval(0.95)
+    assert rows[0][1] == f"{sum(own) / 3:.2f} ({low:.2f} to {high:.2f})"
+    titles, deviations, _ = paper_rows(groups, ("personal_accuracy",), intervals=False, best_bold=False)
+    assert titles[0] == "System (± SD over seeds)"
     assert deviations[0][1] == f"{sum(own) / 3:.2f} ± {stdev(own):.2f}"
     tex = table_text(".tex", header, rows, bold)
-    assert "\\textbf{fedavg} & \\textbf{" in tex
+    assert re.search(r"\\textbf{fedavg} & \\textbf{[^}]+} & [\d.]+", tex)
     assert "\nsubfedavg & " in tex
     assert "| **fedprox** | **" in table_text(".md", header, rows, bold)
     assert next(csv.reader(io.StringIO(table_text(".csv", header, rows, bold)))) == header

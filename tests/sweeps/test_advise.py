@@ -9,6 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from fedprune_app.data import splits
 from fedprune_app.preflight.own_data import settings_of
 from tests.refusing import refuses
 
@@ -48,12 +49,30 @@ def test_folders_of_sites_are_found_and_large_pictures_made_small(tmp_path):
         settings_of(tmp_path, {})
 
 
-def test_too_few_minutes_are_refused_by_what_the_first_rounds_took(fedprune, clinics):
-    code, said = fedprune(
-        "advise", clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0.01", "-o", "advice"
-    )
+def test_with_too_few_minutes_the_rounds_measured_are_kept_for_a_second_call_on_the_same_data(fedprune, clinics):
+    given = (clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0.01", "-o", "advice")
+    allowed = "at least 1, by the first rounds on this machine; a second call goes on from here"
+    for runs_before in ("", ": finished before"):
+        code, said = fedprune("advise", *given)
+        assert (code, said.count(": finished before")) == (2, 5 if runs_before else 0)
+        assert said.endswith(f"error: --minutes is 0.01, allowed: {allowed}\n")
+    code, said = fedprune("advise", *given, "batch-size=16")
     assert code == 2
-    assert "error: --minutes is 0.01, allowed: at least " in said
+    assert "advice', which holds something else than advice with these settings, allowed: a new folder\n" in said
+    text = (clinics / "train.csv").read_text()
+    (clinics / "train.csv").write_text(text.replace("ill", "sick"))
+    splits.clear_cache()  # another process
+    code, said = fedprune("advise", *given)
+    assert code == 2
+    assert "advice', which holds advice on other data, or on these before a change, allowed: a new folder\n" in said
+
+
+def test_only_the_runs_of_a_plug_in_need_it(fedprune, clinics, tmp_path):
+    fedprune("advise", clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0", "-o", "advice")
+    runs = [json.loads(path.read_text()) for path in (tmp_path / "advice" / "measured").glob("*/run.json")]
+    assert {run["config"]["system"]: run["config"]["plugins"].rpartition("/")[2] for run in runs} == {
+        "standalone": "", "fedavg": "", "fedavg-ft": "", "dispfl": "", "feddst": "feddst.py",
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -73,5 +92,5 @@ def test_advice_on_a_table_is_a_page_with_three_answers_and_models_that_work(fed
     document = yaml.safe_load((tmp_path / "advice" / "runs.yaml").read_text())
     assert document["clients"] == 3
     assert fedprune("predict", tmp_path / "advice" / "models" / "c10.onnx", clinics / "train.csv")[0] == 0
-    code, said = fedprune("advise", clinics, *given, "-o", "advice")
-    assert (code, "--output is" in said) == (2, True)
+    code, said = fedprune("advise", clinics, *given[:2], "--minutes", "1", "--epsilon", "8", "-o", "advice")
+    assert (code, "round 1 of" in said) == (0, False), said  # all runs are there

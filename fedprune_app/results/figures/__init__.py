@@ -15,14 +15,15 @@ def figures(groups: Groups) -> list[Figure]:
         Figure(
             "accuracy-by-round",
             "Accuracy by round",
-            "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split.",
+            "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split. A "
+            "shade, or a bar at a single evaluation, is the range of the seeds.",
             curves.accuracies(groups, curves.by_round, "Round"),
         ),
         Figure(
             "accuracy-by-bytes",
             "Accuracy by traffic",
             "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
-            "over all links where models go from peer to peer.",
+            "over all links where models go from peer to peer. Shades and bars are ranges of the seeds.",
             curves.accuracies(groups, curves.by_megabytes, "Measured traffic (MB)"),
         ),
         Figure(

@@ -50,7 +50,7 @@ def _figure(groups: Groups, key: str, curve: metrics.Curve, points: Callable[[Ru
 
 def over_rounds(views: Variants) -> Variants:
     """Return the views, or none if no curve has a second point."""
-    is_curve = any(len(trace["x"]) > 1 for view in views for trace in view.traces)
+    is_curve = any(len({*trace["x"]}) > 1 for view in views for trace in view.traces)
     return views if is_curve else []
 
 
@@ -118,6 +118,8 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
     mean = line(series, group, x, [statistics.fmean(at_round) for at_round in values], mode=mode)
     if len(curves) == 1:
         return [mean]
+    if len(rounds) == 1:  # a band would have no width
+        return [joining(series, x * 2, [min(values[0]), max(values[0])]), mean]
     low = joining(series, x, list(map(min, values)), band=True)
     return [low, joining(series, x, list(map(max, values)), band=True, fill="tonexty"), mean]
 
