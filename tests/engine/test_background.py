@@ -136,10 +136,14 @@ def test_what_is_too_large_to_copy_is_done_at_once(tmp_path, monkeypatch):
 
 def test_a_run_that_ends_early_leaves_no_thread_that_writes(tmp_path):
     versions = VersionedStore(tmp_path)
-    with pytest.raises(KeyboardInterrupt), background.background():
+
+    def run():
         for round in range(1, 100):
             save_state(versions, round, state(1.0), 0, durable=False)
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), background.background():
+        run()
     assert all(future.done() for future in background._work.get())
 
 
