@@ -3,7 +3,8 @@
     python benchmarks/_watched.py FILE.json run --engine inprocess ...
 
 FILE.json says how many CPU seconds passed below each function of the project (``within``), and in which functions that
-the project's own ones had called (``own``). It is written every few seconds, so a run may be killed.
+the project's own ones had called (``own``), and by round, of which 0 is the start, how many seconds it took and how
+many CPU seconds passed below which functions. It is written every few seconds, so a run may be killed.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 from fedprune_app.cli import main
+from fedprune_app.federation import loop
 from fedprune_app.files import replace_file
 
 _OURS = ("fedprune_app", "clients", "strategies")
@@ -29,15 +31,21 @@ def watch(file: Path, pause_seconds: float = 0.02, write_seconds: float = 3.0) -
     """Look at all threads again and again: what a thread worked since the last look belongs to where it is now."""
     within: Counter[str] = Counter()
     own: Counter[str] = Counter()
+    by_round: dict[int, Counter[str]] = {}
+    took: dict[int, float] = {}  # seconds, by round
     before: dict[int, float] = {}
-    started = written = time.monotonic()
+    started = looked = written = time.monotonic()
     while True:
         time.sleep(pause_seconds)
         frames = sys._current_frames()
+        number = _round_of(frames[threading.main_thread().ident or 0])
+        this_round = by_round.setdefault(number, Counter())
+        took[number] = took.get(number, 0.0) + time.monotonic() - looked
+        looked = time.monotonic()
         for thread in threading.enumerate():
-            frame, number = frames.get(thread.ident or 0), thread.native_id or 0
-            worked = _cpu_seconds(number)
-            seconds, before[number] = worked - before.get(number, worked), worked
+            frame, task = frames.get(thread.ident or 0), thread.native_id or 0
+            worked = _cpu_seconds(task)
+            seconds, before[task] = worked - before.get(task, worked), worked
             if frame is None or not seconds or thread is threading.current_thread():
                 continue
             leaf, ours = frame.f_code, list[str]()
@@ -47,10 +55,20 @@ def watch(file: Path, pause_seconds: float = 0.02, write_seconds: float = 3.0) -
             own[f"{ours[0] if ours else 'elsewhere'} > {leaf.co_name}"] += seconds
             for name in set(ours):
                 within[name] += seconds
+                this_round[name] += seconds
         if time.monotonic() - written > write_seconds:
             written = time.monotonic()
             told = {"seconds": written - started, "within": within.most_common(60), "own": own.most_common(40)}
+            rounds = {n: {"seconds": took[n], "within": found.most_common(25)} for n, found in by_round.items()}
+            told["rounds"] = rounds
             replace_file(file, json.dumps(told, indent=1).encode(), durable=False)
+
+
+def _round_of(frame: FrameType | None) -> int:
+    """Return the number of the round in which the server's loop is; 0 before the first, and without a loop."""
+    while frame is not None and frame.f_code is not loop.run.__code__:
+        frame = frame.f_back
+    return 0 if frame is None else int(frame.f_locals.get("number", 0))
 
 
 def _cpu_seconds(thread: int) -> float:

@@ -22,7 +22,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.holders import HELD
 from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import wire
+from fedprune_app.engine import background, wire
 from fedprune_app.engine.secure_aggregation import BODY, INPUT, MASKED, STAGE, Identity, Member, body_of
 from fedprune_app.engine.simulated_grid import shares_disk_with_server
 from fedprune_app.engine.store import State, VersionedStore, client_store, grouped
@@ -264,7 +264,7 @@ class Node(NumPyClient):
             return self.pack(message, "evaluation", {**fields, "num-examples": num_examples})
         arrays, num_examples, metrics = self.fit(*task.to_numpy())
         payload, fields = reply_from_numpy(arrays, metrics)
-        encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
+        encoded: ArrayRecord | None = background.to_arrays(payload) if payload.tensors else None
         return self.pack(message, "training", {**fields, "num-examples": num_examples}, encoded)
 
     def pack(self, message: Message, kind: ReplyType, fields: Values, arrays: ArrayRecord | None = None) -> Message:
@@ -310,7 +310,7 @@ class Node(NumPyClient):
             tensors = {**tensors, **grouped(sent=payload.tensors, sent_masks=payload.masks)}
             meta["received"] = task.digest()
         state = State(tensors, meta)
-        self.store.save(task.round, state, accepted=task.state_round, durable=durable)
+        background.save_state(self.store, task.round, state, task.state_round, durable=durable)
         timing = {} if self.privacy is not None else {"seconds": time.monotonic() - start}
         payload = self._masked(task, payload)
         return payload, self._checked_fields({**report, **timing, **update.metrics, **_notes(task, loss)})
@@ -347,7 +347,7 @@ class Node(NumPyClient):
         The state is then the latest one before. Raises ``ValueError`` if a private client's ledger has lost a charge.
         """
         wanted_round, loss = task.state_round, ""
-        latest = self.store.load(before=wanted_round + 1) if wanted_round else None
+        latest = background.load_state(self.store, wanted_round) if wanted_round else None
         round, state = latest or (0, State())
         if round != wanted_round:
             way = f"went on from round {round}" if round else "began anew"

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from unittest import mock
 from devtools.faults.schedule import Cause
 from devtools.faults.story import Kind, Story
 from fedprune_app import files
+from fedprune_app.engine import background
 
 _unlink = os.unlink  # the watched one lets the dead remove nothing
 
@@ -119,7 +121,8 @@ class Disk:
                 stack.enter_context(mock.patch.object(os, name, self._wrapped(name, real)))
             stack.enter_context(mock.patch.object(os, "open", self._opening(os.open)))
             # one thread at a time, so that the same change has the same number every time
-            stack.enter_context(mock.patch.object(files, "ThreadPoolExecutor", _OneByOne))
+            for module in (files, background):
+                stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _OneByOne))
             yield
 
     def snapshot(self) -> Snapshot:
@@ -235,6 +238,18 @@ class _OneByOne:
     @staticmethod
     def map(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         return [work(item) for item in items]
+
+    @staticmethod
+    def submit(work: Callable[..., Any], *arguments: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
 
 
 def _path_of(name: str, arguments: Sequence[Any], more: Mapping[str, Any]) -> Path | None:

@@ -19,8 +19,9 @@ from flwr.clientapp import ClientApp
 
 from fedprune_app.core.cohort import messages_per_worker
 from fedprune_app.core.named import ValueDict, Values
+from fedprune_app.engine.background import error_reply
 from fedprune_app.engine.flower_private import set_answered_id
-from fedprune_app.engine.simulated_grid import SimulatedGrid, answers, error_reply
+from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 
 
 @ray.remote

@@ -16,6 +16,7 @@ Here replies are fetched one by one through the same client:
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -34,6 +35,7 @@ from flwr.serverapp import Grid
 
 from fedprune_app.core import codec
 from fedprune_app.engine import flower_private, wire
+from fedprune_app.engine.background import finished
 from fedprune_app.engine.flower_private import (
     ArrayChunk,
     ConfirmMessageReceivedRequest,
@@ -92,10 +94,10 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
             yield from _fetch_all(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
         return
     size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # batches of large models are small
-    for start in range(0, len(ids), size):
-        for message in grid.pull_messages(ids[start : start + size]):
-            # an error from the SuperLink names another source, so the message replied to identifies the client
-            yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
+    pulls = (grid.pull_messages(ids[start : start + size]) for start in range(0, len(ids), size))
+    for message in finished(itertools.chain.from_iterable(pulls)):
+        # an error from the SuperLink names another source, so the message replied to identifies the client
+        yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
 
 
 def _reply(message_id: str, message: Message, max_bytes: int) -> FetchedReply:

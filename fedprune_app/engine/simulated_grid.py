@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedprune_app.core.cohort import largest_cohort, messages_per_worker, run_cohort
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.rng import derive_seed
+from fedprune_app.engine.background import background, begin_work, error_reply, hold
 from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
     Run,
@@ -67,8 +68,6 @@ def _is_ray_actor() -> bool:
 
 
 RUN_ID = 1
-# Flower's code of an error that a client raised
-RAISED = 2
 
 
 class SimulatedGrid(Grid):
@@ -124,25 +123,24 @@ class SimulatedGrid(Grid):
         return self._contexts[message.metadata.dst_node_id]
 
 
-def error_reply(error: Exception, message: Message) -> Message:
-    return Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
-
-
 def answers(
     app: ClientApp, requests: Sequence[tuple[Message, Context]], shares_disk: bool = True
 ) -> Iterator[tuple[int, Message]]:
     """Yield the number of each message and the reply to it; the clients run as a cohort.
 
     As on the other engines, a client's failure is a reply. ``shares_disk`` is whether the server is on the same
-    machine.
+    machine. Replies may be unfinished, see :func:`fedprune_app.engine.background.finished`.
     """
 
     def answer(message: Message, context: Context) -> Message:
+        begin_work()
         try:
             with simulated_client(shares_disk):
-                return app(message, context)
+                reply = app(message, context)
         except Exception as error:
-            return error_reply(error, message)
+            reply = error_reply(error, message)
+        hold(reply, message)
+        return reply
 
     works = [lambda request=request: answer(*request) for request in requests]
     yield from run_cohort(works)
@@ -175,6 +173,10 @@ class InProcessGrid(SimulatedGrid):
     def __init__(self, client_app: ClientApp, num_clients: int, run_config: Values) -> None:
         super().__init__(num_clients, run_config)
         self._client_app = client_app
+
+    def serve(self, server_app: ServerApp) -> None:
+        with background():
+            super().serve(server_app)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the clients with these messages, cohort by cohort as the result is iterated."""

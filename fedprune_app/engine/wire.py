@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Container, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,20 @@ _LINE = 500
 def to_arrays(payload: Payload) -> ArrayRecord:
     """Encode a payload; the arrays hold the codec's bytes without numpy's file header."""
     return from_bytes({name: array.tobytes() for name, array in codec.encode(payload).items()})
+
+
+class PendingArray(Array):
+    """The one array of a record of :func:`to_arrays` that a thread encodes: reading its bytes waits for the thread."""
+
+    def __init__(self, encoded: Future[ArrayRecord]) -> None:
+        self.dtype, self.stype, self._encoded = "uint8", _STYPE, encoded
+
+    def __getattr__(self, name: str) -> Any:
+        """Return ``shape`` or ``data``, which are only missing before they are first read."""
+        if name not in ("shape", "data"):
+            raise AttributeError(name)
+        self.__dict__ |= vars(self._encoded.result()[codec.KEY])
+        return self.__dict__[name]
 
 
 def from_bytes(encoded: Mapping[str, bytes]) -> ArrayRecord:
