@@ -174,7 +174,7 @@ class FedSpaLLMClient(Node):
         to a sum, and is not returned.
         """
         options = self.options
-        return text_cache.segments(
+        segments, documents = text_cache.segments(
             self.model,
             self.config.dataset,
             self.config.data_dir,
@@ -189,6 +189,7 @@ class FedSpaLLMClient(Node):
             may_lack=self.has_own_text and self.config.dp.enabled,
             most_of_document=self.config.dp.group_limit if self.protects_documents else 0,
         )
+        return (self.model.started(segments) if options.start_token else segments), documents
 
     @property
     def protects_documents(self) -> bool:

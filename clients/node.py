@@ -347,7 +347,7 @@ class Node(NumPyClient):
         The state is then the latest one before. Raises ``ValueError`` if a private client's ledger has lost a charge.
         """
         wanted_round, loss = task.state_round, ""
-        latest = background.load_state(self.store, wanted_round) if wanted_round else None
+        latest = self.store.load(before=wanted_round + 1) if wanted_round else None
         round, state = latest or (0, State())
         if round != wanted_round:
             way = f"went on from round {round}" if round else "began anew"

@@ -137,6 +137,7 @@ class _Fedspallm(TypedDict, total=False):
     refine: bool
     segment_length: int
     segments: int
+    start_token: bool
     test_windows: int
     unsampled: str
     window: int

@@ -11,7 +11,7 @@ from fedprune_app.core.named import ValueDict
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
-from fedprune_app.learning.language_models import language_model, perplexities
+from fedprune_app.learning.language_models import check_start_token, language_model, perplexities
 from fedprune_app.models.initial import initial_model, shared_names
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names, state_tensors
@@ -130,6 +130,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         },
     )
     if "dense_perplexity" not in recorder.info:
+        check_start_token(config, model)
         dense_perplexities = perplexities(config, model, None)
         recorder.annotate(
             dense_perplexity={

@@ -240,10 +240,10 @@ class _OneByOne:
         return [work(item) for item in items]
 
     @staticmethod
-    def submit(work: Callable[..., Any], *arguments: object) -> Future[Any]:
+    def submit(work: Callable[..., Any], *arguments: object, **more: object) -> Future[Any]:
         future: Future[Any] = Future()
         try:
-            future.set_result(work(*arguments))
+            future.set_result(work(*arguments, **more))
         except Exception as error:
             future.set_exception(error)
         return future

@@ -47,6 +47,10 @@ class FedSpaLLMOptions(Table):
     segment_length: int = option(
         0, "The number of tokens in a segment. 0 means as many as the model takes, at most 2048.", least=0
     )
+    start_token: bool = option(
+        False,
+        "Whether the tokenizer's start token takes the place of each segment's and window's first token.",
+    )
     deal: str = option(
         "documents",
         "The text that a client calibrates with.",

@@ -18,8 +18,10 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
     condition = f"with {num_clients} clients{share}"
     if config.min_replies > max_participants:
         raise ConfigError("min-replies", config.min_replies, f"at most {max_participants}", condition=condition)
+    if not config.secure_sums:
+        return
     least = threshold_of(config.secure_sums_threshold, max_participants)
-    if config.secure_sums and max_participants < least:
+    if max_participants < least:
         hint = f"a round has {max_participants}, and a sum needs {least} or more"
         raise ConfigError("secure-sums", True, "false", condition=condition, hint=hint)
 

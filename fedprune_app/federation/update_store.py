@@ -1,17 +1,21 @@
 """The store of a server that forwards updates: on disk, and decoded in memory while there is room."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from flwr.app import ArrayRecord
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.background import quarter_of_memory
 from fedprune_app.engine.store import State, VersionedStore, owner
+
+_MOST_DECODED_BYTES = 8 * 2**30
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class UpdateStore:
@@ -25,7 +29,7 @@ class UpdateStore:
     def __init__(self, folder: Path, run_key: str = "", decoded_bytes: int | None = None) -> None:
         self.folder = folder
         self.run_key = run_key
-        self.decoded_bytes = quarter_of_memory() if decoded_bytes is None else decoded_bytes
+        self.decoded_bytes = _quarter_of_memory() if decoded_bytes is None else decoded_bytes
         self._decoded: dict[tuple[int, int], Payload] = {}
         self._bytes_decoded = 0
 
@@ -84,6 +88,13 @@ class UpdateStore:
 
     def _store(self, client: int) -> VersionedStore:
         return VersionedStore(self.folder / f"{client:05d}", owner=owner(f"update of client {client}", self.run_key))
+
+
+def _quarter_of_memory() -> int:
+    total = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # not in a container, or in one without a limit ("max")
+        total = min(total, int(_CONTAINER_LIMIT.read_text()))
+    return min(total // 4, _MOST_DECODED_BYTES)
 
 
 def _decoded_size(update: Payload) -> int:

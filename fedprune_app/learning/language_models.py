@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.config import NO_POLICY, Config, ConfigError, Policy
 from fedprune_app.core.named import TensorDict
+from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import (
     perplexity_texts,
     stdlib_training_text,
@@ -18,6 +19,8 @@ from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, den
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.sources import model_digest, resolve_checkpoint
 from fedprune_app.results.texts import OWN_TEXT
+
+_FACTOR = 2.0  # of perplexities of one window
 
 
 def language_model(config: Config, device: torch.device | str = "cpu", policy: Policy = NO_POLICY) -> LanguageModel:
@@ -64,8 +67,24 @@ def evaluation_windows(config: Config, model: LanguageModel, text: str | None = 
             windows = windows_of(model.encode(content), model.sequence_length(options.window))
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
+        if options.start_token:
+            windows = model.started(windows)
         all_windows[name], measured_windows[name] = windows, windows[:max_windows] if max_windows else windows
     return all_windows, measured_windows
+
+
+def check_start_token(config: Config, model: LanguageModel) -> None:
+    """Raise :class:`ConfigError` for a model that is another without the start token, which a setting leaves out."""
+    # a text's first window begins with the token anyway
+    windows = {name: each[-1:] for name, each in evaluation_windows(config, model)[1].items()}
+    started = {name: model.started(each) for name, each in windows.items()}
+    if config.fedspallm.start_token or Payload(started).digest() == Payload(windows).digest():
+        return
+    found, other = (dense_perplexities(model, texts, 1) for texts in (windows, started))
+    for name, result in found.items():
+        if result.value > _FACTOR * other[name].value:
+            allowed = f"true: a window of {name} then has perplexity {other[name].value:.1f}, else {result.value:.1f}"
+            raise ConfigError("fedspallm.start-token", False, allowed)
 
 
 def perplexities(

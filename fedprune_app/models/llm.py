@@ -191,6 +191,11 @@ class LanguageModel:
             )
         return ids
 
+    def started(self, windows: Tensor) -> Tensor:
+        """Return the windows (windows, length) with the start token, if the tokenizer has one, in the first place."""
+        start = self._encode("")[:1]
+        return torch.cat([start.expand(len(windows), len(start)), windows[:, len(start) :]], dim=1)
+
     # --- weights ------------------------------------------------------------------------------------------------
 
     def prunable(self, layer: int) -> list[str]:

@@ -11,8 +11,8 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import background, store, wire
-from fedprune_app.engine.background import Background, begin_work, finished, hold, load_state, save_state, to_arrays
+from fedprune_app.engine import background, wire
+from fedprune_app.engine.background import begin_work, finished, hold, save_state, to_arrays
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.engine.flower_private import SUPERLINK_NODE_ID
 from fedprune_app.engine.store import State, VersionedStore
@@ -77,41 +77,12 @@ def test_work_that_failed_makes_the_reply_an_error():
     assert reply.error.reason == "OSError: No space left on device"
 
 
-def test_a_state_in_memory_is_the_one_on_disk(tmp_path):
-    versions = VersionedStore(tmp_path)
-    save_state(versions, 3, state(7.0), 0, durable=False)
-    for future in background._work.get():
-        future.result()
-    written = versions.read(3)
-    versions.path(3).unlink()
-    number, kept = load_state(versions, 3)
-    assert number == 3
-    assert list(kept.tensors) == list(written.tensors)
-    assert all(torch.equal(kept.tensors[name], tensor) for name, tensor in written.tensors.items())
-    assert kept.meta == written.meta == {"pair": [1, 2]}
-    kept.tensors["w"].zero_()  # what a client does to its state does not change the one in memory
-    assert torch.equal(load_state(versions, 3)[1].tensors["w"], written.tensors["w"])
-    assert load_state(versions, 2) is None
-
-
-def test_states_in_memory_take_no_more_than_their_bound(tmp_path):
-    threads = Background(max_bytes=2 * 42)
-    stores = [VersionedStore(tmp_path / str(number)) for number in range(3)]
-    for number, each in enumerate(stores):
-        for round in (1, 2):
-            threads.write(each, round, state(float(number), size=10), 0, False)
-    assert [threads.state(each.folder, 2) is not None for each in stores] == [False, True, True]
-    assert threads.state(stores[2].folder, 1) is None
-    assert stores[0].read(2).tensors["w"].tolist() == [0.0] * 10
-    threads.threads.shutdown()
-
-
 def test_a_client_may_go_on_to_use_the_tensors_that_it_sent_and_kept(tmp_path):
     expected = wire.to_arrays(PAYLOAD)
     tensors = {"w": PAYLOAD.tensors["w"].clone()}
     holding = threading.Event()
     for _ in range(background.os.cpu_count() or 1):  # all threads are busy until the tensors have changed
-        background._background.get().leave(holding.wait)
+        background._background.get().submit(holding.wait)
     try:
         arrays = to_arrays(Payload(tensors, PAYLOAD.masks))
         sent = message_to(1, wire.pack(arrays, {}), MessageType.TRAIN, 1, 60.0)  # a message waits for no thread
@@ -145,16 +116,3 @@ def test_a_run_that_ends_early_leaves_no_thread_that_writes(tmp_path):
     with pytest.raises(KeyboardInterrupt), background.background():
         run()
     assert all(future.done() for future in background._work.get())
-
-
-@pytest.mark.parametrize("system", ["dispfl", "subfedavg"])
-def test_clients_read_no_state_from_a_file_between_rounds(federate, monkeypatch, tmp_path, system):
-    paths, read = [], store.read_tensors
-
-    def reading(path, **more):
-        paths.append(path)
-        return read(path, **more)
-
-    monkeypatch.setattr(store, "read_tensors", reading)
-    federate(system=system)
-    assert [path for path in paths if path.is_relative_to(tmp_path / "run" / "clients")] == []

@@ -9,7 +9,8 @@ import torch
 from flwr.app import Array, ArrayRecord
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import background, wire
+from fedprune_app.engine import wire
+from fedprune_app.federation import update_store
 from fedprune_app.federation.update_store import UpdateStore
 
 ROOM = 10**6
@@ -165,7 +166,7 @@ def test_decoded_updates_are_remembered_within_the_bound(tmp_path):
 
 def test_in_a_container_a_quarter_of_its_memory_is_for_decoded_updates(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(background, "_CONTAINER_LIMIT", limit)
+    monkeypatch.setattr(update_store, "_CONTAINER_LIMIT", limit)
     without = UpdateStore(tmp_path).decoded_bytes
     for written, expected in (("max\n", without), (f"{2**28}\n", 2**26)):
         limit.write_text(written)

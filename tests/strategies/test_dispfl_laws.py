@@ -597,7 +597,7 @@ def test_a_neighbour_model_is_read_from_disk_only_where_memory_has_no_room(feder
     monkeypatch.setattr(UpdateStore, "get", lambda self, *which: read.append(which) or get(self, *which))
     found = []
     for room in (10**9, 0):
-        monkeypatch.setattr(update_store, "quarter_of_memory", lambda room=room: room)
+        monkeypatch.setattr(update_store, "_quarter_of_memory", lambda room=room: room)
         settings = {**QUICK, "num_server_rounds": 3, "dispfl.neighbours": 2}
         found.append((federate(f"{room}", system="dispfl", **settings).sha256, len(read)))
     (with_room, none), (without, many) = found
