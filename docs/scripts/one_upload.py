@@ -445,6 +445,7 @@ def main() -> None:
     running.add_argument("--out", type=Path, required=True)
     running.add_argument("--only", default=".*", help="a pattern of models' names")
     running.add_argument("--seeds", type=int, default=SEEDS)
+    running.add_argument("--gemma", action="store_true", help="the model is Gemma 3 270M, which needs its start token")
     measuring = commands.add_parser("files", help="measure the files of seed 0 in llama.cpp")
     measuring.add_argument("out", type=Path)
     measuring.add_argument("--program", type=Path, required=True, help="llama-perplexity")
@@ -456,6 +457,7 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.command == "run":
         given = {"data-dir": str(asked.texts.absolute()), "model": str(asked.model.absolute())}
+        given |= {"fedspallm.start-token": "true"} if asked.gemma else {}
         run(asked.out, given, asked.only, asked.seeds)
         return
     if asked.command == "files":
