@@ -376,12 +376,10 @@ def models_table() -> str:
     for model in sorted((Model(DENSE, DENSE, 16), *MODELS), key=_place):
         if model.shape not in SHAPES or model.name.endswith(NEAREST) or (model.name, texts[0]) not in found:
             continue
-        measured = files.get(model.name, {})
-        cells = [
-            ", ".join(f"{found[name, text]:.1f}" for text in texts if (name, text) in found) or "–"
-            for name in (model.name, model.name + NEAREST)
-        ]
-        cells += [measured.get(column, "–") for column in ("type", "megabytes", "perplexity", "token")]
+        measured = files.get(model.name)
+        cells = [", ".join(f"{found[model.name, text]:.1f}" for text in texts)]
+        cells.append(f"{measured['megabytes']} ({measured['type']})" if measured else "–")
+        cells += [measured[column] if measured else "–" for column in ("perplexity", "token")]
         lines.append(f"| {' | '.join([model.shape, str(model.bits), *cells])} |")
     return "\n".join(lines)
 
@@ -425,7 +423,7 @@ def exchanges_table() -> str:
 
 TEXT, NEAREST = "wikitext-2", "-nearest"
 SHAPES = (DENSE, TRAINED, HALF, SMALLER, RECOVERED)
-COLUMNS = ("model", "bits", "wikitext-2, ptb", "to nearest", "file", "MB", "64 windows", "a token")
+COLUMNS = ("model", "bits", "wikitext-2, ptb", "MB", "64 windows", "a token")
 TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
 TABLES["one-upload-gemma"] = gemma_table
 
