@@ -19,6 +19,7 @@ from clients.context import NodeContext
 from clients.privacy import ClientPrivacy, PlannedReleases, data_of, ledger_path
 from clients.task import NDArrays, Task, names_of, reply_from_numpy
 from fedprune_app.config import Config
+from fedprune_app.core.bounds import threshold_of
 from fedprune_app.core.holders import HELD
 from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.core.payload import Payload
@@ -213,7 +214,8 @@ class Node(NumPyClient):
         """Say in one line for the user why the system cannot run so with ``secure-sums``; empty if it can."""
         if cls.not_summed:
             return f"secure-sums is true, allowed with system {config.system!r}: false; {cls.not_summed}"
-        least = config.secure_sums_threshold or 3  # what a single client keeps would stand in the sum as it is
+        # what a single client keeps would stand in the sum as it is
+        least = threshold_of(config.secure_sums_threshold, 0)
         if cls.sends_parts and config.min_holders < least:
             return f"min-holders is {config.min_holders}, allowed with secure-sums: at least {least}"
         return ""

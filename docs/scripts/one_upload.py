@@ -245,12 +245,8 @@ def run(out: Path, given: Mapping[str, str], chosen: str, seeds: int) -> None:
 
 # --- files for llama.cpp ----------------------------------------------------------------------------------------------
 
-IN_LLAMA_CPP = {
-    DENSE: ("dense", "dense-8", "dense-4"),
-    HALF: ("sums", "half-8", "half-4"),
-    RECOVERED: ("recovered", "recovered-8", "recovered-4"),
-}
-"""By shape: the models in 16, 8 and 4 bits of which there are files. "dense" is the model that clients were sent."""
+IN_LLAMA_CPP = (DENSE, "dense-8", "dense-4", "sums", "half-8", "half-4", "recovered", "recovered-8", "recovered-4")
+"""The models of which there are files. "dense" is the model that clients were sent."""
 WINDOWS = "64"
 """So many windows of 512 tokens llama.cpp reads, and it counts the second half of each."""
 
@@ -258,7 +254,7 @@ WINDOWS = "64"
 def measure_files(out: Path, program: Path, test: Path) -> None:
     """Write seed 0's models as GGUF files, and have llama.cpp measure their perplexity and the time of a token."""
     known = {row["model"] for row in read_rows(FILES)}
-    for name in (name for names in IN_LLAMA_CPP.values() for name in names):
+    for name in IN_LLAMA_CPP:
         folder = out / f"{name if name != DENSE else 'sums'}-0"
         if name in known or not is_done(folder):
             continue
@@ -424,8 +420,12 @@ def exchanges_table() -> str:
 TEXT, NEAREST = "wikitext-2", "-nearest"
 SHAPES = (DENSE, TRAINED, HALF, SMALLER, RECOVERED)
 COLUMNS = ("model", "bits", "wikitext-2, ptb", "MB", "64 windows", "a token")
-TABLES = {"one-upload": models_table, "one-upload-claims": claims_table, "one-upload-exchanges": exchanges_table}
-TABLES["one-upload-gemma"] = gemma_table
+TABLES = {
+    "one-upload": models_table,
+    "one-upload-claims": claims_table,
+    "one-upload-exchanges": exchanges_table,
+    "one-upload-gemma": gemma_table,
+}
 
 
 def written(page: str) -> str:

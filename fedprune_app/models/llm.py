@@ -193,7 +193,7 @@ class LanguageModel:
 
     def started(self, windows: Tensor) -> Tensor:
         """Return the windows (windows, length) with the start token, if the tokenizer has one, in the first place."""
-        start = self._encode("")[:1]
+        start = self.encode("")[:1]
         return torch.cat([start.expand(len(windows), len(start)), windows[:, len(start) :]], dim=1)
 
     # --- weights ------------------------------------------------------------------------------------------------
