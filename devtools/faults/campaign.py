@@ -43,6 +43,7 @@ _DRAWN: Sequence[Mapping[str, Scalar]] = (
     {"fedspallm.merge": "hessians", "num-server-rounds": 1},
     testing.PRIVATE,
     {"secure-sums": True, "secure-sums-threshold": 2},
+    {"secure-sums": True, "secure-sums-threshold": 2, "min-holders": 2},
     {"secure-sums": True, "secure-sums-threshold": 2, "fedspallm.merge": "hessians", "num-server-rounds": 1},
 )
 """Settings of which the seed draws one for its run, of those that have an effect with its system."""

@@ -3,7 +3,9 @@
 * A run ends with a status, within a bound of processor time; after a full disk the error says so.
 * A run takes no more than a bound of memory.
 * The final models and records are those of the run with the same bad messages that was never interrupted.
-* A bad message leaves everything as if its client had answered with an error, or as if the message had been good.
+* A bad message leaves everything as if its client had answered with an error, or as if the message had been good. The
+  model of a run with secure sums is that of one without.
+* A client that is lost between two secure sums ends a run with one line, after which it can be resumed.
 * Where files were lost or damaged, the run may be refused with one line that names the file or the client. Damage never
   passes in silence.
 * What a private client has released is never less than what its ledger says.
@@ -159,31 +161,45 @@ class Simulation:
         story = Story(process=1)
         disk = Disk(self._place, records=True, story=story)
         story.tell(Kind.PROCESS, f"starts {system}")
-        _process(self._values(system), self._place, messages, disk)
+        values = self._values(system)
+        _process(values, self._place, messages, disk)
         kept = FinishedRun(self._folder / f"whole-{system}-{messages}")
         shutil.copytree(self._place, kept.folder)
         broken = ""
         # where clients mix, the server passes updates on unread: their receivers leave bad ones out, and say so
-        if messages and self._values(system).get(f"{system}.gossip") != "client":
+        if messages and values.get(f"{system}.gossip") != "client":
             shutil.rmtree(self._place)
+            sums, plain = (
+                _sums(values),
+                {key: each for key, each in values.items() if not key.startswith("secure-sums")},
+            )
             with testing.patient_clock(), _silent():
-                testing.run_with(self._values(system), self._place, failing_grid(messages), CLIENTS)
+                testing.run_with(plain, self._place, failing_grid(messages, sums), CLIENTS)
             reference = FinishedRun(self._place)
-            same = [row["failures"] for row in kept.rounds] == [row["failures"] for row in reference.rounds]
+            failures = [[row["failures"] for row in run.rounds] for run in (kept, reference)]
+            # a client that is lost after its addend came has failed, and yet is in the sum
+            same = failures[0] == failures[1] or sums > 0
             if kept.sha256 != reference.sha256 or not same:
                 broken = "a bad message counts as no answer, or as a good one"
         self._whole[key] = _Whole(kept, disk.snapshots, story, broken)
         return self._whole[key]
 
 
-def _process(values: Mapping[str, Scalar], folder: Path, messages: int, disk: Disk) -> None:
+def _sums(values: Mapping[str, Scalar]) -> int:
+    """Return how many secure sums a round has."""
+    return (1 + ("min-holders" in values)) * bool(values.get("secure-sums"))
+
+
+def _process(
+    values: Mapping[str, Scalar], folder: Path, messages: int, disk: Disk, ended: set[tuple[int, int]] | None = None
+) -> None:
     """Run the federation in a process that may die, of which the disk and the story take note."""
     with disk.watched(), testing.patient_clock() as clock, _silent(), _limited():
 
         def jump(seconds: float) -> None:
             clock.seconds += seconds
 
-        testing.run_with(values, folder, faulty_grid(messages, disk.story, jump), CLIENTS)
+        testing.run_with(values, folder, faulty_grid(messages, disk.story, jump, _sums(values), ended), CLIENTS)
 
 
 @contextmanager
@@ -226,6 +242,7 @@ class _Attempt:
         self._story = story
         self._written: set[Path] = set()
         self._has_lost_files = self._accepts_loss = False
+        self._ended: set[tuple[int, int]] = set()  # rounds and clients that were lost between two sums
         self.sha256 = ""
         self._held_before = _most_held_bytes()
 
@@ -267,20 +284,24 @@ class _Attempt:
         return self._lives(Disk(self._folder))
 
     def _lives(self, disk: Disk) -> bool:
-        """Run a process on a disk; return whether the run completes."""
-        disk.story = self._story
+        """Run a process on a disk, and others where clients are lost between two sums; return whether it completes."""
+        disk.story, num_ended = self._story, len(self._ended)
         more: dict[str, Scalar] = {}
         if (self._folder / "run.json").is_file():
             more = {"resume-from": str(self._folder), "accept-loss": self._accepts_loss}
         self._story.tell(Kind.PROCESS, f"{'resumes' if more else 'starts'} {self._schedule.system}")
         try:
-            _process({**self._values, **more}, self._folder, self._schedule.messages, disk)
+            _process({**self._values, **more}, self._folder, self._schedule.messages, disk, self._ended)
         except Died:
             self._written.clear()
             return False
         except Unending:
             raise _Broken(f"a run ends: this one took over {LIMIT_SECONDS:g} s of processor time") from None
         except Exception as error:  # whatever the code under test raises
+            if len(self._ended) > num_ended and _BETWEEN_SUMS.fullmatch(str(error)):
+                self._story.tell(Kind.PROCESS, f"ends with {type(error).__name__}: {error}")
+                self._story.process += 1
+                return self._lives(Disk(self._folder, disk.stops_at, disk.after, disk.cause))
             self._refused(error, disk)
             return False
         self._written |= disk.folders
@@ -377,6 +398,10 @@ class _GivenUp(Exception):
     """A run is refused for good, as it may be."""
 
 
+_BETWEEN_SUMS = re.compile(
+    r"the values that enough clients send: \d clients are left after stage '(keys|shares|input)' of the secure sum, "
+    r"allowed: \d or more; first failure: client \d: .*"
+)
 _REFUSED = "a run that was interrupted can be resumed"
 
 

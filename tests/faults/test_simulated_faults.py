@@ -19,7 +19,7 @@ from devtools.faults import simulation
 from devtools.faults.__main__ import app
 from devtools.faults.campaign import Part, campaign, check_settings, check_table, drawn_settings, write_rows
 from devtools.faults.disk import Died, Disk, is_temporary
-from devtools.faults.messages import SPOILS, Fault, fault_of
+from devtools.faults.messages import SPOILS, Fault, Place, fault_of
 from devtools.faults.schedule import SAME_MESSAGES, Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
 from devtools.faults.story import BETWEEN, STOPS, Kind, Story
@@ -28,6 +28,7 @@ from fedprune_app import files, resuming, testing
 from fedprune_app.cli import main
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
+from fedprune_app.engine.secure_aggregation import STAGES
 from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import reader, recorder
@@ -60,6 +61,50 @@ def test_faults_change_nothing_of_a_run_with_secure_sums(tmp_path):
     simulated = Simulation(tmp_path, {"secure-sums": True, "secure-sums-threshold": 2})
     for seed in [*range(20, 30), 115]:
         assert simulated.check(Schedule.drawn(seed, "fedavg")) is None
+
+
+TWO_SUMS = {"secure-sums": True, "secure-sums-threshold": 2, "min-holders": 2}
+IN_EITHER_SUM = (50, 525, 650, 850, 950, 301, 1851)
+"""Seeds in whose runs a client is lost in each stage of the sum of masks, and of that of values."""
+
+
+@pytest.mark.parametrize("seed", IN_EITHER_SUM)
+@pytest.mark.parametrize("system", ["subfedavg", "fedp3", pytest.param("subfedavg-hy", marks=SLOW)])
+def test_faults_change_nothing_of_a_run_with_two_secure_sums_a_round(tmp_path, system, seed):
+    assert Simulation(tmp_path, TWO_SUMS).check(Schedule.drawn(seed, system)) is None
+
+
+def test_clients_are_lost_in_each_stage_of_either_sum():
+    lost = set()
+    for messages, round, client in itertools.product(
+        {seed // SAME_MESSAGES for seed in IN_EITHER_SUM}, (1, 2, 3), range(3)
+    ):
+        if fault_of(messages, round, client) in SPOILS:
+            lost.add(Place.drawn(messages, round, client, 2))
+    assert lost == {Place(number, stage) for number in range(2) for stage in STAGES}
+
+
+def test_a_client_that_is_lost_between_two_secure_sums_ends_a_run_which_resumes_to_the_same_model(tmp_path):
+    told = Simulation(tmp_path, TWO_SUMS).told(Schedule.drawn(1126, "subfedavg"))
+    assert told.law == ""
+    assert [event.text for event in told.story.events if event.text.startswith("ends with")] == [
+        "ends with TooFewReplies: the values that enough clients send: 2 clients are left after stage 'shares' of the "
+        "secure sum, allowed: 3 or more; first failure: client 1: no reply in 5 s"
+    ]
+    assert told.sha256 == told.whole_sha256 != ""
+
+
+def values_of_fewer_clients():
+    """The values of the clients that are left are taken for those of the clients whose masks were counted."""
+    real = base.request_payloads
+    return base, "request_payloads", lambda *arguments, least: real(*arguments)
+
+
+def test_a_sum_of_other_clients_than_the_one_before_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(*values_of_fewer_clients())
+    told = Simulation(tmp_path, TWO_SUMS).told(Schedule.drawn(1150, "subfedavg"))
+    assert told.law == "a run that was interrupted can be resumed"
+    assert "the difference of two sums is a single addend" in told.story.events[-2].text
 
 
 def test_a_run_that_takes_too_much_memory_is_a_violation(simulated, monkeypatch):
