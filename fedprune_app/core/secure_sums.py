@@ -11,7 +11,7 @@ Share a Secret", 1979.
 """
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,18 +31,22 @@ def derived_key(secret: bytes, purpose: str) -> bytes:
     return HKDF(hashes.SHA256(), length=32, salt=None, info=purpose.encode()).derive(secret)
 
 
-def add_mask(words: Words, key: bytes, *, subtract: bool = False) -> None:
-    """Add the key stream of ``key`` to words (n,), in place, or subtract it.
+def add_masks(words: Words, subtracts: Mapping[bytes, bool]) -> None:
+    """Add the key stream of each key to words (n,), in place, or subtract it where the key's value is True.
 
     A key is for one mask: two addends under the same stream give their difference away.
     """
-    cipher = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
     stream = np.empty(_CHUNK, dtype="<u8")
-    stream_bytes, change = stream.data.cast("B"), np.subtract if subtract else np.add
+    masks = [
+        (Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor(), np.subtract if subtract else np.add)
+        for key, subtract in subtracts.items()
+    ]
     for start in range(0, len(words), _CHUNK):
         part = words[start : start + _CHUNK]
-        cipher.update_into(memoryview(_ZEROS)[: 8 * len(part)], stream_bytes[: 8 * len(part)])
-        change(part, stream[: len(part)], out=part)
+        mask = stream[: len(part)]
+        for cipher, change in masks:
+            cipher.update_into(memoryview(_ZEROS)[: mask.nbytes], mask.data.cast("B"))
+            change(part, mask, out=part)
 
 
 def shares(secret: bytes, threshold: int, members: Iterable[int]) -> dict[int, bytes]:
@@ -65,9 +69,12 @@ def recovered(share_of: Mapping[int, bytes]) -> bytes:
     return secret.to_bytes(SECRET_BYTES)
 
 
-def polynomial(coefficients: Iterable[int], x: int, prime: int = PRIME) -> int:
+def polynomial(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
     """Return ``Σ_i c_i x^i`` mod ``prime``."""
-    return sum(coefficient * pow(x, power, prime) for power, coefficient in enumerate(coefficients)) % prime
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * x + coefficient) % prime
+    return value
 
 
 def at_zero(points: Mapping[int, int], prime: int = PRIME) -> int:

@@ -46,7 +46,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedprune_app.core.bounds import threshold_of
-from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_mask, derived_key, recovered, shares
+from fedprune_app.core.secure_sums import SHARE_BYTES, Words, add_masks, derived_key, recovered, shares
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.files import append_lines, make_private_folder, replace_file
 
@@ -55,7 +55,7 @@ KEYS, SHARES, INPUT, AGREE, OPEN = STAGES = ("keys", "shares", "input", "agree",
 STAGE, BODY = "sum/stage", "sum/body"  # fields of a message
 MASKED = "masked"  # the tensor of a masked addend
 _NONCE = bytes(12)  # a key seals one text
-_PROBE = b"\1" * 32
+_PROBE = X25519PrivateKey.from_private_bytes(b"\1" * 32)
 _ECDSA = ec.ECDSA(hashes.SHA256())
 
 
@@ -150,8 +150,12 @@ class Identity:
         return cls(private, frozenset(" ".join(line.split()[:2]) for line in lines if line.strip()))
 
 
-def _public(private: bytes) -> str:
-    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw().hex()
+def _exchange_key(seed: bytes, name: str) -> X25519PrivateKey:
+    return X25519PrivateKey.from_private_bytes(derived_key(seed, name))
+
+
+def _public(private: X25519PrivateKey) -> str:
+    return private.public_key().public_bytes_raw().hex()
 
 
 def _sign_key(seed: bytes) -> Ed25519PrivateKey:
@@ -166,9 +170,9 @@ def _mask_name(session: str, terms: Mapping[str, object], model: str) -> str:
     return f"{session} mask {sorted(terms.items())} {model}"
 
 
-def _pair_key(private: bytes, public: str, purpose: str) -> bytes:
+def _pair_key(private: X25519PrivateKey, public: str, purpose: str) -> bytes:
     other = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
-    return derived_key(X25519PrivateKey.from_private_bytes(private).exchange(other), purpose)
+    return derived_key(private.exchange(other), purpose)
 
 
 # --- a member -----------------------------------------------------------------------------------------------------
@@ -214,11 +218,9 @@ class Member:
             dealt = {int(dealer): part for dealer, part in body["dealt"].items()}
             name = _mask_name(session, body["terms"], model)
         self._require(dealt, roster, "members that dealt shares")
-        held, notes = {}, []
+        held, notes, private = {}, [], _exchange_key(seed, "share key")
         for dealer, (sealed, *digests) in dealt.items():
-            key = _pair_key(
-                derived_key(seed, "share key"), roster[dealer].share_key, f"{session} shares {dealer} to {self.client}"
-            )
+            key = _pair_key(private, roster[dealer].share_key, f"{session} shares {dealer} to {self.client}")
             try:
                 opened = AESGCM(key).decrypt(_NONCE, bytes.fromhex(sealed), None)
             except (InvalidTag, ValueError):
@@ -229,11 +231,11 @@ class Member:
             else:
                 notes.append(f"the shares of client {dealer} do not open, or are not those that it announced")
         state |= {"held": held, "members": sorted(dealt), "addends": [update or _digest(words.tobytes()), message]}
-        add_mask(words, derived_key(derived_key(seed, "own mask"), "mask"))
-        private = derived_key(seed, "mask key")
+        subtracts = {derived_key(derived_key(seed, "own mask"), "mask"): False}
+        private = _exchange_key(seed, "mask key")
         for peer in dealt.keys() - {self.client}:
-            key = _pair_key(private, roster[peer].mask_key, name)
-            add_mask(words, key, subtract=self.client > peer)
+            subtracts[_pair_key(private, roster[peer].mask_key, name)] = self.client > peer
+        add_masks(words, subtracts)
         self._save()
         return words, notes
 
@@ -242,7 +244,7 @@ class Member:
         seed, session = os.urandom(32), str(body["session"])
         self.state = {"session": session, "stage": KEYS, "seed": seed.hex()}
         own = derived_key(seed, "own mask")
-        share_key, mask_key = (_public(derived_key(seed, name)) for name in ("share key", "mask key"))
+        share_key, mask_key = (_public(_exchange_key(seed, name)) for name in ("share key", "mask key"))
         sign_key = _sign_key(seed).public_key().public_bytes_raw().hex()
         advert = Advert(share_key, mask_key, sign_key, _digest(own), self.noise)
         if (key := self.identity.key) is not None:
@@ -262,10 +264,9 @@ class Member:
         seed, session = bytes.fromhex(self.state["seed"]), self.state["session"]
         secret_of = {name: derived_key(seed, name) for name in ("own mask", "mask key")}
         own, mask = (shares(secret, threshold, roster) for secret in secret_of.values())
-        dealt = {}
+        dealt, private = {}, _exchange_key(seed, "share key")
         for holder, advert in roster.items():
-            purpose = f"{session} shares {self.client} to {holder}"
-            key = _pair_key(derived_key(seed, "share key"), advert.share_key, purpose)
+            key = _pair_key(private, advert.share_key, f"{session} shares {self.client} to {holder}")
             sealed = AESGCM(key).encrypt(_NONCE, own[holder] + mask[holder], None)
             dealt[holder] = [sealed.hex(), _digest(own[holder]), _digest(mask[holder])]
         self._save()
@@ -441,13 +442,15 @@ class SecureSum:
 
     def unmasked(self) -> Words:
         """Return the sum of the survivors' addends. Raises :class:`TooFewReplies` where a mask cannot be removed."""
+        subtracts = {}
         for dealer, advert in self.roster.items():
             if dealer not in self.dealt:
                 continue
             has_come, share_of = dealer in self.survivors, self.opened.get(dealer, {})
             try:
                 secret = recovered(dict(list(share_of.items())[: self.threshold]))
-                fits = _digest(secret) == advert.own_digest if has_come else _public(secret) == advert.mask_key
+                private = X25519PrivateKey.from_private_bytes(secret)
+                fits = _digest(secret) == advert.own_digest if has_come else _public(private) == advert.mask_key
             except ValueError:
                 fits = False
             if not fits:
@@ -456,9 +459,10 @@ class SecureSum:
                     f"allowed: {self.threshold} or more that fit together"
                 )
             if has_come:
-                add_mask(self.total, derived_key(secret, "mask"), subtract=True)
+                subtracts[derived_key(secret, "mask")] = True
                 continue
             for member in self.survivors:
-                key = _pair_key(secret, self.roster[member].mask_key, _mask_name(self.session, self.terms, self.model))
-                add_mask(self.total, key, subtract=member < dealer)
+                key = _pair_key(private, self.roster[member].mask_key, _mask_name(self.session, self.terms, self.model))
+                subtracts[key] = member < dealer
+        add_masks(self.total, subtracts)
         return self.total

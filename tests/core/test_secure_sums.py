@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedprune_app.core.secure_sums import (
     PRIME,
-    add_mask,
+    add_masks,
     at_zero,
     derived_key,
     polynomial,
@@ -23,10 +23,8 @@ from fedprune_app.core.secure_sums import (
 def masked(words, me, own_keys, pair_keys, members):
     """One member's upload: its words, its own mask, and a mask for each pair that it is in."""
     upload = words.copy()
-    add_mask(upload, own_keys[me])
-    for peer in members:
-        if peer != me:
-            add_mask(upload, pair_keys[frozenset((me, peer))], subtract=me > peer)
+    pairs = {pair_keys[frozenset((me, peer))]: me > peer for peer in members if peer != me}
+    add_masks(upload, {own_keys[me]: False, **pairs})
     return upload
 
 
@@ -54,19 +52,19 @@ def test_the_sum_of_whoever_is_left_is_exact_once_their_masks_are_removed(values
     for member in survivors:
         total += masked(words[member], member, own_keys, pair_keys, members)
     for member in survivors:
-        add_mask(total, own_keys[member], subtract=True)
-        for gone in set(members) - set(survivors):
-            add_mask(total, pair_keys[frozenset((member, gone))], subtract=member < gone)
+        gone = set(members) - set(survivors)
+        pairs_left = {pair_keys[frozenset((member, other))]: member < other for other in gone}
+        add_masks(total, {own_keys[member]: True, **pairs_left})
     expected = [sum(values[member][i] for member in survivors) % 2**64 for i in range(3)]
     assert total.tolist() == expected
 
 
 def test_a_mask_is_the_key_stream_of_aes_in_counter_mode_over_every_chunk():
     words = np.zeros(100_003, dtype=np.uint64)
-    add_mask(words, bytes(range(32)))
+    add_masks(words, {bytes(range(32)): False})
     stream = Cipher(algorithms.AES(bytes(range(32))), modes.CTR(bytes(16))).encryptor().update(bytes(words.nbytes))
     assert words.tobytes() == stream
-    add_mask(words, bytes(range(32)), subtract=True)
+    add_masks(words, {bytes(range(32)): True})
     assert not words.any()
 
 
