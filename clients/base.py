@@ -247,7 +247,7 @@ class ImageClient(Node):
 
     def integers(self, task: Task, payload: Payload, terms: Mapping[str, int]) -> TensorDict:
         if HOLDERS in terms:
-            return Holders.integers(payload)
+            return Holders.integers(payload, int(terms[HOLDERS]))
         most = int(terms["max-weight"])
         weight = 1 if self.sends_parts else min(self.num_examples, most)
         sums = MaskedMean(int(terms["max-addends"]), most).integers(payload, weight)

@@ -242,14 +242,14 @@ class AveragingStrategy(FederatedStrategy):
         self.mean = MaskedMean(len(round.participants), max_weight=largest)
 
     def accumulator(self) -> Accumulator:
-        return Holders(self.model) if self.min_holders else self.mean
+        return Holders(self.model, self.mean.max_addends) if self.min_holders else self.mean
 
     def train(self, round: Round) -> None:
         """Where clients send parts, secure sums are two: of who holds what, and of the values that enough hold."""
         if not (self.config.secure_sums and self.min_holders):
             super().train(round)
             return
-        holders, members, whole = Holders(self.model), [], wire.Schema.like(self.model)
+        holders, members, whole = Holders(self.model, self.mean.max_addends), [], wire.Schema.like(self.model)
         for reply in exchange(round, self.send(round), lambda *_: whole, into=holders):
             with round.log.rejecting(reply):
                 members = sorted(reply.by_client)

@@ -262,8 +262,7 @@ class Member:
         threshold = self._require(roster, roster, "members of the sum")
         self._check(roster)
         seed, session = bytes.fromhex(self.state["seed"]), self.state["session"]
-        secret_of = {name: derived_key(seed, name) for name in ("own mask", "mask key")}
-        own, mask = (shares(secret, threshold, roster) for secret in secret_of.values())
+        own, mask = (shares(derived_key(seed, name), threshold, roster) for name in ("own mask", "mask key"))
         dealt, private = {}, _exchange_key(seed, "share key")
         for holder, advert in roster.items():
             key = _pair_key(private, advert.share_key, f"{session} shares {self.client} to {holder}")
@@ -411,7 +410,10 @@ class SecureSum:
 
     def add(self, client: int, words: Words) -> None:
         """Add a member's masked addend (n,)."""
-        self.total = self.total + words if self.answered else words.copy()
+        if self.answered:
+            self.total += words
+        else:
+            self.total = words.copy()
         self.answered.append(client)
 
     def _take_agreed(self, client: int, body: Body) -> None:

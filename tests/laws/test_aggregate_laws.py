@@ -100,8 +100,8 @@ def test_a_sum_of_integers_is_averaged_to_the_bits_of_its_payloads(clients):
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=6), st.integers(1, 4))
 def test_sums_of_masks_and_of_what_enough_hold_are_averaged_to_the_bits_of_the_payloads(seeds, least):
     payloads, fallback = [random_payload(seed) for seed in seeds], dict(random_payload(99).tensors)
-    holders, mean, expected = Holders(fallback), MaskedMean(len(seeds)), MaskedMean(len(seeds))
-    masks = sum(Holders.integers(payload)["holders"] for payload in payloads)
+    holders, mean, expected = Holders(fallback, len(seeds)), MaskedMean(len(seeds)), MaskedMean(len(seeds))
+    masks = sum(holders.integers(payload, holders.terms["holders"])["holders"] for payload in payloads)
     assert {"holders": masks.shape} == holders.integer_shapes({})
     holders.add(Payload({"holders": masks}), len(seeds))
     chosen = {name: counts >= least for name, counts in holders.counts.items()}
@@ -126,11 +126,19 @@ def few_of(payloads, fallback, least):
     return sum(int(((count > 0) & (count < least)).sum()) for count in counts)
 
 
-@pytest.mark.parametrize(("count", "found"), [(-1, "-1 to 3"), (4, "3 to 4")])
-def test_a_sum_of_masks_that_can_be_none_is_refused(count, found):
-    masks = torch.tensor([3, 3, 3, count], dtype=torch.int16).view(torch.int64)
-    with pytest.raises(ValueError, match=f"^the sum has {found} holders of a coordinate, allowed: 0 to 3$"):
-        Holders({"w": torch.zeros(4)}).add(Payload({"holders": masks}), 3)
+def test_a_sum_of_masks_that_can_be_none_is_refused():
+    counts = torch.tensor([0o4333])
+    with pytest.raises(ValueError, match=r"^the sum has 4 holders of a coordinate, allowed: at most 3$"):
+        Holders({"w": torch.zeros(4)}, most=4).add(Payload({"holders": counts}), 3)
+
+
+@pytest.mark.parametrize(("most", "words"), [(1, 1), (2, 1), (3, 2), (10, 2), (15, 3), (2**30, 16)])
+def test_counts_of_holders_take_the_bits_that_the_number_of_clients_needs(most, words):
+    holders, mask = Holders({"w": torch.zeros(32)}, most), torch.arange(32) % 3 == 0
+    integers = holders.integers(Payload({"w": mask.float()}, {"w": mask}), holders.terms["holders"])["holders"]
+    assert integers.shape == torch.Size([words]) == holders.integer_shapes({})["holders"]
+    holders.add(Payload({"holders": integers * most}), most)
+    assert holders.counts["w"].tolist() == (mask * most).tolist()
 
 
 def test_a_sum_that_can_be_none_of_such_payloads_is_refused_and_changes_nothing():
