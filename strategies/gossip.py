@@ -83,6 +83,7 @@ class Relay(FederatedStrategy):
         yield ResumePoint(round, rounds, tuple(UpdateStore(folder / "peers", run_key=run_key).lost(rounds)))
 
     def state(self) -> State:
+        self.updates.settle()  # the checkpoint relies on them
         sizes = {str(k): size for k, size in sorted(self._received_bytes.items())}
         return State({}, {**super().state().meta, "peer-bytes": sizes})
 

@@ -6,6 +6,7 @@ integer. Integer addition is exact, and therefore commutative and associative.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -148,18 +149,15 @@ class MaskedMean:
         """
         if self.num_added + beside >= self.max_addends:
             raise ValueError(f"more than {self.max_addends} payloads added")
-        largest = 0.0
+        magnitudes = {name: magnitude / unit for name, magnitude in _magnitudes(payload).items()}
         for name, tensor in payload.tensors.items():
             if name in self._sums and self._sums[name].shape != tensor.shape:
                 shape = tuple(self._sums[name].shape)
                 raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {shape} as before")
-            low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
-            magnitude = max(-low, high) / unit
-            if not magnitude <= self.max_magnitude:  # also rejects NaN
+            if not magnitudes[name] <= self.max_magnitude:  # also rejects NaN
                 limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
-                raise ValueError(f"tensor '{name}' has magnitude {magnitude:g}, allowed: {limit}")
-            largest = max(largest, magnitude)
-        return largest
+                raise ValueError(f"tensor '{name}' has magnitude {magnitudes[name]:g}, allowed: {limit}")
+        return max(magnitudes.values(), default=0.0)
 
     def _make_room(self, name: str, tensor: Tensor, has_mask: bool) -> None:
         """Allocate sums at a name's first tensor, and a weight per coordinate at its first mask."""
@@ -213,6 +211,19 @@ class MaskedMean:
     def held_weight(self, name: str) -> Tensor:
         """Return ``Σ_k a_k m_k`` of a masked tensor, in its shape; read-only."""
         return self._weights[name]
+
+
+_found: WeakKeyDictionary[Payload, tuple[list[int], dict[str, float]]] = WeakKeyDictionary()
+
+
+def _magnitudes(payload: Payload) -> dict[str, float]:
+    """Return the largest magnitude of each tensor; a gossip server asks anew for each average with a payload."""
+    versions = [tensor._version for tensor in payload.tensors.values()]  # of the values: PyTorch counts their changes
+    if payload not in _found or _found[payload][0] != versions:
+        ranges = {name: tensor.aminmax() for name, tensor in payload.tensors.items() if tensor.numel()}
+        found = {name: max(-float(low), float(high)) for name, (low, high) in ranges.items()}
+        _found[payload] = versions, {name: found.get(name, 0.0) for name in payload.tensors}
+    return _found[payload][1]
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:

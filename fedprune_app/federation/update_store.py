@@ -1,6 +1,8 @@
 """The store of a server that forwards updates: on disk, and decoded in memory while there is room."""
 
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, VersionedStore, owner
 
 _MOST_DECODED_BYTES = 8 * 2**30
+_MOST_UNWRITTEN = 8  # updates
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -30,13 +33,16 @@ class UpdateStore:
         self.folder = folder
         self.run_key = run_key
         self.decoded_bytes = _quarter_of_memory() if decoded_bytes is None else decoded_bytes
+        self._writer = ThreadPoolExecutor(1)  # a single thread keeps the order of a client's updates
+        self._unwritten: deque[Future[None]] = deque()
         self._decoded: dict[tuple[int, int], Payload] = {}
         self._bytes_decoded = 0
 
     def put(self, client: int, round: int, update: ArrayRecord, max_bytes: int) -> None:
         """Store the update that a client sent in ``round``; up to two earlier updates stay for a resumed run.
 
-        Raises ``ValueError`` for arrays that are not the codec's, or of more than ``max_bytes``.
+        It may be written behind the next ones: see :meth:`settle`. Raises ``ValueError`` for arrays that are not the
+        codec's, or of more than ``max_bytes``.
         """
         encoded = wire.to_bytes(update)
         if list(encoded) != [codec.KEY]:  # other names may not suit a file, and no client could decode them
@@ -45,10 +51,19 @@ class UpdateStore:
         if len(data) > max_bytes:
             raise ValueError(f"the payload has {len(data)} bytes, allowed: at most {max_bytes}")
         # a copy, because torch has no read-only tensors
-        self._store(client).save(round, State({codec.KEY: torch.from_numpy(np.frombuffer(data, np.uint8).copy())}))
+        state = State({codec.KEY: torch.from_numpy(np.frombuffer(data, np.uint8).copy())})
+        if len(self._unwritten) >= _MOST_UNWRITTEN:
+            self._unwritten.popleft().result()
+        self._unwritten.append(self._writer.submit(self._store(client).save, round, state))
+
+    def settle(self) -> None:
+        """Wait until all updates are on disk; raise the error of one that cannot be written."""
+        while self._unwritten:
+            self._unwritten.popleft().result()
 
     def get(self, client: int, round: int) -> ArrayRecord:
         """Return the update that a client sent in ``round``. ``ValueError`` if it is missing or damaged."""
+        self.settle()
         state = self._store(client).read(round)
         return wire.from_bytes({name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()})
 

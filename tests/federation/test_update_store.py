@@ -31,6 +31,7 @@ def store(tmp_path: Path) -> UpdateStore:
 
 
 def reopened(store: UpdateStore) -> UpdateStore:
+    store.settle()
     return UpdateStore(store.folder)
 
 
@@ -74,6 +75,7 @@ def test_the_disk_holds_three_updates_of_a_client_however_long_the_run(store):
     for round in range(1, 10):
         for client in (0, 1):
             store.put(client, round, update(round), ROOM)
+    store.settle()
     assert len([path for path in store.folder.rglob("*") if path.is_file()]) == 6
     with pytest.raises(ValueError, match="round-00006"):
         store.get(1, 6)
@@ -100,6 +102,7 @@ def test_a_store_that_nobody_wrote_to_has_no_future_to_forget(store):
 @pytest.mark.parametrize("damage", [None, b"", b"\xff" * 100, "cut", "missing"])
 def test_an_update_that_cannot_be_read_is_one_line_that_names_its_file(store, damage):
     store.put(3, 5, update(), ROOM)
+    store.settle()
     (path,) = store.folder.rglob("*.safetensors")
     if damage == "missing":
         path.unlink()
@@ -113,6 +116,15 @@ def test_an_update_that_cannot_be_read_is_one_line_that_names_its_file(store, da
     with pytest.raises(ValueError, match=r"00003/round-00005\.safetensors' is damaged") as caught:
         reopened(store).get(3, 5)
     assert "\n" not in str(caught.value)
+
+
+def test_an_update_that_cannot_be_written_is_an_error_before_anything_relies_on_it(store):
+    (store.folder / "00001").parent.mkdir()
+    (store.folder / "00001").write_text("a file where the folder has to be")
+    for client in range(3):
+        store.put(client, 1, update(client), ROOM)
+    with pytest.raises(FileExistsError, match="00001"):
+        store.settle()
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

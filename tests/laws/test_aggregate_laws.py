@@ -199,6 +199,15 @@ def test_a_value_that_cannot_be_summed_exactly_is_refused_and_changes_nothing(va
     assert accumulator.mean({"a": torch.zeros(1)})["a"].item() == 1.0
 
 
+def test_a_value_that_became_too_large_after_a_check_is_refused():
+    payload = Payload({"w": torch.ones(3)})
+    mean = MaskedMean(2)
+    assert mean.check(payload) == 1.0
+    payload.tensors["w"][1] = 2.0**23
+    with pytest.raises(ValueError, match=re.escape("tensor 'w' has magnitude 8.38861e+06, allowed: finite")):
+        mean.add(payload)
+
+
 def test_the_largest_values_allowed_do_not_wrap_around():
     accumulator = MaskedMean(max_addends=100, max_weight=7)
     value = accumulator.max_magnitude * 0.999
