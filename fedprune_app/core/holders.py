@@ -41,9 +41,9 @@ class Holders:
     @staticmethod
     def integers(payload: Payload, bits: int) -> TensorDict:
         """Return a payload's masks as int64, whose sum :meth:`add` takes."""
-        masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in payload.tensors.items()}
-        flat = torch.cat([mask.flatten() for _, mask in sorted((masks | dict(payload.masks)).items())])
-        places = _places(bits)
+        tensors, places = sorted(payload.tensors.items()), _places(bits)
+        masks = [payload.masks.get(name, torch.ones_like(tensor, dtype=torch.bool)) for name, tensor in tensors]
+        flat = torch.cat([mask.flatten() for mask in masks])
         rows = pad(flat, (0, -len(flat) % len(places))).view(len(places), -1)
         words = torch.zeros_like(rows[0], dtype=torch.int64)
         for row, place in zip(rows, places, strict=True):

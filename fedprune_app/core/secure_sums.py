@@ -10,6 +10,7 @@ Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Ma
 Share a Secret", 1979.
 """
 
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -81,9 +82,6 @@ def at_zero(points: Mapping[int, int], prime: int = PRIME) -> int:
     """Return the value at 0 of the polynomial through points (x to y), by Lagrange's formula mod ``prime``."""
     total = 0
     for x, y in points.items():
-        above, below = 1, 1
-        for other in points.keys() - {x}:
-            above = above * other % prime
-            below = below * (other - x) % prime
-        total += y * above * pow(below, -1, prime)
+        others = points.keys() - {x}
+        total += y * math.prod(others) * pow(math.prod(other - x for other in others), -1, prime)
     return total % prime
