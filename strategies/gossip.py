@@ -4,8 +4,12 @@ It stands in for the links between peers. So two kinds of traffic are counted: b
 updates that neighbours exchange, and the bytes that really passed through the server.
 """
 
+import itertools
+import os
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +101,11 @@ class Relay(FederatedStrategy):
 
 
 _AVERAGED_AT_ONCE = 4  # updates; more save little
+_AVERAGES_AHEAD = min(4, os.cpu_count() or 1)  # each takes some four models' memory
+
+
+def _message(client: int, average: Future[Payload]) -> OutgoingMessage:
+    return OutgoingMessage(client, average.result())
 
 
 class Gossip(Relay):
@@ -146,21 +155,25 @@ class Gossip(Relay):
         self.peer_down = dict.fromkeys(round.participants, 0)
 
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
-        average, average_group = Payload({}), frozenset[int]()  # reused while the next client has the same group
-        for client in round.participants:
-            senders = [sender for sender in self.links[client] if sender in self.update_rounds]
-            for sender in senders:
-                self.peer_down[client] += self.update_bytes[sender]
-                self.peer_up[sender] = self.peer_up.get(sender, 0) + self.update_bytes[sender]
-            if not senders:
-                yield OutgoingMessage(client)
-            elif self.options.gossip == "client":
-                yield OutgoingMessage(client, peer_updates=self.updates_of(senders, round.log))
-            else:
+        made: deque[tuple[int, Future[Payload]]] = deque()
+        with ThreadPoolExecutor(_AVERAGES_AHEAD) as threads:
+            nothing = average = threads.submit(Payload, {})
+            average_group = frozenset[int]()  # reused while the next client has the same group
+            for client in round.participants:
+                senders = [sender for sender in self.links[client] if sender in self.update_rounds]
+                for sender in senders:
+                    self.peer_down[client] += self.update_bytes[sender]
+                    self.peer_up[sender] = self.peer_up.get(sender, 0) + self.update_bytes[sender]
+                if senders and self.options.gossip == "client":
+                    yield OutgoingMessage(client, peer_updates=self.updates_of(senders, round.log))
+                    continue
                 group = frozenset(senders) | ({client} & self.update_rounds.keys())
-                if average_group != group:
-                    average, average_group = self.average(sorted(group), round.log), group
-                yield OutgoingMessage(client, average)
+                if senders and average_group != group:
+                    average, average_group = threads.submit(self.average, sorted(group), round.log), group
+                made.append((client, average if senders else nothing))
+                if len(made) > _AVERAGES_AHEAD:
+                    yield _message(*made.popleft())
+            yield from itertools.starmap(_message, made)
 
     def average(self, clients: list[int], log: RoundLog) -> Payload:
         """Return ``Σ_j w_j / Σ_j m_j`` of these clients' published models, masked to what at least one of them keeps.

@@ -252,10 +252,6 @@ class L0Mean:
         self._mean.add(payload)
         self._masked |= dict.fromkeys(payload.masks)
 
-    def check(self, payload: Payload) -> None:
-        """Raise ``ValueError`` for a payload that cannot be added; adds nothing."""
-        self._mean.check(payload)
-
     def mean(self) -> Payload:
         """Return equation (5): each entry's mean over the clients that kept it.
 

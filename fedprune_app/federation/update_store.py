@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import psutil
@@ -35,6 +36,7 @@ class UpdateStore:
         self.decoded_bytes = _quarter_of_memory() if decoded_bytes is None else decoded_bytes
         self._writer = ThreadPoolExecutor(1)  # a single thread keeps the order of a client's updates
         self._unwritten: deque[Future[None]] = deque()
+        self._lock = Lock()  # one thread may read an update while another one receives
         self._decoded: dict[tuple[int, int], Payload] = {}
         self._bytes_decoded = 0
 
@@ -73,9 +75,10 @@ class UpdateStore:
         Nothing is evicted for it: the next access is random, or to all updates in turn, so no choice would help.
         """
         size = _decoded_size(update)
-        if self._bytes_decoded + size <= self.decoded_bytes:
-            self._decoded[client, round] = update
-            self._bytes_decoded += size
+        with self._lock:
+            if self._bytes_decoded + size <= self.decoded_bytes:
+                self._decoded[client, round] = update
+                self._bytes_decoded += size
 
     def remembered(self, client: int, round: int) -> Payload | None:
         """Return the decoded update that a client sent in ``round``, or None if it is not cached."""
