@@ -17,6 +17,8 @@ from devtools.faults.schedule import Cause
 from devtools.faults.story import Kind, Story
 from fedprune_app import files
 from fedprune_app.engine import background
+from fedprune_app.federation import update_store
+from strategies import gossip
 
 _unlink = os.unlink  # the watched one lets the dead remove nothing
 
@@ -121,7 +123,7 @@ class Disk:
                 stack.enter_context(mock.patch.object(os, name, self._wrapped(name, real)))
             stack.enter_context(mock.patch.object(os, "open", self._opening(os.open)))
             # one thread at a time, so that the same change has the same number every time
-            for module in (files, background):
+            for module in (files, background, update_store, gossip):
                 stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", _OneByOne))
             yield
 
