@@ -85,9 +85,11 @@ class DADPFLClient(fp.DisPFLClient):
 
     why_not_private = fp.ImageClient.why_not_private  # nobody has examined what it releases
 
+    sparser = False  # whether this message's round prunes
+
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         initial = fp.Payload.pruned(self.own_model(fp.State()), self.initial_masks).tensors
-        self.sparser = bool(task.fields["prunes"])  # whether this round prunes
+        self.sparser = bool(task.fields["prunes"])
         update = super().local_update(task, state)
         distance = sum(float((t - initial[name]).norm()) for name, t in update.state.group("weights").items())
         first, last = state.meta.get("first", distance), state.meta.get("last")

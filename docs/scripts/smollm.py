@@ -321,7 +321,7 @@ def verdicts_table() -> str:
     lines += [
         "",
         f"Of {tests} decided claims Holm's correction leaves at 5 %: {left}.",
-        f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet.",
+        f"{done} of the {len(wanted) * SEEDS} runs are done.",
     ]
     return "\n".join(lines)
 

@@ -252,8 +252,9 @@ def _exportable(run: Path, config: Config, inputs: Values, client: int | None, r
     full.eval().requires_grad_(False)
 
     masks = state.group("masks") or state.group("fc")
-    if client is None:
-        masks = {name: weights[name] != 0 for name in prunable_names(full)}
+    if client is None or not masks:  # also where each message brings a client its masks
+        nonzero = {name: weights[name] != 0 for name in prunable_names(full)}
+        masks = {name: mask for name, mask in nonzero.items() if client is None or not mask.all()}
     kept = state.group("channels")
     groups = channels_of(config.model, config.dataset, shape, classes) if kept else ()
     small = gather(weights, groups, kept)

@@ -11,6 +11,7 @@ from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
 from fedprune_app.results import system_metrics
+from fedprune_app.results.declarations import DECLARATIONS
 from fedprune_app.results.system_metrics import SystemMetric
 
 NAMES: Mapping[str, Mapping[str, object]] = {
@@ -60,6 +61,12 @@ def register_system(
                 which=f"is a field that {client.__name__} declares",
                 where=f"system {name!r}",
             )
+    for key, said, allowed in (
+        ("headline", strategy.headline, DECLARATIONS.headlines),
+        ("validates", getattr(client, "validates", "personal"), ("personal", "received", "global")),
+    ):
+        if said not in allowed:
+            raise ConfigError(key, said, ", ".join(allowed), where=f"system {name!r}")
     _claim("system", name)
     if options is not None:
         register_table(name, options)

@@ -20,7 +20,8 @@ from fedprune_app.results.reader import Run, last_of_clients
 OWN = "accuracy_personal_mean"
 DRAWS = 10_000
 _DRAWN_AT_ONCE = 2**15  # pairs, so that memory does not grow with them
-FEWEST = 10  # pairs: with fewer the percentiles cover the truth far less often than 95 %
+FEWEST = 10  # clients of one seed: with fewer the percentiles cover the truth far less often than 95 %
+_OF_ONE_SEED = "yes, for this seed", "clients"
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
 # By seed and client: the accuracy of the client's own model in the last evaluated round.
@@ -46,7 +47,7 @@ class Difference:
 
     @property
     def doubt(self) -> str:
-        if self.pairs < FEWEST:
+        if self.pairs < FEWEST and len(self.by_seed) < 2:
             return f"fewer than {FEWEST} clients"
         if is_noise(self.mean, self.noise):
             return f"accuracies have noise of ± {100 * self.noise:.1f} points"
@@ -186,8 +187,8 @@ def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
         rows = []
         for group, distance in distances:
             interval = f"{-100 * distance.high:+.2f} to {-100 * distance.low:+.2f}"
-            ahead = f"{1 - distance.ahead:.0%} of {distance.pairs:,}"
-            clear = "yes" if len(distance.by_seed) > 1 else "yes, for this seed"
+            clear, whose = ("yes", "pairs of client and seed") if len(distance.by_seed) > 1 else _OF_ONE_SEED
+            ahead = f"{1 - distance.ahead:.0%} of {distance.pairs:,} {whose}"
             verdict = f"no: {distance.doubt}" if distance.doubt else clear
             rows.append([group.label, f"{-100 * distance.mean:+.2f}", interval, ahead, verdict])
         if rows:

@@ -10,7 +10,7 @@ The laws are those of fedprune's own systems:
 * A run that was killed after any round resumes to the same models and records.
 * Replies that are late, malformed, not finite, huge, for another message or sent twice have no effect.
 * After the last round every client trains once more, held-out clients for the first time.
-* Every option is read, and no pruned tensor is sent as a dense one.
+* Every option is read, no pruned tensor is sent as a dense one, and no client remembers anything but its state.
 
 All runs are real ones, in this process, by default on the embedded digits.
 """
@@ -257,6 +257,7 @@ def _check_returns(system: System) -> Iterator[None]:
         hook = getattr(owner, name)
 
         def call(*arguments: Any, **keywords: Any) -> Any:
+            known = {*vars(arguments[0]), *dir(owner)}
             value = hook(*arguments, **keywords)
             if kind is _LEAVES_MODEL:
                 _check_model(arguments[0].model, f"{owner.__name__}.{name}()")
@@ -264,6 +265,11 @@ def _check_returns(system: System) -> Iterator[None]:
                 result = "nothing" if value is None else f"a value of type {type(value).__name__}"
                 raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
             elif isinstance(value, Update):
+                new = ", ".join(vars(arguments[0]).keys() - known)
+                law = "a client object lives for one message, and what must last is in its State"
+                _must(
+                    not new, law, f"{owner.__name__}.{name}() sets {new}; what is for this message is set in __init__"
+                )
                 _check_zeros(value.payload, arguments[0].masks(*arguments[1:]))
             return value
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedprune_app.exports.find import find_model
 from fedprune_app.testing import check_system
 from tests.gallery import federations as small
 
@@ -48,6 +49,15 @@ def test_scores_are_part_of_round_1_and_no_replies(tmp_path):
     dense, scores = 4 * 6090 * small.CLIENTS, 4 * (9 * 16 + 9 * 16 * 32 + 1280) * small.CLIENTS
     assert rounds[0]["bytes_down"] - rounds[1]["bytes_down"] == pytest.approx(dense, rel=0.1)
     assert rounds[0]["bytes_up"] - rounds[1]["bytes_up"] == pytest.approx(scores, rel=0.1)
+
+
+def test_a_clients_exported_model_is_as_sparse_as_the_run_says(tmp_path):
+    """Its state has no masks: each message brings them."""
+    finished = small.run(tmp_path, "ssfl", **SETTINGS)
+    found = find_model(finished.folder, 1, trusted=[str(small.file_of("ssfl"))])
+    density = next(row["density"] for row in reversed(finished.clients) if row["partition"] == 1)
+    assert found.info.density == pytest.approx(density, abs=1e-6)
+    assert density < 0.3
 
 
 def test_each_client_is_charged_once_for_the_gradient_of_its_score(tmp_path):

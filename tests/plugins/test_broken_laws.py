@@ -180,6 +180,14 @@ def test_a_client_that_prunes_and_sends_a_dense_model_ends_the_laws(tmp_path):
         check_system("broken", plugins=path)
 
 
+def test_a_client_that_remembers_something_beside_its_state_ends_the_laws(tmp_path):
+    """The next message makes a new object."""
+    code = "def local_update(self, *given):\n        self.correction = 1.0\n        return super().local_update(*given)"
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy="pass", client=code))
+    with pytest.raises(Exception, match=r"in its State: Client\.local_update\(\) sets correction"):
+        check_system("broken", plugins=path)
+
+
 def test_a_new_plugin_is_that_of_the_page_and_keeps_the_laws(fedprune, tmp_path):
     assert fedprune("new", "my-prune")[0] == 0
     folder = tmp_path / "my-prune"

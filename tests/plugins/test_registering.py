@@ -51,10 +51,9 @@ REGISTER = "from fedprune_app.extend import *\nclass S(FedAvg): pass\nclass C(Fe
         ("register_system('x', strategy=C, client=C, summary='')", ("strategy",)),
         ("register_system('x', strategy=S, client=S, summary='')", ("client",)),
         ("register_system('x', strategy=S, client=C, summary='', options=dict)", ("options", dict)),
-        (
-            "register_model('lenet5', print, '')",
-            ("model", "lenet5"),
-        ),
+        ("register_model('lenet5', print, '')", ("model", "lenet5")),
+        ("S.headline = 'nonsense'\nregister_system('x', strategy=S, client=C, summary='')", ("headline", "nonsense")),
+        ("C.validates = 'persnal'\nregister_system('x', strategy=S, client=C, summary='')", ("validates", "persnal")),
     ],
 )
 def test_what_a_plugin_may_not_register(tmp_path, call, said):

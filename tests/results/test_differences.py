@@ -88,6 +88,10 @@ def test_an_interval_of_these_seeds_is_too_narrow_for_others():
 def test_few_clients_and_seeds_that_disagree_leave_a_doubt():
     three = {(0, 0): 0.1, (0, 1): 0.2, (0, 2): 0.3}
     assert difference(three, dict.fromkeys(three, 0.0)).doubt == "fewer than 10 clients"
+    people = {(seed, client): 0.1 + 0.01 * seed for seed in (0, 1, 2) for client in range(5)}
+    assert not difference(people, dict.fromkeys(people, 0.0), of_other_seeds=True).doubt, (
+        "Student's t needs no ten clients"
+    )
     rng = np.random.default_rng(0)
     apart = of_seeds([0.5, 0.4, -0.1], rng, spread=0.01)
     assert difference(apart, dict.fromkeys(apart, 0.0)).doubt == "seeds disagree"
