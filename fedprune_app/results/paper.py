@@ -11,7 +11,7 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
-from fedprune_app.config import ConfigError
+from fedprune_app.config import OPTIONS, ConfigError
 from fedprune_app.config.systems import SYSTEMS
 from fedprune_app.files import replace_file
 from fedprune_app.results.figures import figures
@@ -120,7 +120,10 @@ def protocol(groups: Groups) -> str:
 
     def cited(group: Group) -> str:
         keys = ",".join(key for key, entry in entries.items() if group.system in _systems_of(entry))
-        settings = [f"{key.rpartition('.')[2]} {value_text(group.first.config.get(key))}" for key in _pruned_by(group)]
+        settings = [
+            f"{key.rpartition('.')[2]} {value_text(group.first.config.get(key))}"
+            for key in dict.fromkeys([*_pruned_by(group), *_chosen(group)])
+        ]
         name = SYSTEMS[group.system].summary.partition(":")[0] if group.system in SYSTEMS else group.system
         cite = f"~\\cite{{{keys}}}" if keys else ""
         return latex_text(name) + cite + (latex_text(f" ({', '.join(settings)})") if settings else "")
@@ -144,6 +147,14 @@ def _pruned_by(group: Group) -> list[str]:
     kept = group.last("density_mean")
     found = [key for key in _DENSITIES if has_effect(key, group)]
     return found or ["density"] if kept and kept.mean < 1 else []
+
+
+def _chosen(group: Group) -> list[str]:
+    """Return the system's own options that are not the defaults, and all of a plug-in that is not loaded."""
+    config = group.first.config
+    known = [key for key in config if "." in key and key in OPTIONS and "system" in OPTIONS[key].needs]
+    found = [key for key in known if has_effect(key, group) and config[key] != OPTIONS[key].default]
+    return found + [key for key in config if key not in OPTIONS and key.startswith(f"{group.system}.")]
 
 
 def write_paper(groups: Groups, out: Path, force: bool = False) -> list[Path]:

@@ -17,7 +17,8 @@ from tests.refusing import refuses
 @pytest.fixture
 def groups(make_run):
     folders = [make_run(f"dense{seed}", "fedavg", seed, rounds=4) for seed in (0, 1)]
-    config = {"num-server-rounds": 4, "dataset": "a_b", "subfedavg.target-rate": 50.0}
+    config = {"num-server-rounds": 4, "dataset": "a_b", "subfedavg.target-rate": 50.0, "test-split": "labels"}
+    config |= {"subfedavg.prune-step": 5.0, "subfedavg.accuracy-threshold": 50.0}  # the second is the default
     folders.append(make_run("pruned", "subfedavg", rounds=4, config=config))
     return group_runs([load_run(folder) for folder in folders])
 
@@ -67,8 +68,9 @@ def test_each_system_that_a_paper_describes_has_a_reference_with_the_title_that_
 def test_the_paragraph_names_the_settings_and_cites_only_what_there_are_references_for(groups):
     text = protocol(groups)
     assert text.startswith("We compare FedAvg~\\cite{")
-    assert re.search(r"Sub-FedAvg \(Un\)~\\cite{[^}]+} \(target-rate 50\)\.", text)
+    assert re.search(r"Sub-FedAvg \(Un\)~\\cite{[^}]+} \(target-rate 50, prune-step 5\)\.", text)
     assert "learning rate 0.01" in text
+    assert "(test-split -- or labels)" in text
     assert r"digits or a\_b" in text
     assert "over the seeds, of which there are 1 or 2" in text
     cited = {key for keys in re.findall(r"\\cite{([^}]+)}", text) for key in keys.split(",")}
