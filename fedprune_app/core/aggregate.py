@@ -218,7 +218,8 @@ _found: WeakKeyDictionary[Payload, tuple[list[int], dict[str, float]]] = WeakKey
 
 def _magnitudes(payload: Payload) -> dict[str, float]:
     """Return the largest magnitude of each tensor; a gossip server asks anew for each average with a payload."""
-    versions = [tensor._version for tensor in payload.tensors.values()]  # of the values: PyTorch counts their changes
+    # PyTorch counts the changes of a tensor's values, but for tensors of torch.inference_mode
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in payload.tensors.values()]
     if payload not in _found or _found[payload][0] != versions:
         ranges = {name: tensor.aminmax() for name, tensor in payload.tensors.items() if tensor.numel()}
         found = {name: max(-float(low), float(high)) for name, (low, high) in ranges.items()}

@@ -208,6 +208,14 @@ def test_a_value_that_became_too_large_after_a_check_is_refused():
         mean.add(payload)
 
 
+def test_a_tensor_of_inference_mode_is_added():
+    with torch.inference_mode():
+        payload = Payload({"w": torch.full((3,), 2.0)})
+    mean = MaskedMean(2)
+    mean.add(payload)
+    assert mean.mean({"w": torch.zeros(3)})["w"].tolist() == [2.0, 2.0, 2.0]
+
+
 def test_the_largest_values_allowed_do_not_wrap_around():
     accumulator = MaskedMean(max_addends=100, max_weight=7)
     value = accumulator.max_magnitude * 0.999
