@@ -156,21 +156,20 @@ class Gossip(Relay):
 
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
         made: deque[tuple[int, Future[Payload]]] = deque()
+        average_group = frozenset[int]()  # its average is reused while the next client has the same group
         with ThreadPoolExecutor(_AVERAGES_AHEAD) as threads:
-            nothing = average = threads.submit(Payload, {})
-            average_group = frozenset[int]()  # reused while the next client has the same group
             for client in round.participants:
                 senders = [sender for sender in self.links[client] if sender in self.update_rounds]
                 for sender in senders:
                     self.peer_down[client] += self.update_bytes[sender]
                     self.peer_up[sender] = self.peer_up.get(sender, 0) + self.update_bytes[sender]
-                if senders and self.options.gossip == "client":
+                if not senders or self.options.gossip == "client":
                     yield OutgoingMessage(client, peer_updates=self.updates_of(senders, round.log))
                     continue
                 group = frozenset(senders) | ({client} & self.update_rounds.keys())
-                if senders and average_group != group:
+                if average_group != group:
                     average, average_group = threads.submit(self.average, sorted(group), round.log), group
-                made.append((client, average if senders else nothing))
+                made.append((client, average))
                 if len(made) > _AVERAGES_AHEAD:
                     yield _message(*made.popleft())
             yield from itertools.starmap(_message, made)

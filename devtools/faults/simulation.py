@@ -169,10 +169,8 @@ class Simulation:
         # where clients mix, the server passes updates on unread: their receivers leave bad ones out, and say so
         if messages and values.get(f"{system}.gossip") != "client":
             shutil.rmtree(self._place)
-            sums, plain = (
-                _sums(values),
-                {key: each for key, each in values.items() if not key.startswith("secure-sums")},
-            )
+            sums = _sums(values)
+            plain = {key: value for key, value in values.items() if not key.startswith("secure-sums")}
             with testing.patient_clock(), _silent():
                 testing.run_with(plain, self._place, failing_grid(messages, sums), CLIENTS)
             reference = FinishedRun(self._place)

@@ -213,18 +213,20 @@ class MaskedMean:
         return self._weights[name]
 
 
-_found: WeakKeyDictionary[Payload, tuple[list[int], dict[str, float]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Payload, tuple[list[int], dict[str, float]]] = WeakKeyDictionary()
 
 
 def _magnitudes(payload: Payload) -> dict[str, float]:
     """Return the largest magnitude of each tensor; a gossip server asks anew for each average with a payload."""
     # PyTorch counts the changes of a tensor's values, but for tensors of torch.inference_mode
     versions = [0 if tensor.is_inference() else tensor._version for tensor in payload.tensors.values()]
-    if payload not in _found or _found[payload][0] != versions:
-        ranges = {name: tensor.aminmax() for name, tensor in payload.tensors.items() if tensor.numel()}
-        found = {name: max(-float(low), float(high)) for name, (low, high) in ranges.items()}
-        _found[payload] = versions, {name: found.get(name, 0.0) for name in payload.tensors}
-    return _found[payload][1]
+    if payload not in _KNOWN or _KNOWN[payload][0] != versions:
+        magnitudes = {}
+        for name, tensor in payload.tensors.items():
+            low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+            magnitudes[name] = max(-low, high)
+        _KNOWN[payload] = versions, magnitudes
+    return _KNOWN[payload][1]
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:

@@ -451,8 +451,11 @@ class SecureSum:
             has_come, share_of = dealer in self.survivors, self.opened.get(dealer, {})
             try:
                 secret = recovered(dict(list(share_of.items())[: self.threshold]))
-                private = X25519PrivateKey.from_private_bytes(secret)
-                fits = _digest(secret) == advert.own_digest if has_come else _public(private) == advert.mask_key
+                if has_come:
+                    fits = _digest(secret) == advert.own_digest
+                else:
+                    private = X25519PrivateKey.from_private_bytes(secret)
+                    fits = _public(private) == advert.mask_key
             except ValueError:
                 fits = False
             if not fits:

@@ -21,7 +21,6 @@ OWN = "accuracy_personal_mean"
 DRAWS = 10_000
 _DRAWN_AT_ONCE = 2**15  # pairs, so that memory does not grow with them
 FEWEST = 10  # clients of one seed: with fewer the percentiles cover the truth far less often than 95 %
-_OF_ONE_SEED = "yes, for this seed", "clients"
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
 # By seed and client: the accuracy of the client's own model in the last evaluated round.
@@ -187,8 +186,10 @@ def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
         rows = []
         for group, distance in distances:
             interval = f"{-100 * distance.high:+.2f} to {-100 * distance.low:+.2f}"
-            clear, whose = ("yes", "pairs of client and seed") if len(distance.by_seed) > 1 else _OF_ONE_SEED
-            ahead = f"{1 - distance.ahead:.0%} of {distance.pairs:,} {whose}"
+            is_of_seeds = len(distance.by_seed) > 1
+            pairs = "pairs of client and seed" if is_of_seeds else "clients"
+            ahead = f"{1 - distance.ahead:.0%} of {distance.pairs:,} {pairs}"
+            clear = "yes" if is_of_seeds else "yes, for this seed"
             verdict = f"no: {distance.doubt}" if distance.doubt else clear
             rows.append([group.label, f"{-100 * distance.mean:+.2f}", interval, ahead, verdict])
         if rows:

@@ -17,7 +17,7 @@ All runs are real ones, in this process, by default on the embedded digits.
 
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -265,11 +265,7 @@ def _check_returns(system: System) -> Iterator[None]:
                 result = "nothing" if value is None else f"a value of type {type(value).__name__}"
                 raise TypeError(f"{owner.__name__}.{name}() returns {result}, allowed: {kind.__name__}")
             elif isinstance(value, Update):
-                new = ", ".join(vars(arguments[0]).keys() - known)
-                law = "a client object lives for one message, and what must last is in its State"
-                _must(
-                    not new, law, f"{owner.__name__}.{name}() sets {new}; what is for this message is set in __init__"
-                )
+                _check_memory(arguments[0], known, f"{owner.__name__}.{name}()")
                 _check_zeros(value.payload, arguments[0].masks(*arguments[1:]))
             return value
 
@@ -302,6 +298,13 @@ def _check_model(model: object, method: str) -> None:
     if not (isinstance(model, dict) and all(isinstance(tensor, Tensor) for tensor in model.values())):
         text = reprlib.repr(model)
         raise TypeError(f"{method} leaves self.model as {text}, allowed: a dict of tensors by name")
+
+
+def _check_memory(client: object, known: Set[str], method: str) -> None:
+    """Raise :class:`BrokenLawError` for attributes beside the ``known`` ones: the next message makes a new object."""
+    new = ", ".join(sorted(vars(client).keys() - known))
+    law = "a client object lives for one message, and what must last is in its State"
+    _must(not new, law, f"{method} sets {new}; what is for this message is set in __init__")
 
 
 def _check_zeros(sent: Payload, masks: Tensors) -> None:
