@@ -83,20 +83,20 @@ def table(
 ) -> None:
     """Write a table for a paper.
 
-    By default the columns are personal accuracy, upload, operations and density.
+    By default the columns are the measure that compares the systems, upload, operations and density.
     Each DIR is a run folder, or a folder of run folders.
     """
     from fedprune_app.files import replace_file
     from fedprune_app.results.ownership import check_new_file
-    from fedprune_app.results.tables import PAPER_COLUMNS, paper_rows, table_text
+    from fedprune_app.results.tables import paper_rows, table_text
 
     suffix = ".md" if output is None else output.suffix
     if suffix not in (".tex", ".csv", ".md"):
         raise ConfigError("--output", output, "a file that ends in .tex, .csv or .md")
     if output is not None:
         check_new_file(output, force)
-    keys = [key.strip() for key in columns.split(",")] if columns else list(PAPER_COLUMNS)
-    text = table_text(suffix, *paper_rows(_groups(folders), keys, intervals, best_bold))
+    keys = [key.strip() for key in columns.split(",") if columns]
+    text = table_text(suffix, *paper_rows(_groups(folders), keys, intervals=intervals, best_bold=best_bold))
     if output is None:
         typer.echo(text, nl=False)
         return

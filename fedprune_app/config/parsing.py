@@ -34,8 +34,7 @@ def parse_config(values: Mapping[str, object]) -> Config:
 
 @lru_cache(maxsize=16)  # every message to a client has its run's configuration
 def _checked_config(items: frozenset[tuple[str, Scalar]], own_options: Table) -> Config:
-    defaults = {key: option.default for key, option in OPTIONS.items()}
-    config = _with_values(Config(own=own_options), defaults | dict(items)).settled()
+    config = _with_values(Config(own=own_options), dict(items)).settled()
     config.check()
     return config
 
@@ -45,7 +44,7 @@ def _with_values(blank: T, values: Settings, prefix: str = "") -> T:
     for item in fields(blank):
         key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(blank, item.name)
         changes[item.name] = (
-            _with_values(value, values, f"{value.name or key}.") if isinstance(value, Table) else values[key]
+            _with_values(value, values, f"{value.name or key}.") if isinstance(value, Table) else values.get(key, value)
         )
     return replace(blank, **changes)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import traffic_of
-from fedprune_app.results.differences import OWN, Difference, difference, personal_accuracies
+from fedprune_app.results.differences import OWN, Difference, accuracies, difference
 from fedprune_app.results.groups import NOT_MEASURED, Group
 from fedprune_app.results.metrics import MEGABYTE
 from fedprune_app.results.report import filled
@@ -42,7 +42,7 @@ def _between(methods: Methods, first: str, second: str, client: int | None = Non
     if first not in methods or second not in methods:
         return None
     first_pairs, second_pairs = (
-        {key: value for key, value in personal_accuracies(methods[name]).items() if client in (None, key[1])}
+        {key: value for key, value in accuracies(methods[name]).items() if client in (None, key[1])}
         for name in (first, second)
     )
     return difference(first_pairs, second_pairs, of_other_seeds=True)
@@ -211,8 +211,8 @@ class Advice:
         for client, name in enumerate(self.names):
             means = []
             for system in (ALONE, FEDERATED):
-                accuracies = personal_accuracies(self.methods[system]).items() if system in self.methods else ()
-                found = [value for (_, k), value in accuracies if k == client]
+                pairs = accuracies(self.methods[system]).items() if system in self.methods else ()
+                found = [value for (_, k), value in pairs if k == client]
                 means.append(f"{100 * sum(found) / len(found):.1f}" if found else NOT_MEASURED)
             gain = _between(self.methods, FEDERATED, ALONE, client)
             rows.append([name, *means, points(gain) if gain else NOT_MEASURED])

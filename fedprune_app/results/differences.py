@@ -23,13 +23,13 @@ _DRAWN_AT_ONCE = 2**15  # pairs, so that memory does not grow with them
 FEWEST = 10  # clients of one seed: with fewer the percentiles cover the truth far less often than 95 %
 _LEVEL = 0.95
 _SEED = 0  # of the bootstrap: the same runs give the same page
-# By seed and client: the accuracy of the client's own model in the last evaluated round.
+# By seed and client: the accuracy of a model on the client's data in the last evaluated round.
 Paired = dict[tuple[int, int], float]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of one group's personal accuracies minus another's, over the clients of both, with its uncertainty.
+    """Mean of one group's accuracies minus another's, over the clients of both, with its uncertainty.
 
     ``low`` and ``high`` are a 95 % interval of the mean, see :func:`difference`. A pair is a client of one seed.
     ``ahead`` is the share of the pairs in which the first group's client is better, and ``by_seed`` has the mean of
@@ -65,13 +65,13 @@ def is_noise(difference: float, noise: float) -> bool:
     return abs(difference) < 2 * noise
 
 
-def noise_between(first: Group, second: Group) -> float:
-    """Return the standard deviation of the noise in the difference of two groups' personal accuracies."""
+def noise_between(first: Group, second: Group, measure: str) -> float:
+    """Return the standard deviation of the noise in the difference of two groups' mean accuracies."""
     last_rows = (
-        [next((row for row in reversed(run.rounds) if row.get(OWN) is not None), {}) for run in group.runs]
+        [next((row for row in reversed(run.rounds) if row.get(measure) is not None), {}) for run in group.runs]
         for group in (first, second)
     )
-    return math.hypot(*(noise_in(rows, OWN) for rows in last_rows))
+    return math.hypot(*(noise_in(rows, measure) for rows in last_rows))
 
 
 def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -> Difference | None:
@@ -96,10 +96,10 @@ def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -
     return Difference(float(differences.mean()), float(low), float(high), ahead, pairs, by_seed)
 
 
-def between(first: Group, second: Group) -> Difference | None:
+def between(first: Group, second: Group, measure: str) -> Difference | None:
     """Return how far the first group's clients are ahead of the second's; None for fewer than two pairs."""
-    found = difference(personal_accuracies(first), personal_accuracies(second), of_other_seeds=True)
-    return found and replace(found, noise=noise_between(first, second))
+    found = difference(accuracies(first, measure), accuracies(second, measure), of_other_seeds=True)
+    return found and replace(found, noise=noise_between(first, second, measure))
 
 
 def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -108,32 +108,40 @@ def _resampled_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate([values[rng.integers(len(values), size=shape)].mean(1) for shape in shapes])
 
 
-def personal_accuracies(group: Group) -> Paired:
-    """Return the personal accuracies of a group's clients in each run's last evaluation."""
-    rows = [(run.seed, row) for run in group.runs for row in last_of_clients(run, "accuracy_personal")]
-    return {(seed, int(row["partition"])): float(row["accuracy_personal"]) for seed, row in rows}
+def measure_of(groups: Groups) -> str:
+    """Return the accuracy that compares these groups: their headline, or that of own models if headlines differ."""
+    headlines = {group.first.headline for group in groups}
+    return headlines.pop() if len(headlines) == 1 else OWN
+
+
+def accuracies(group: Group, measure: str = OWN) -> Paired:
+    """Return the clients' accuracies, whose mean is the column ``measure``, in each run's last evaluation."""
+    field = measure.removesuffix("_mean")
+    rows = [(run.seed, row) for run in group.runs for row in last_of_clients(run, field)]
+    return {(seed, int(row["partition"])): float(row[field]) for seed, row in rows}
 
 
 def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
-    """Return the label of the group with the best personal accuracy, and its difference from each other group.
+    """Return the label of the group with the best accuracy (:func:`measure_of`), and its difference from each other.
 
     The groups must have the same data. The best one is chosen over the clients that all groups evaluated.
     """
-    accuracies = {group.label: personal_accuracies(group) for group in groups}
-    candidates = [group for group in groups if len(accuracies[group.label]) > 1]
+    measure = measure_of(groups)
+    by_label = {group.label: accuracies(group, measure) for group in groups}
+    candidates = [group for group in groups if len(by_label[group.label]) > 1]
     if len(candidates) < 2:
         return "", []
-    common_pairs = set.intersection(*(set(accuracies[group.label]) for group in candidates))
+    common_pairs = set.intersection(*(set(by_label[group.label]) for group in candidates))
 
     means = {
         label: float(np.mean([values[key] for key in common_pairs or values]))
-        for label, values in accuracies.items()
+        for label, values in by_label.items()
         if len(values) > 1
     }
     best = max(candidates, key=lambda group: means[group.label])
     distances = []
     for group in candidates:
-        if group is not best and (distance := between(best, group)) is not None:
+        if group is not best and (distance := between(best, group, measure)) is not None:
             distances.append((group, distance))
     return best.label, distances
 
@@ -174,8 +182,8 @@ def _partition_of(run: Run) -> list[Any]:
     return [len(counts or ()), settings]
 
 
-def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
-    """Return for each family of equal data the best group's label, and a row for each other group.
+def difference_tables(groups: Groups) -> list[tuple[str, str, list[list[str]]]]:
+    """Return for each family of equal data its measure, the best group's label, and a row for each other group.
 
     A row has the group's label, difference, interval, pairs and a verdict. Runs that did not complete, or that
     continued after they lost states, are left out.
@@ -193,5 +201,5 @@ def difference_tables(groups: Groups) -> list[tuple[str, list[list[str]]]]:
             verdict = f"no: {distance.doubt}" if distance.doubt else clear
             rows.append([group.label, f"{-100 * distance.mean:+.2f}", interval, ahead, verdict])
         if rows:
-            tables.append((best, rows))
+            tables.append((measure_of(family), best, rows))
     return tables

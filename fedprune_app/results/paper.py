@@ -19,7 +19,7 @@ from fedprune_app.results.figures.common import Trace, Variant
 from fedprune_app.results.groups import Group, Groups, has_effect, value_text
 from fedprune_app.results.ownership import check_new_file
 from fedprune_app.results.report import COLOURS, Series, appearance, filled
-from fedprune_app.results.tables import PAPER_COLUMNS, latex_text, paper_rows, table_text
+from fedprune_app.results.tables import latex_text, paper_rows, table_text
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 _MARKERS = {"": "o", "diamond": "D", "circle-open": "$\\circ$"}
@@ -162,7 +162,7 @@ def write_paper(groups: Groups, out: Path, force: bool = False) -> list[Path]:
 
     Raises :class:`ConfigError` for a file that exists, unless ``force`` says to replace it.
     """
-    table = table_text(".tex", *paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True))
+    table = table_text(".tex", *paper_rows(groups, intervals=True, best_bold=True))
     bibliography = "\n\n".join(references([group.system for group in groups]).values())
     texts = {"table.tex": table, "protocol.tex": protocol(groups), "references.bib": f"{bibliography}\n"}
     files = {out / name: text.encode() for name, text in texts.items()}

@@ -21,7 +21,7 @@ from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
 from fedprune_app.results.columns import ACCURACIES, Column, cost, last_footnote, outcome, table_key, traffic_of
 from fedprune_app.results.declarations import DECLARATIONS
-from fedprune_app.results.differences import OWN, between, difference_tables, of_the_same_data
+from fedprune_app.results.differences import OWN, between, difference_tables, measure_of, of_the_same_data
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import number_of
 from fedprune_app.results.groups import (
@@ -165,7 +165,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
             "Perplexity": _perplexity_table(groups),
             "What it cost": _table(groups, cost()),
         },
-        differences=difference_tables(groups),
+        differences=[(accuracy_words(measure), *table) for measure, *table in difference_tables(groups)],
         settings=differing_settings(groups),
         figures=all_figures,
         formulas={run.system: text for run in runs if (text := run.info.get("paper_bytes_formula"))},
@@ -341,42 +341,42 @@ REFERENCE = "fedavg"
 
 
 def comparison(groups: Groups) -> list[str]:
-    """Return sentences on the clients' own models of each group, beside those of FedAvg or of the most accurate group.
+    """Return sentences on the accuracy of each group, beside that of FedAvg or of the most accurate group.
 
     Groups whose clients have the same data are compared. Of a language model a sentence says what pruning cost. Runs
     that did not complete are left out.
     """
     complete_groups = [group for group in groups if not group.first.flaw]
-    families = of_the_same_data([group for group in complete_groups if own_accuracy(group)])
-    lines = [line for family in families if len(family) > 1 for line in _sentences(family)]
+    families = of_the_same_data([group for group in complete_groups if accuracy_words(group.first.headline)])
+    lines = [line for family in families for line in _sentences(family, measure_of(family))]
     return lines + list(_on_text(complete_groups))
-
-
-def own_accuracy(group: Group) -> Statistic | None:
-    return group.last(OWN)
 
 
 def traffic(group: Group) -> Statistic | None:
     return group.over(traffic_of)
 
 
-def _sentences(groups: Groups) -> Iterator[str]:
-    accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := own_accuracy(group))}
+def _sentences(groups: Groups, measure: str) -> Iterator[str]:
+    accuracy = {group.label: 100 * statistic.mean for group in groups if (statistic := group.last(measure))}
+    groups = [group for group in groups if group.label in accuracy]
+    if len(groups) < 2:
+        return
     federated_groups = [group for group in groups if group.system != "standalone"] or groups
     best = max(federated_groups, key=lambda group: accuracy[group.label])
     reference = next((group for group in federated_groups if group.system == REFERENCE), best)
-    footnote = last_footnote(reference.runs, OWN)
-    yield f"With {reference.label}, clients' own models have {accuracy[reference.label]:.1f} %{footnote}."
+    footnote = last_footnote(reference.runs, measure)
+    models, they = ("clients' own models have", "they have") if measure == OWN else ("the global model has", "it has")
+    yield f"With {reference.label}, {models} {accuracy[reference.label]:.1f} %{footnote}."
     for group in groups:
         if group is not reference:
-            beside = f"{_distance(group, reference)}{_cost(group, reference)}"
-            yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
+            beside = f"{_distance(group, reference, measure)}{_cost(group, reference)}"
+            yield f"With {group.label} {they} {accuracy[group.label]:.1f} %, {beside}."
     count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"
     yield f"{count}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
 
 
-def _distance(group: Group, reference: Group) -> str:
-    distance = between(group, reference)
+def _distance(group: Group, reference: Group, measure: str) -> str:
+    distance = between(group, reference, measure)
     if distance is None or distance.doubt:
         return f"not told apart from {reference.label} ({distance.doubt if distance else 'one client'})"
     return f"{abs(100 * distance.mean):.1f} points {'above' if distance.mean > 0 else 'below'} {reference.label}"

@@ -3,15 +3,15 @@
 import csv
 import io
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core.texts import one_line
 from fedprune_app.files import replace_file
-from fedprune_app.results.columns import Column, columns, epsilon_footnote
+from fedprune_app.results.columns import Column, columns, epsilon_footnote, table_key
 from fedprune_app.results.declarations import DECLARATIONS
-from fedprune_app.results.differences import OWN, from_best, half_interval, of_the_same_data
+from fedprune_app.results.differences import OWN, from_best, half_interval, measure_of, of_the_same_data
 from fedprune_app.results.groups import NOT_MEASURED, Group, Groups, Statistic, group_runs, value_text
 from fedprune_app.results.reader import Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
@@ -178,19 +178,19 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
 
 # --- a table for a paper ----------------------------------------------------------------------------------------------
 
-PAPER_COLUMNS = ("personal_accuracy", "megabytes_up", "gigaflops", "density")
-
 
 def paper_rows(
-    groups: Groups, keys: Sequence[str], intervals: bool, best_bold: bool
+    groups: Groups, keys: Sequence[str] = (), *, intervals: bool, best_bold: bool
 ) -> tuple[list[str], list[list[str]], set[tuple[str, str]]]:
     """Return the titles and rows of a table of a few columns, and by row and column the titles of cells in bold.
 
+    Without ``keys`` the columns are the measure that compares the groups, upload, operations and density.
     With ``intervals`` Student's 95 % interval over seeds follows a mean, in place of the standard deviation.
-    ``best_bold`` marks the most accurate personal models, and all without a clear difference from them, if others are
-    clearly behind. Raises :class:`ConfigError` for an unknown column.
+    ``best_bold`` marks the most accurate group, and all without a clear difference from it, if others are clearly
+    behind. Raises :class:`ConfigError` for an unknown column.
     """
     known_columns = {column.key: column for column in columns(groups)}
+    keys = keys or (table_key(measure_of(groups)), "megabytes_up", "gigaflops", "density")
     for key in keys:
         if key not in known_columns:
             raise ConfigError("--columns", key, ", ".join(known_columns))
@@ -202,17 +202,17 @@ def paper_rows(
             cells.append(formatted(statistic, column, seeds) + (column.footnote(group.runs) if statistic else ""))
         rows.append([group.label, *cells])
     header = [INTERVALS if intervals else DEVIATIONS, *(column.title for column in shown_columns)]
-    in_bold = (header[0], known_columns["personal_accuracy"].title)
-    return header, rows, {(label, title) for label in _best_labels(groups) for title in in_bold if best_bold}
+    best = ((label, known_columns[table_key(measure)].title) for label, measure in _best(groups) if best_bold)
+    return header, rows, {(label, title) for label, accuracy in best for title in (header[0], accuracy)}
 
 
-def _best_labels(groups: Groups) -> set[str]:
-    labels = set()
+def _best(groups: Groups) -> Iterator[tuple[str, str]]:
+    """Yield the label and the measure of each group that is among the best of its family."""
     for family in of_the_same_data([group for group in groups if not group.first.flaw]):
         best, distances = from_best(family)
         level = [group.label for group, distance in distances if distance.doubt]
-        labels |= {best, *level} if len(level) < len(distances) else set()
-    return labels
+        if len(level) < len(distances):
+            yield from ((label, measure_of(family)) for label in (best, *level))
 
 
 def table_text(

@@ -11,11 +11,11 @@ from fedprune_app.config.common import DEALT_BY, PUBLISHED
 from fedprune_app.data.names import DATASETS, LOADERS, TEXTS
 from fedprune_app.data.splits import DataConfig
 from fedprune_app.results.differences import (
+    accuracies,
     difference,
     difference_tables,
     from_best,
     of_the_same_data,
-    personal_accuracies,
 )
 from fedprune_app.results.groups import Group, group_runs
 from fedprune_app.results.reader import Run, load_run
@@ -112,12 +112,12 @@ def test_a_report_compares_each_system_with_the_best_on_the_same_data(make_run):
     folders = [make_run(f"{name}{seed}", name, seed, clients=12) for name in ("fedavg", "dispfl") for seed in (0, 1)]
     groups = group_runs([load_run(folder) for folder in folders])
     best, others = from_best(groups)
-    means = {group.label: np.mean(list(personal_accuracies(group).values())) for group in groups}
+    means = {group.label: np.mean(list(accuracies(group).values())) for group in groups}
     assert best == max(means, key=means.get)
     ((group, apart),) = others
     assert apart.pairs == 24
     assert apart.mean == pytest.approx(means[best] - means[group.label])
-    ((label, rows),) = difference_tables(groups)
+    ((_, label, rows),) = difference_tables(groups)
     assert label == best
     assert float(rows[0][1]) == pytest.approx(-100 * apart.mean, abs=0.005)
 
@@ -129,7 +129,7 @@ def test_a_clear_difference_of_one_seed_says_so(make_run):
             for seed in seeds
             for name, plateau in (("fedavg", 0.9), ("dispfl", 0.3))
         ]
-        ((_, ((*_, said),)),) = difference_tables(group_runs([load_run(folder) for folder in runs]))
+        ((_, _, ((*_, said),)),) = difference_tables(group_runs([load_run(folder) for folder in runs]))
         return said
 
     assert rows_of([0]) == "yes, for this seed"
@@ -149,9 +149,23 @@ def test_runs_whose_plugin_has_changed_are_no_seeds_of_one_setting(make_run):
 def test_a_run_that_did_not_end_is_compared_with_nothing(make_run):
     folders = [make_run(name, name, 0, clients=12) for name in ("fedavg", "dispfl")]
     folders.append(make_run("ditto", "ditto", 0, clients=12, plateau=0.99, status="interrupted"))
-    ((best, rows),) = difference_tables(group_runs([load_run(folder) for folder in folders]))
+    ((_, best, rows),) = difference_tables(group_runs([load_run(folder) for folder in folders]))
     assert {best, rows[0][0]} == {"fedavg", "dispfl"}
     assert len(rows) == 1
+
+
+def test_systems_that_are_all_judged_by_their_global_model_are_compared_by_it(make_run):
+    """Fine-tuning hides which global model is better: here its clients' own models are in the other order."""
+    folders = [make_run(name, name, 0, clients=12, headline="accuracy_global") for name in ("fedavg", "fedprox")]
+    runs = [load_run(folder) for folder in folders]
+    for run, (own, of_global) in zip(runs, [(0.9, 0.5), (0.8, 0.7)], strict=True):
+        for row in run.clients:
+            row |= {"accuracy_personal": own, "accuracy_global": of_global}
+    groups = group_runs(runs)
+    ((measure, best, ((label, points, *_),)),) = difference_tables(groups)
+    assert (measure, best, label, points) == ("accuracy_global", "fedprox", "fedavg", "-20.00")
+    runs[0].info["headline"] = "accuracy_personal_mean"
+    assert difference_tables(groups)[0][:2] == ("accuracy_personal_mean", "fedavg")
 
 
 def test_a_single_system_is_compared_with_nothing(make_run):
@@ -165,7 +179,7 @@ def test_systems_on_other_data_are_compared_among_themselves(make_run):
         for system in ("fedavg", "dispfl")
     ]
     tables = difference_tables(group_runs([load_run(folder) for folder in folders]))
-    assert [len(rows) for _, rows in tables] == [1, 1]
+    assert [len(rows) for _, _, rows in tables] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +194,7 @@ def test_private_runs_whose_data_are_dealt_otherwise_are_not_compared(make_run, 
     ]
     assert difference_tables(group_runs([load_run(folder) for folder in folders])) == []
     alike = make_run("alike", "ditto", 0, clients=12, config={key: values[0]}, extra=withheld)
-    ((_, rows),) = difference_tables(group_runs([load_run(folder) for folder in (*folders, alike)]))
+    ((_, _, rows),) = difference_tables(group_runs([load_run(folder) for folder in (*folders, alike)]))
     assert len(rows) == 1
 
 

@@ -410,6 +410,18 @@ def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_p
     assert "With fedprox" not in said  # its clients have other data
 
 
+def test_the_words_are_of_the_model_by_which_all_systems_are_judged(make_run, tmp_path):
+    folders = [
+        make_run(name, name, plateau=plateau, headline="accuracy_global")
+        for name, plateau in (("fedavg", 0.8), ("fedprox", 0.5))
+    ]
+    dense, other = (100 * load_run(folder).rounds[-1]["accuracy_global"] for folder in folders)
+    said = Elements(page_of(folders, tmp_path / "report.html")).text
+    assert f"With fedavg, the global model has {dense:.1f} %." in said
+    assert f"With fedprox it has {other:.1f} %, {dense - other:.1f} points below fedavg" in said
+    assert "Accuracy, global model, against fedavg" in said
+
+
 def test_accuracies_within_twice_their_noise_are_not_told_apart(make_run, tmp_path):
     noise = {"accuracy_noise": 0.4, "config": {"dp.enabled": True, "dp.noise-multiplier": 0.5}, "noise": 0.5}
     folders = [make_run("dense", "fedavg", plateau=0.8, **noise), make_run("pruned", "subfedavg", plateau=0.7, **noise)]

@@ -16,7 +16,6 @@ from fedprune_app.results.columns import best_on_validation, columns, paper_byte
 from fedprune_app.results.groups import Statistic, differing_settings, group_runs
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
-    PAPER_COLUMNS,
     comma_separated,
     final_rows,
     latex_text,
@@ -394,15 +393,18 @@ def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is
     folders += [make_run(f"same{seed}", "fedprox", seed, plateau=0.8) for seed in (0, 1, 2)]
     folders += [make_run(f"behind{seed}", "subfedavg", seed, plateau=0.4) for seed in (0, 1, 2)]
     groups = group_runs([load_run(folder) for folder in folders])
-    header, rows, bold = paper_rows(groups, PAPER_COLUMNS, intervals=True, best_bold=True)
+    header, rows, bold = paper_rows(groups, intervals=True, best_bold=True)
     shown = {column.title: column.key for column in columns(groups)}
     assert [shown[title] for title in header[1:]] == ["personal_accuracy", "megabytes_up", "gigaflops", "density"]
     assert header[0] == "System (95 % interval over seeds)"
     assert bold == {(label, title) for label in ("fedavg", "fedprox") for title in header[:2]}
-    assert paper_rows(groups[:2], PAPER_COLUMNS, intervals=True, best_bold=True)[2] == set()  # nothing to choose
+    assert paper_rows(groups[:2], intervals=True, best_bold=True)[2] == set()  # nothing to choose
     own = [100 * load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in folders[:3]]
     low, high = ttest_1samp(own, 0).confidence_interval(0.95)
     assert rows[0][1] == f"{sum(own) / 3:.2f} ({low:.2f} to {high:.2f})"
+    for run in (run for group in groups for run in group.runs):
+        run.info["headline"] = "accuracy_global"
+    assert paper_rows(groups, intervals=True, best_bold=True)[0][1] == "Global model (%)"
     titles, deviations, _ = paper_rows(groups, ("personal_accuracy",), intervals=False, best_bold=False)
     assert titles[0] == "System (± SD over seeds)"
     assert deviations[0][1] == f"{sum(own) / 3:.2f} ± {stdev(own):.2f}"
