@@ -80,8 +80,7 @@ def find_model(
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
     prepared = prepare(of_run(info, trusted))
     config = prepared.config
-    latest_code = {**info.get("plugins", {}), **(info.get("plugins_since") or [{}])[-1]}
-    for line in plugins.changed(info["config"], latest_code).values():
+    for line in plugins.changed_since(info):
         raise ValueError(f"run {str(run)!r}: {line}, allowed: the file as it was")
     if prepared.system.reads_text:
         raise ValueError(

@@ -3,6 +3,7 @@
 from fedprune_app.plugins.loading import (
     Code,
     changed,
+    changed_since,
     check_named,
     check_reachable,
     code_in,
@@ -18,6 +19,7 @@ from fedprune_app.plugins.loading import (
 __all__ = [
     "Code",
     "changed",
+    "changed_since",
     "check_named",
     "check_reachable",
     "code_in",

@@ -28,7 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from fedprune_app.config import DEFAULTS, ConfigError
-from fedprune_app.core.named import ValueDict
+from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.texts import error_text
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
@@ -142,6 +142,12 @@ def changed(values: Mapping[str, object], began_with: Mapping[str, str]) -> dict
         for name, code in described(values).items()
         if began_with.get(name, code) != code
     }
+
+
+def changed_since(info: Values) -> list[str]:
+    """Return a line for each plug-in whose code differs from that with which the run of this run.json ended."""
+    latest = {**info.get("plugins", {}), **(info.get("plugins_since") or [{}])[-1]}
+    return [*changed(info["config"], latest).values()]
 
 
 def _identity(target: str) -> str:

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, Scalar, Settings, has_effect, paths_from_here, to_toml
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.core.rng import derive_seed
@@ -290,7 +291,10 @@ def sweep(matrix: Matrix, inputs: RunInputs, placement: Placement, console: Cons
         def make(run: Prepared) -> Run:
             if not run.is_complete:
                 session.run(run, run.folder)
-            return load_run(run.folder)
+            made = load_run(run.folder)
+            for line in plugins.changed_since(made.info):
+                say("warning", f" {run.folder.name}: {line}")
+            return made
 
         def trial(name: str, settings: Settings) -> Run:
             has_begun = holds_run(out / name)

@@ -92,7 +92,10 @@ def test_a_sweep_compares_it_with_others(fedprune, files):
     assert code == 0, said
     assert "my-prox" in (files / "swept" / "table.md").read_text()
     code, said = fedprune("sweep", "matrix.yaml", *given, "--resume")
-    assert said.count("finished before") == 2
+    assert (code, said.count("finished before"), "is not the code" in said) == (0, 2, False), said
+    (files / "my_prox.py").write_text((files / "my_prox.py").read_text() + "\n# changed\n")
+    code, said = fedprune("sweep", "matrix.yaml", *given, "--resume")
+    assert (code, " ".join(said.split()).count("is not the code that the run began with")) == (0, 2), said
 
 
 def test_a_search_draws_its_options(fedprune, files):
