@@ -161,12 +161,12 @@ def sparsegpt_masks(bench: Bench) -> Mapping[str, Any]:
         for device in ("cpu", bench.device):
             hessian = Hessian(columns, torch.device(device))
             hessian.add(inputs.to(device))
-            done[device] = sparsegpt(weight.to(device), hessian.matrix, **pattern)  # type: ignore[arg-type]
+            done[device] = sparsegpt([weight.to(device)], hessian.matrix, **pattern)[0]  # type: ignore[arg-type]
         (expected, mask), here = done["cpu"], done[bench.device]
         found[f"{name}_equal_in_mask"] = float((mask == here[1].cpu()).double().mean())
         found[f"{name}_error"] = error_of(here[0], expected)
         if recorder := bench.recorder():
-            graph = sparsegpt(weight.to(device), hessian.matrix, recorder=recorder, **pattern)  # type: ignore[arg-type]
+            graph = sparsegpt([weight.to(device)], hessian.matrix, recorder=recorder, **pattern)[0]  # type: ignore[arg-type]
             found[f"{name}_bits_in_graph_as_without"] = equal(graph, here)
     return found
 

@@ -28,41 +28,25 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 from torch import nn
 
-from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
+from fedprune_app.config import ConfigError as ConfigError
+from fedprune_app.config import Scalar, flatten, read_toml
 from fedprune_app.config.toml import config_file
 from fedprune_app.core.named import TensorDict, Values
 from fedprune_app.data import splits
 from fedprune_app.engine.printable import keep_logs_printable
-from fedprune_app.errors import LaunchError
-from fedprune_app.exports.file import load_model
+from fedprune_app.errors import LaunchError as LaunchError
+from fedprune_app.exports.file import load_model as load_model
 from fedprune_app.files import LATEST, folder_for
-from fedprune_app.models.saving import load_packed
+from fedprune_app.models.saving import load_packed as load_packed
 from fedprune_app.preflight.inputs import Placement, RunInputs, trusted_code, with_plugins
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.groups import group_runs
 from fedprune_app.results.paper import drawn
-from fedprune_app.results.reader import Run
+from fedprune_app.results.reader import Run as Run
 from fedprune_app.results.reader import load_run as read_run
 from fedprune_app.results.report import run_folders, write_report
 from fedprune_app.results.tables import final_rows
 from fedprune_app.terminal import Terminal
-
-__all__ = [
-    "ConfigError",
-    "LaunchError",
-    "Run",
-    "RunsFailed",
-    "export",
-    "load_model",
-    "load_packed",
-    "load_run",
-    "masks",
-    "model",
-    "predict",
-    "report",
-    "run",
-    "sweep",
-]
 
 if TYPE_CHECKING:
     from fedprune_app.exports.find import Exportable

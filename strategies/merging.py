@@ -30,7 +30,7 @@ from fedprune_app.core.gptq import gptq_batched
 from fedprune_app.core.grids import Quantized, grid_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import wanda_mask
-from fedprune_app.core.sparsegpt import sparsegpt_batched
+from fedprune_app.core.sparsegpt import sparsegpt
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.language_models import observed_inputs
@@ -148,7 +148,7 @@ class Compression:
                 pairs = alps(weights, hessian_of[names[0]], density, pattern)
             else:
                 block_size = self.options.block_size
-                pairs = sparsegpt_batched(weights, hessian_of[names[0]], density, pattern, block_size)
+                pairs = sparsegpt(weights, hessian_of[names[0]], density, pattern, block_size)
             results |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, pairs, strict=True)}
         names = self.dense.prunable(layer)
         return Payload({name: results[name][0] for name in names}, {name: results[name][1] for name in names})

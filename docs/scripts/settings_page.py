@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
+import fedprune_app
 from fedprune_app import api
 from fedprune_app.config import OPTIONS, toml_value
 
@@ -56,7 +57,7 @@ def stub() -> str:
         table, _, name = key.rpartition(".")
         tables.setdefault(table, {})[name.replace("-", "_")] = type(option.default).__name__
     own = tables.pop("")
-    lines = [f"from fedprune_app.api import {name} as {name}" for name in api.__all__ if name != "run"]
+    lines = [f"from fedprune_app.api import {name} as {name}" for name in fedprune_app.__all__ if name != "run"]
     lines.append("from fedprune_app.core.named import Values")
     for table, names in tables.items():
         lines += ["", f"class _{table.title()}(TypedDict, total=False):", *_fields(names)]

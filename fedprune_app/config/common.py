@@ -182,7 +182,8 @@ class CommonOptions:
         "auto",
         "The test data of a client. A client with data of its own has its test folder, or else holds out a share.",
         choices={
-            "auto": "'holdout' with dp.enabled or partition 'owners', otherwise 'labels'; a run's record says which",
+            "auto": "'holdout' with dp.enabled or partition 'owners', 'proportional' with a Dirichlet partition, "
+            "otherwise 'labels'; a run's record says which",
             "labels": "all test images with a label that the client trains on",
             "proportional": "test-samples images, with the client's shares of the labels",
             "holdout": "a share test-fraction of the client's own data",

@@ -63,8 +63,10 @@ class Config(CommonOptions):
     def settled(self) -> Self:
         """Return the configuration with the test split, and for Sub-FedAvg (Hy) the network, that 'auto' stands for."""
         model = "auto-bn" if self.model == "auto" and self.system == "subfedavg-hy" else self.model
-        holds_out = self.dp.enabled or self.partition == "owners"
-        auto = "holdout" if holds_out else "labels"
+        # of a Dirichlet draw's labels many are rare: tested on all their images, a client's own training looks harmful
+        auto = "proportional" if self.partition.startswith("dirichlet") else "labels"
+        if self.dp.enabled or self.partition == "owners":
+            auto = "holdout"
         return replace(self, model=model, test_split=auto if self.test_split == "auto" else self.test_split)
 
     def check(self) -> None:

@@ -80,24 +80,25 @@ class InputNorms:
 
 
 def sparsegpt(
-    weight: Tensor,
+    matrices: Sequence[Tensor],
     hessian: Tensor,
     density: float | None = None,
     n_of_m: NOfM | None = None,
     block_size: int = 128,
     damping: float = 0.01,
     recorder: CudaGraphs | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the pruned and updated matrix and its mask, both (out, in).
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each pruned and updated matrix and its mask, both (out, in), in the matrix's dtype.
 
-    ``weight`` is (out, in), and the result has its dtype. ``hessian`` is (in, in).
+    The ``matrices`` (out, in) share their inputs, whose ``hessian`` is (in, in): one factor and one pass over the
+    columns serve all. Each has its own mask and count of kept entries.
 
     Blocks of ``block_size`` columns are pruned left to right. When a block is reached, the entries of all its rows
     compete by ``w² / U_jj²``, ``U`` being the upper Cholesky factor of ``H⁻¹``. With ``n_of_m`` every ``m`` columns of
     a row compete when they are reached. Then, column by column, the columns to the right compensate for the removed
     weights.
 
-    With ``density`` the matrix keeps exactly ``keep_count(n, density)`` entries, and each block its share to within one
+    With ``density`` a matrix keeps exactly ``keep_count(n, density)`` entries, and each block its share to within one
     entry. Among equal entries the one at the block's lowest flat index is pruned. Zeros of the given matrix stay
     pruned, and the blocks share the remaining removals in proportion to their other entries, so masks only shrink. The
     released code removes one entry more per block: all up to and including the one at position ``⌊n · sparsity⌋`` when
@@ -110,24 +111,6 @@ def sparsegpt(
 
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for values that are not finite, and
     when the damped ``hessian`` is not positive definite. There is no fallback to another method.
-    """
-    (result,) = sparsegpt_batched([weight], hessian, density, n_of_m, block_size, damping, recorder)
-    return result
-
-
-def sparsegpt_batched(
-    matrices: Sequence[Tensor],
-    hessian: Tensor,
-    density: float | None = None,
-    n_of_m: NOfM | None = None,
-    block_size: int = 128,
-    damping: float = 0.01,
-    recorder: CudaGraphs | None = None,
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the result of :func:`sparsegpt` for each of ``matrices`` (out, in), which share their inputs.
-
-    The matrices share one factor and one pass over the columns. Each matrix has its own mask and count of kept entries.
-    Arguments and errors are those of :func:`sparsegpt`.
     """
     for matrix in matrices:
         if not (bool(matrix.isfinite().all()) and bool(hessian.isfinite().all())):

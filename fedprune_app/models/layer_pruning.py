@@ -21,7 +21,7 @@ from fedprune_app.core.named import TensorDict, Tensors, ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
-from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_batched
+from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt
 from fedprune_app.models.llm import LanguageModel
 
 # Creates empty statistics for a matrix with that number of inputs.
@@ -51,7 +51,7 @@ class Pruner:
         is_seen = inputs is not None and bool(inputs.input_norms().any())
         if self.method == "sparsegpt" and is_seen:
             options = density, self.n_of_m, self.block_size
-            return sparsegpt_batched(weights, inputs.matrix, *options, recorder=self.recorder)
+            return sparsegpt(weights, inputs.matrix, *options, recorder=self.recorder)
         if self.method == "wanda" and is_seen:
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
         else:

@@ -18,7 +18,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -144,10 +144,10 @@ def changed(values: Mapping[str, object], began_with: Mapping[str, str]) -> dict
     }
 
 
-def changed_since(info: Values) -> list[str]:
+def changed_since(info: Values) -> Iterable[str]:
     """Return a line for each plug-in whose code differs from that with which the run of this run.json ended."""
     latest = {**info.get("plugins", {}), **(info.get("plugins_since") or [{}])[-1]}
-    return [*changed(info["config"], latest).values()]
+    return changed(info["config"], latest).values()
 
 
 def _identity(target: str) -> str:

@@ -246,12 +246,11 @@ class Recorder:
                 self._tallies[name].add(line, 1)
             replace_file(self.folder / name, b"".join(lines))
         self._drop_masks_after(rounds_completed)
-        resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
-        info |= {"status": "running", "error": None, "final_sha256": None}
-        info |= {"rounds_completed": rounds_completed, "resumed_after_rounds": resumed}
+        info |= {"status": "running", "error": None, "final_sha256": None, "rounds_completed": rounds_completed}
+        info["resumed_after_rounds"] = [*info.get("resumed_after_rounds", []), rounds_completed]
         if new_versions := _changed_versions(info):
-            versions_since = [*info.get("versions_since", []), {"round": rounds_completed, **new_versions}]
-            info |= {"versions_since": versions_since}
+            since = {"round": rounds_completed, **new_versions}
+            info["versions_since"] = [*info.get("versions_since", []), since]
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:

@@ -68,7 +68,7 @@ def compared_by(groups: Groups) -> dict[str, str]:
     """
     judged_by = {group.label: group.first.headline for group in groups}
     have_own = all(run.last(OWN) is not None for group in groups for run in group.runs)
-    return dict.fromkeys(judged_by, OWN) if have_own and len(set(judged_by.values())) > 1 else judged_by
+    return dict.fromkeys(judged_by, OWN) if have_own and measure_of(groups) == OWN else judged_by
 
 
 def accuracy_words(name: str) -> str:

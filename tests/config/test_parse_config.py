@@ -144,6 +144,8 @@ def test_a_rehearsal_writes_in_its_own_folder_alone():
     [
         ({}, "labels"),
         ({"test-split": "auto"}, "labels"),
+        ({"partition": "dirichlet-class"}, "proportional"),
+        ({"partition": "dirichlet-client", "test-split": "labels"}, "labels"),
         ({"dp.enabled": True, "dp.noise-multiplier": 1.0}, "holdout"),
         ({"dp.enabled": True, "dp.noise-multiplier": 1.0, "test-split": "labels"}, "labels"),
         ({"test-split": "holdout"}, "holdout"),

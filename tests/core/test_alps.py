@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedprune_app.core.alps import alps
 from fedprune_app.core.masks import keep_count
-from fedprune_app.core.sparsegpt import sparsegpt
+from tests.core.one_matrix import sparsegpt
 from tests.core.test_sparsegpt import hessian_of, problem
 from tests.examples import examples
 

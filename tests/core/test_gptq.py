@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedprune_app.core import hessians
 from fedprune_app.core.gptq import gptq, gptq_batched
 from fedprune_app.core.grids import BLOCK, Grid, Quantized, grid_of
-from fedprune_app.core.sparsegpt import sparsegpt
+from tests.core.one_matrix import sparsegpt
 from tests.core.test_sparsegpt import hessian_of, problem
 from tests.examples import examples
 

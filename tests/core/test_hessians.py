@@ -9,7 +9,8 @@ from fedprune_app.core import hessians
 from fedprune_app.core.gptq import gptq
 from fedprune_app.core.grids import grid_of
 from fedprune_app.core.scores import wanda_mask
-from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt
+from fedprune_app.core.sparsegpt import Hessian, InputNorms
+from tests.core.one_matrix import sparsegpt
 from tests.core.test_sparsegpt import hessian_of, problem
 
 WHOLE = pytest.mark.parametrize("form", ["float32", "int8"])

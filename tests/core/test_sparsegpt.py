@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from fedprune_app.core.graphs import WARM_UP_STEPS
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import magnitude_mask, wanda_mask
-from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt
+from fedprune_app.core.sparsegpt import Hessian, InputNorms
+from tests.core.one_matrix import sparsegpt
 from tests.examples import examples
 from tests.recording import Recording
 

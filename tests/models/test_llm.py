@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.sparsegpt import sparsegpt
 from fedprune_app.models.checkpoints import TensorFiles
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, dense_perplexities, perplexities
 from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sources import resolve_checkpoint
 from fedprune_app.models.transformers import import_transformers
+from tests.core.one_matrix import sparsegpt
 from tests.examples import full, in_test
 from tests.models.tiny_llm import FAMILIES, perplexity, tiny_checkpoint, tiny_model, tokens
 

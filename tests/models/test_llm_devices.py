@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fedprune_app.core.masks import keep_count
-from fedprune_app.core.sparsegpt import Hessian, sparsegpt
+from fedprune_app.core.sparsegpt import Hessian
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel
+from tests.core.one_matrix import sparsegpt
 from tests.core.test_sparsegpt import reference
 from tests.docs.scripts import script
 from tests.examples import full, in_test
