@@ -92,6 +92,7 @@ ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mn
 FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
 TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
+TUNED_AGAIN = "again"  # rows of again.yaml, of the configurations and of the gallery
 WATCH = "natural-watch"
 IN_GALLERY = (TUNED_LAST, WATCH)
 """The rows of these data files come from a matrix of the gallery too, which has the same name."""

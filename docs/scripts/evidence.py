@@ -45,6 +45,7 @@ from _claims import (
     TEN,
     TEXTS,
     TUNED,
+    TUNED_AGAIN,
     TUNED_GALLERY,
     Claim,
     of_merge,
@@ -405,15 +406,16 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "papers", drawn.papers([(shown[name], points) for name, points in papers.items() if name in shown])
     yield "costs", drawn.costs(_costs("subfedavg-rounds"))
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
-    if found := _costs(TUNED):
-        yield TUNED, drawn.costs(found)
-    for name in (name for name in MATRICES if name != TUNED and not name.startswith("fresh-")):
+    for name, measure in ((TUNED, "personal"), (TUNED_AGAIN, LAST[0])):
+        if found := _costs(name, measure):
+            yield name, drawn.costs(found)
+    for name in (name for name in MATRICES if name not in (TUNED, TUNED_AGAIN) and not name.startswith("fresh-")):
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
             yield name, drawn.course(found)
 
 
-def _costs(name: str) -> list[drawn.Cost]:
+def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
     """What the runs of a data file cost and reached, by setting."""
     rows = sorted(read(name), key=_by_setting)
     axes = {"MB sent up by all clients": "megabytes_up", "operations of training, 10¹²": "teraflops"}
@@ -423,7 +425,7 @@ def _costs(name: str) -> list[drawn.Cost]:
         cost = found.setdefault(row["settings"], drawn.Cost(label, {axis: [] for axis in axes}, []))
         for axis, column in axes.items():
             cost.spent[axis].append(float(row[column]))
-        cost.reached.append(float(row["personal"]))
+        cost.reached.append(float(row[measure]))
     return list(found.values())
 
 
@@ -526,34 +528,46 @@ def costs_table(name: str) -> str:
     return settings_table(name, COSTS, rising=COSTS[0])
 
 
-def tuned_table() -> str:
-    """The tuned systems from the most accurate, how far each is ahead of FedAvg-FT with ten clients, and its costs.
+RANKED = {
+    "tuned": ((TUNED, TUNED_GALLERY), {"personal": "personal, %", "received": "received, %"}),
+    "again": ((TUNED_AGAIN,), {LAST[0]: "after a last phase, %", "personal": "as its paper ends, %"}),
+}
+"""By name of a table: its data files, of which the first has FedAvg-FT, the measure that ranks, and one more."""
+
+
+def ranked_table(table: str) -> str:
+    """The systems from the most accurate, how far each is ahead of FedAvg-FT with ten clients, and its costs.
 
     A system that fine-tunes is charged its clients' last fine-tuning, which is one round of all clients, and D-PSGD-FT
-    also the round in which all models travel for their mean.
+    also the round in which all models travel for their mean. The others are charged their last phase.
     """
-    by_name = {name: sorted(read(name), key=_by_setting) for name in (TUNED, TUNED_GALLERY)}
-    titles = ("clients a round", "personal, %", "ahead (95 %)", "received, %", "kept", "MB up", "FLOPs, 10¹²")
+    names, ((measure, title), (other, other_title)) = RANKED[table][0], RANKED[table][1].items()
+    by_name = {name: sorted(read(name), key=_by_setting) for name in names}
+    titles = ("clients a round", title, "ahead (95 %)", other_title, "kept", "MB up", "FLOPs, 10¹²")
     lines = [f"| system | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
-    reference = paired(TUNED, chosen(by_name[TUNED], TEN), "personal")
+    reference = paired(names[0], chosen(by_name[names[0]], TEN), measure)
+
+    def total(rows: Sequence[Row], column: str, charged: float) -> str:
+        return f"{fmean(charged * float(row[column]) + float(row.get(f'last_{column}') or 0) for row in rows):.1f}"
+
     found = [(name, each) for name, rows in by_name.items() for each in _of_settings(rows).values()]
-    found.sort(key=lambda each: -fmean(float(row["personal"]) for row in each[1]))
+    found.sort(key=lambda each: -fmean(float(row[measure]) for row in each[1]))
     for name, of_setting in found:
         system, own = of_setting[0]["system"], {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
         share, again = float(own["fraction-train"]), 1 / int(of_setting[0]["rounds"])
         flops = 1 + (again / share if system in FINE_TUNED else 0)
         megabytes = 1 + (again if system == "dpsgd-ft" else 0)
-        apart = difference(paired(name, of_setting, "personal"), reference, of_other_seeds=True)
+        apart = difference(paired(name, of_setting, measure), reference, of_other_seeds=True)
         points = [100 * value for value in (apart.mean, apart.low, apart.high)] if apart else []
         cells = [
             "fedrep" if own.get("fedper.head-epochs") else system,
             f"{share * int(of_setting[0]['clients']):.0f}",
-            _spread([row["personal"] for row in of_setting], 2),
+            _spread([row[measure] for row in of_setting], 2),
             "{:+.2f} ({:+.2f} to {:+.2f})".format(*points) if points and any(points) else "–",
-            _spread([row["received"] for row in of_setting], 2),
+            _spread([row[other] for row in of_setting], 2),
             _spread([row["kept"] for row in of_setting], 2),
-            f"{megabytes * fmean(float(row['megabytes_up']) for row in of_setting):.1f}",
-            f"{flops * fmean(float(row['teraflops']) for row in of_setting):.1f}",
+            total(of_setting, "megabytes_up", megabytes),
+            total(of_setting, "teraflops", flops),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -715,10 +729,11 @@ def written(text: str) -> str:
             data, _, measures = about.partition(": ")
             return settings_table(data, measures.split() or tuple(COLUMNS_OF_SETTINGS))
         whole = {"claims": claims_table, "wins": wins_table, "level": level_table, "left": left_table}
-        whole["tuned"] = tuned_table
+        if kind in RANKED:
+            return ranked_table(kind)
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|level|tuned|costs [\w-]+|(?:settings|data) [^>]+?", made)
+    return with_tables(text, r"claims|wins|left|level|tuned|again|costs [\w-]+|(?:settings|data) [^>]+?", made)
 
 
 def files() -> Iterable[tuple[str, str]]:
