@@ -114,7 +114,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         _write_model(strategy, models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
         digests = {str(path.relative_to(models)): sha256_of(path) for path in files}
-        recorder.annotate(model_files=digests, state_rounds=strategy.state_rounds)
+        recorder.annotate(model_files=digests, state_rounds=strategy.state_rounds, model_digests=dict(strategy.digests))
         recorder.finish("completed", final_sha256=_final_sha256(strategy))
     except (KeyboardInterrupt, SystemExit):
         _close(recorder, "interrupted", "interrupted")

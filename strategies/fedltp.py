@@ -108,7 +108,7 @@ class FedLTP(DPFed):
         free_models = iter(draw.permutation([model for model in self.models if model not in used_models]).tolist())
         for client in round.participants:
             if client not in self.drawn:
-                self.drawn[client] = int(next(free_models)) if self.num_models > 1 else 1
+                self.drawn[client] = int(next(free_models, 1))  # none is free where more clients take part at the end
 
     def send(self, round: Round) -> Iterator[OutgoingMessage]:
         """Yield clients of equal sub-models in a row, so that each payload is made and encoded once."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprune_app.config import Config, class_names
+from fedprune_app.config.common import PUBLISHED
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import listed
 from fedprune_app.core.named import TensorDict
@@ -234,13 +235,17 @@ def owner_names(config: Config) -> dict[str, str]:
 
 
 def unread(config: DataConfig) -> list[str]:
-    """Return notes for the user on data that are not read, have no owner or have no group."""
+    """Return notes for the user on data that are not read, have no owner or no group, or are in a part to test on."""
     data = _pool(config).dataset
-    num_unowned = 0 if data.owners is None else int((data.owners < 0).sum())
-    line = f"{num_unowned:,} training examples are nobody's; partition 'owners' leaves them out"
-    num_alone = _pool(config).groups.count("")
-    line_alone = f"{num_alone:,} examples have no group: each is a group of its own"
-    return [*data.notes, *([line] if num_unowned else []), *([line_alone] if num_alone else [])]
+    owners = np.zeros(0) if data.owners is None else data.owners
+    deals_tests = config.test_split == "holdout" and not config.is_own and config.dataset not in PUBLISHED
+    num_dealt = len(data.test_labels) if deals_tests else 0
+    counts = {
+        "training examples are nobody's; partition 'owners' leaves them out": int((owners < 0).sum()),
+        "examples have no group: each is a group of its own": _pool(config).groups.count(""),
+        "examples of the test part are dealt to clients too, since test-split is 'holdout'": num_dealt,
+    }
+    return [*data.notes, *(f"{count:,} {line}" for line, count in counts.items() if count)]
 
 
 def check_repeatable(config: DataConfig, num_clients: int) -> None:
@@ -497,7 +502,8 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
             test_counts = np.minimum(-(-counts * config.test_samples // len(indices)), available)
         test_rng = numpy_generator(config.seed, "test split", partition_id)
         test_parts = partitions.take_per_label(pool.dataset.test_labels, test_counts, test_rng)
-        test = pool.without_groups_of(np.sort(np.concatenate(test_parts)) + pool.num_train, indices)
+        test = np.sort(np.concatenate(test_parts)) + pool.num_train
+        test = pool.without_groups_of(test, np.arange(pool.num_train))  # nor may another client train on them
     train, validation = _hold_out(indices, config.validation_fraction, "validation split", config, partition_id)
     if not len(train) and not config.split_secret:
         raise ValueError(

@@ -71,8 +71,10 @@ def combine(run: Path, clients: Path, out: Path, *, forgets: bool = False) -> Va
         return kept
 
     sums(0)  # before anything is written
-    them = {each["partition"]: each for each in other.info["partition"]}
-    rest = {each["partition"]: each for each in source.info["partition"] if each["partition"] not in them}
+    them, known = ({each["partition"]: each for each in made.info["partition"]} for made in (other, source))
+    if not forgets and (twice := known.keys() & them):
+        raise ValueError(f"run {str(run)!r} has the sums of client {min(twice)}, allowed: to forget that client first")
+    rest = {number: each for number, each in known.items() if number not in them}
     left = rest if forgets else rest | them
     said = {"partition": [left[number] for number in sorted(left)], "forgotten" if forgets else "joined": [*them]}
     return source.make(out, sums, None, said, keeps_sums=True)

@@ -1,7 +1,7 @@
 """Find the model to export in a run's folder, and make its smallest real network."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from clients.task import Task
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
-from fedprune_app.core.named import Tensors, ValueDict, Values
+from fedprune_app.core.named import TensorDict, Tensors, ValueDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import coordinate_masks, gather
 from fedprune_app.data.dataset import Dataset
@@ -88,14 +88,18 @@ def find_model(
         )
     if isinstance(client, str):
         client = client_number(info.get("client_names", {}), client)
-    if client is None:
-        state, round = _global_state(run, info, config), int(info["rounds_completed"])
-    elif issubclass(prepared.system.client, FineTuned):
-        round = int(info["rounds_completed"])
-        state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client)
-    else:
+    round, state, digest = int(info["rounds_completed"]), State(), ""
+    is_tuned = issubclass(prepared.system.client, FineTuned)
+    if client is not None and not (is_tuned and str(client) not in info["state_rounds"]):
         round, state = _client_state(run, info, config, client, state_dir)
-    return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state)
+    if client is None:
+        state = _global_state(run, info, config)
+    elif is_tuned:
+        round = int(info["rounds_completed"])
+        state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client, state)
+    else:
+        digest = info.get("model_digests", {}).get(str(client), "")
+    return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state, digest)
 
 
 def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str) -> ValueDict:
@@ -206,7 +210,7 @@ def _client_state(run: Path, info: Values, config: Config, client: int, state_di
     return rounds[client], store.read(rounds[client])
 
 
-def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
+def _fine_tuned(run: Path, info: Values, config: Config, client: int, state: State) -> State:
     """Return the client's model after fine-tuning, which is made anew: the run tested it and kept none.
 
     It is made where the data are, and its accuracy must be the recorded one.
@@ -223,24 +227,48 @@ def _fine_tuned(run: Path, info: Values, config: Config, client: int) -> State:
         kind = SYSTEMS[config.system].client
         assert issubclass(kind, ImageClient)
         node = kind(config, NodeContext(client, count, folder))
-        tensors = node.personal_model(task, State({}))
+        tensors = node.personal_model(task, state)
         if node.test_accuracy(task, tensors) != accuracy:
             raise ValueError(f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had")
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
-def _exportable(run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State) -> Exportable:
+def _as_tested(run: Path, state: State, of_server: Iterable[str], prunable: Iterable[str], digest: str) -> TensorDict:
+    """Return the client's model as it was tested: its own tensors, or with the server's final ones ``of_server``.
+
+    The recorded ``digest`` tells which. Raises ``ValueError`` if it is of another model.
+    """
+    own, path = state.group("weights"), run / _GLOBAL
+    server = read_tensors(path).tensors if path.exists() else {}
+    with_server = {**own, **{name: server[name] for name in of_server}}
+    if not digest:  # an older run
+        return with_server
+    for weights in (own, with_server, {**own, **server}):
+        nonzero = {name: weights[name] != 0 for name in prunable}
+        for masks in (state.group("masks"), {}, nonzero):
+            if Payload(weights, masks).digest() == digest:
+                return weights
+    raise ValueError(f"run {str(run)!r}: the state of this client is not the model that was tested")
+
+
+def _exportable(
+    run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State, digest: str
+) -> Exportable:
     shape, classes = inputs["image_shape"], inputs["num_classes"]
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
     names = list(state_tensors(full, include_buffers=True))
-    weights = state.group("weights")
+    weights, kept = state.group("weights"), state.group("channels")
     kind = SYSTEMS[config.system].client
     # the tensors of a personal model that come from the final server model (LG-FedAvg's upper layers)
     of_server = (
         kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
     )
-    if client is not None and of_server:
-        weights |= {name: t for name, t in read_tensors(run / _GLOBAL).tensors.items() if name in of_server}
+    if client is not None and not kept:  # removed channels are masked in a way of their own
+        if issubclass(kind, ImageClient) and kind.test_accuracy is not ImageClient.test_accuracy:
+            raise ValueError(
+                f"system {config.system!r} tests more than a network's tensors, which are all that is written"
+            )
+        weights = _as_tested(run, state, of_server, prunable_names(full), digest)
     missing_names = [name for name in names if name not in weights]
     # if clients take only some layers of the server, its others are outdated (from LG-FedAvg's pre-training)
     if client is None and (missing_names or 0 < len(of_server) < len(names)):
@@ -254,7 +282,6 @@ def _exportable(run: Path, config: Config, inputs: Values, client: int | None, r
     if client is None or not masks:  # also where each message brings a client its masks
         nonzero = {name: weights[name] != 0 for name in prunable_names(full)}
         masks = {name: mask for name, mask in nonzero.items() if client is None or not mask.all()}
-    kept = state.group("channels")
     groups = channels_of(config.model, config.dataset, shape, classes) if kept else ()
     small = gather(weights, groups, kept)
     payload = Payload.pruned({name: small[name] for name in names}, gather(masks, groups, kept))

@@ -88,7 +88,8 @@ class Pack:
     @cached_property
     def ledgers(self) -> list[Ledger]:
         states = state_folder(self.run.folder, self.config.state_dir, str(self.run.info.get("run_key")))
-        paths = self.question.ledgers or [states / f"{client:05d}" / "ledger.jsonl" for client in self.clients]
+        own = (states / f"{client:05d}" / "ledger.jsonl" for client in self.clients)
+        paths = dict.fromkeys(path.resolve() for path in (*own, *self.question.ledgers))
         return [Ledger(path) for path in paths if path.is_file()]
 
     @cached_property
@@ -124,7 +125,7 @@ class Pack:
         if not self.config.dp.enabled:
             return "the run had no differential privacy"
         missing = len(self.clients) - len(self.ledgers)
-        if missing > 0 and not self.question.ledgers:
+        if missing > 0:
             return f"the ledgers of {missing} of {len(self.clients)} clients are not here"
         return "" if self.ledgers else "no ledger is given"
 

@@ -98,9 +98,11 @@ def _prepared_run(inputs: RunInputs, placement: Placement | None) -> Prepared:
     config = check_system(parse_config(values))
     if info:
         check_resumable(info["config"], config)
-    is_complete = info.get("status") == "completed" and info["rounds_completed"] >= config.num_server_rounds
+    made_rounds = info["rounds_completed"] if info.get("status") == "completed" else 0
+    if made_rounds > (num_rounds := config.num_server_rounds):
+        raise ConfigError("num-server-rounds", num_rounds, f"at least {made_rounds}", condition="when resuming")
     place = (placement or Placement("inprocess")).resumed(info).with_nodes_for(config)
-    return Prepared(config, place, SYSTEMS[config.system], (), is_complete)
+    return Prepared(config, place, SYSTEMS[config.system], (), made_rounds == num_rounds)
 
 
 def _recorded_info(inputs: RunInputs, placement: Placement | None) -> Values:

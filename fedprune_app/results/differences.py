@@ -147,7 +147,7 @@ def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
 
 
 def of_the_same_data(groups: Groups) -> list[list[Group]]:
-    """Return families of groups whose clients have the same data in the seeds that they share."""
+    """Return families of groups whose runs have the same seeds, and whose clients have the same data."""
     families: list[list[Group]] = []
     for group in groups:
         family = next((family for family in families if _have_the_same_data(group, family[0])), None)
@@ -159,9 +159,7 @@ def of_the_same_data(groups: Groups) -> list[list[Group]]:
 
 
 def _have_the_same_data(first: Group, second: Group) -> bool:
-    data, other = _data(first), _data(second)
-    shared_seeds = data.keys() & other.keys()
-    return bool(shared_seeds) and all(data[seed] == other[seed] for seed in shared_seeds)
+    return _data(first) == _data(second)
 
 
 def _data(group: Group) -> Mapping[int, str]:

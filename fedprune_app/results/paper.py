@@ -14,12 +14,14 @@ from typing import Any
 from fedprune_app.config import OPTIONS, ConfigError
 from fedprune_app.config.systems import SYSTEMS
 from fedprune_app.files import replace_file
+from fedprune_app.results.columns import last_footnote
+from fedprune_app.results.differences import measure_of
 from fedprune_app.results.figures import figures
 from fedprune_app.results.figures.common import Trace, Variant
 from fedprune_app.results.groups import Group, Groups, has_effect, value_text
 from fedprune_app.results.ownership import check_new_file
 from fedprune_app.results.report import COLOURS, Series, appearance, filled
-from fedprune_app.results.tables import latex_text, paper_rows, table_text
+from fedprune_app.results.tables import accuracy_words, latex_text, paper_rows, table_text
 
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 _MARKERS = {"": "o", "diamond": "D", "circle-open": "$\\circ$"}
@@ -136,7 +138,12 @@ def protocol(groups: Groups) -> str:
         clients={len(run.info.get("partition") or ()) for run in runs},
         models={latex_text(str((run.info.get("model") or {}).get("name", "–"))) for run in runs},
         is_trained=runs[0].headline.startswith("accuracy"),
-        epsilons=[latex_text(f"{g.label}: {eps.mean:.3g}") for g in groups if (eps := g.last("epsilon_max"))],
+        accuracy=accuracy_words(measure_of(groups)),
+        epsilons=[
+            latex_text(f"{group.label}: {epsilon.mean:.3g}{last_footnote(group.runs, 'epsilon_max')}")
+            for group in groups
+            if (epsilon := group.last("epsilon_max"))
+        ],
         seeds=sorted({len(group.runs) for group in groups}),
         versions=sorted({str((run.info.get("versions") or {}).get("fedprune", "–")) for run in runs}),
     )

@@ -214,7 +214,8 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
         settings = [probe for search in searches for probe in search.probes()]
     else:
         settings = _cells(where, document, common, seeds)
-    return Matrix(tuple(settings), num_clients, frozenset(common), where, searches)
+    fixed = frozenset(key for key in common if all(values[key] == common[key] for _, values in settings))
+    return Matrix(tuple(settings), num_clients, fixed, where, searches)
 
 
 def _cells(where: str, document: Values, common: Values, seeds: Sequence[int]) -> list[tuple[str, ValueDict]]:

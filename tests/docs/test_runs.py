@@ -23,7 +23,7 @@ from tests.docs.blocks import ROOT, Block, blocks, copy_of_the_repository
 USE = next(block for block in blocks() if block.page.endswith("guide.md") and "--out runs/first" in block.text)
 SNIPPET, IN_PYTHON = (
     next(block for block in blocks() if block.language == "python" and text in block.text)
-    for text in ("transformers", "fedprune.run(")
+    for text in ("AutoModelForCausalLM", "fedprune.run(")
 )
 PRIVATE, AUDIT = (
     next(block for block in blocks() if block.page == "docs/privacy.md" and text in block.text)
@@ -32,7 +32,15 @@ PRIVATE, AUDIT = (
 DEPLOYED = next(block for block in blocks() if "fedprune deploy local --nodes 3" in block.text)
 NODE_KEY = next(block for block in blocks() if block.text.startswith("fedprune deploy node-key hospital-a.key"))
 CERTIFICATES = next(block for block in blocks() if block.text.startswith("umask 077\nfedprune deploy certificates"))
-ENDS = ("--out runs/first", "fedprune report", "fedprune demo", "system=fedspallm", "fedprune audit")
+ENDS = (
+    "--out runs/first",
+    "--out runs/ward",
+    "fedprune release",
+    "fedprune report",
+    "fedprune demo",
+    "system=fedspallm",
+    "fedprune audit",
+)
 
 
 def lines(*found: Block) -> list[str]:
@@ -53,7 +61,9 @@ def place(tmp_path_factory) -> Path:
         records[:, 0] = np.arange(10_000) % 10
         records.tofile(data / name)
     (data / "batches.meta.txt").write_text("\n".join("abcdefghij"))
-    return copy_of_the_repository(folder / "fedprune")
+    copy = copy_of_the_repository(folder / "fedprune")
+    (copy / "policy.toml").write_text("require-dp = true\n")
+    return copy
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -143,7 +153,8 @@ def test_the_commands_of_the_guide_work_in_their_order(place):
         started = time.monotonic()
         last = run(line, place)
         print(f"{time.monotonic() - started:6.0f} s  {line.split('  ')[0]}: {last}")
-    for code, *warnings in ((SNIPPET.text + "\nassert model.config.vocab_size", "-W", "error"), (IN_PYTHON.text,)):
+    snippet = SNIPPET.text.replace("runs/cut-4", "runs/llm")
+    for code, *warnings in ((snippet, "-W", "error"), (IN_PYTHON.text,)):
         done = subprocess.run(
             [sys.executable, *warnings, "-c", code],
             cwd=place,

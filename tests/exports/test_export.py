@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+import fedprune_app
 from clients.context import NodeContext
 from clients.fedavg_ft import FineTuned
 from clients.task import Task
@@ -21,7 +22,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import splits
 from fedprune_app.engine.simulated_grid import run_in_process
-from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
+from fedprune_app.engine.store import State, VersionedStore, client_store, read_tensors, write_tensors
 from fedprune_app.exports import formats
 from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.exports.predict import predictions
@@ -111,7 +112,7 @@ def own_model(run, partition):
     client = SYSTEMS[config.system].client(config, NodeContext(partition, CLIENTS, run.folder / "clients"))
     state = client.store.read(state_rounds(run)[str(partition)])
     received = {}
-    if config.system == "lg-fedavg":  # whose upper layers are the server's
+    if config.system in ("lg-fedavg", "fedper", "fedbn"):  # some layers are the server's
         received = read_tensors(run.folder / "models" / "global.safetensors").tensors
     task = Task(config.num_server_rounds, Payload(received))
     client.test_accuracy(task, client.personal_model(task, state), client.masks(task, state))
@@ -461,6 +462,23 @@ def test_lg_fedavg_has_no_global_model_once_clients_keep_their_lower_layers(fini
     run = finished("lg-fedavg", **{"lgfedavg.pretrain-rounds": pretrain_rounds})
     refused(run.folder, None, tmp_path, r"^--client is not given.*global as a whole$")
     assert exported(run, trained(run)[0], tmp_path)
+
+
+@pytest.mark.parametrize("system", ["fedper", "fedbn"])
+@pytest.mark.usefixtures("no_plugins")
+def test_a_plugins_model_is_written_as_it_was_tested_with_the_servers_tensors_over_its_own(system, tmp_path):
+    plugin = str(Path(__file__).parents[2] / "gallery" / f"{system}.py")
+    quick = {"num_server_rounds": 2, "fraction_train": 0.5, "engine": "inprocess", "progress": False}
+    model = "cnn-small-bn" if system == "fedbn" else "cnn-small"
+    run = fedprune_app.run(system=system, plugins=plugin, model=model, clients=4, out=tmp_path / "run", **quick)
+    for client in map(int, run.info["state_rounds"]):
+        network, images = own_model(Finished(run.folder), client)
+        assert torch.equal(fedprune_app.model(run, client=client, plugins=[plugin])(images), network(images))
+    store = client_store(run.folder / "clients", client, run.info["run_key"])
+    round, state = store.load()
+    store.save(round, State({name: tensor + 1 for name, tensor in state.tensors.items()}, state.meta))
+    with pytest.raises(ValueError, match="the state of this client is not the model that was tested"):
+        fedprune_app.model(run, client=client, plugins=[plugin])
 
 
 def test_lg_fedavgs_global_model_is_fedavgs_until_pre_training_ends(finished, tmp_path):
