@@ -426,6 +426,12 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
     for key in ("system", "seed", "subfedavg.target-rate"):
         with refuses(key, which="the matrix varies"):
             matrix.cells(RunInputs(on_command_line={key: 1}, out=tmp_path))
+    other = "systems: [fedavg, {system: ditto, num-server-rounds: 3}]\ncommon: {num-server-rounds: 1, momentum: 0.1}\n"
+    (tmp_path / "m.yaml").write_text(other)
+    matrix = read_matrix(tmp_path / "m.yaml")
+    assert matrix.cells(RunInputs(on_command_line={"momentum": 0.2}, out=tmp_path))[1].config.momentum == 0.2
+    with refuses("num-server-rounds", which="the matrix varies"):
+        matrix.cells(RunInputs(on_command_line={"num-server-rounds": 2}, out=tmp_path))
 
 
 def test_a_table_of_a_matrix_may_replace_what_it_merges(tmp_path):

@@ -214,6 +214,12 @@ def test_a_run_without_policy_or_without_ledgers_is_refused(run, audited, tmp_pa
     question = Question(tmp_path / "run", allowed=["no-audit", "no-policy"])
     with pytest.raises(ValueError, match="the ledgers of 1 of 2 clients are not here"):
         release(question, tmp_path / "other")
+    elsewhere = replace(question, ledgers=[run / "clients" / "00001" / "ledger.jsonl"])
+    both = json.loads((release(elsewhere, tmp_path / "both") / "privacy.json").read_text())["clients"]
+    whole = json.loads((release(replace(question, run=run), tmp_path / "whole") / "privacy.json").read_text())[
+        "clients"
+    ]
+    assert both == whole
 
 
 def test_seeded_noise_and_open_accuracies_are_refused(tmp_path):

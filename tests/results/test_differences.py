@@ -172,6 +172,13 @@ def test_a_single_system_is_compared_with_nothing(make_run):
     assert difference_tables(group_runs([load_run(make_run("a", "fedavg", 0))])) == []
 
 
+def test_a_system_that_lacks_a_seed_of_the_other_is_not_compared_with_it(make_run):
+    """The means that stand beside the difference are of all seeds."""
+    folders = [make_run(f"fedavg{seed}", "fedavg", seed, clients=12) for seed in (0, 1)]
+    folders.append(make_run("dispfl0", "dispfl", 0, clients=12))
+    assert difference_tables(group_runs([load_run(folder) for folder in folders])) == []
+
+
 def test_systems_on_other_data_are_compared_among_themselves(make_run):
     folders = [
         make_run(f"{place}-{system}-", system, 0, clients=12, config={"dataset": place})

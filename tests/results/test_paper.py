@@ -70,6 +70,7 @@ def test_the_paragraph_names_the_settings_and_cites_only_what_there_are_referenc
     assert text.startswith("We compare FedAvg~\\cite{")
     assert re.search(r"Sub-FedAvg \(Un\)~\\cite{[^}]+} \(target-rate 50, prune-step 5\)\.", text)
     assert "learning rate 0.01" in text
+    assert "Accuracy (personal) is the mean over all clients" in text
     assert "(test-split -- or labels)" in text
     assert r"digits or a\_b" in text
     assert "over the seeds, of which there are 1 or 2" in text

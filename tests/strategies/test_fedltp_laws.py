@@ -66,6 +66,15 @@ def test_clients_of_a_round_have_different_sub_models_and_keep_the_one_they_drew
     assert False in shuffled
 
 
+def test_all_clients_train_once_more_where_there_are_fewer_sub_models(federation):
+    run = federation(
+        system="fedltp", clients=6, num_server_rounds=1, fraction_train=0.34, last_phase=True,
+        fedltp_validators="none", **QUICK, **ITERATIVE,
+    )  # fmt: skip
+    assert run.info["status"] == "completed"
+    assert sum(row["accuracy_last_phase"] is not None for row in run.clients) == 6
+
+
 @pytest.mark.full
 def test_what_travels_up_are_the_values_of_the_clients_own_coordinates_and_nothing_else(federation):
     run = federation(system="fedltp", clients=6, num_server_rounds=2, **QUICK, **ITERATIVE, **PRIVATE)

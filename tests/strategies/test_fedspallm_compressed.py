@@ -238,6 +238,8 @@ def test_who_is_not_in_the_sums_or_is_already_or_is_all_that_there_is_changes_no
     everybody, client, new = alone(), alone(1), tmp_path / "new"
     with pytest.raises(ValueError, match=r"in the sums already: digest [0-9a-f]{16}, allowed: once"):
         combine(everybody.folder, client.folder, new)
+    with pytest.raises(ValueError, match="has the sums of client 1, allowed: to forget that client first"):
+        combine(everybody.folder, alone(1, seed=5).folder, new)
     with pytest.raises(ValueError, match="not of what the client sends now, allowed: the same bytes as then"):
         combine(everybody.folder, alone(1, seed=5).folder, new, forgets=True)
     with pytest.raises(ValueError, match="nothing would be left of the sums"):
