@@ -13,7 +13,7 @@ order hidden units anew changes nothing that a network computes. So the client i
 Deviations: a client's width comes from ``fjord.widths``, or from its node's ``capacity``, and is fixed. BatchNorm's
 statistics are averaged like weights, where the paper asks all clients for them after training (static BatchNorm). All
 rows of the last layer are averaged, those of classes that a client lacks as they came. A client also answers for its
-own width, with its Scaler, which an exported model lacks; the paper tests the whole model alone.
+own width, with its Scaler, so its model is not exported; the paper tests the whole model alone.
 """
 
 from __future__ import annotations

@@ -320,6 +320,10 @@ def test_a_sweep_runs_every_cell_once_and_tables_them(fedprune, tmp_path):
     assert told.count("finished before") == 3
     assert json.loads(cut.read_text())["final_sha256"] == info["final_sha256"]
     assert whole.stat().st_mtime_ns == written
+    refused, told = fedprune(
+        "sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume", "num-server-rounds=1"
+    )
+    assert (refused, "num-server-rounds is 1, allowed when resuming: at least 2" in " ".join(told.split())) == (2, True)
 
 
 def test_a_report_is_written_for_a_folder_of_runs(fedprune, tmp_path):

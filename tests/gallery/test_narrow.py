@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import fedprune_app
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.testing import check_system
 from tests.examples import full
@@ -34,6 +35,8 @@ def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
         data = client_data(data_config(config), client, small.CLIENTS)
         hits = logits(weights, data.test_images, rate).argmax(1) == data.test_labels
         assert rows[client]["accuracy_personal"] == pytest.approx(float(hits.float().mean()), abs=0.02)
+    with pytest.raises(ValueError, match="tests more than a network's tensors, which are all that is written"):
+        fedprune_app.model(finished.folder, client=client, plugins=str(small.file_of(system)))
 
 
 @pytest.mark.full
