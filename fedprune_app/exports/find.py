@@ -88,16 +88,15 @@ def find_model(
         )
     if isinstance(client, str):
         client = client_number(info.get("client_names", {}), client)
-    round, state, digest = int(info["rounds_completed"]), State(), ""
-    is_tuned = issubclass(prepared.system.client, FineTuned)
-    if client is not None and not (is_tuned and str(client) not in info["state_rounds"]):
-        round, state = _client_state(run, info, config, client, state_dir)
+    round, digest = int(info["rounds_completed"]), ""
     if client is None:
         state = _global_state(run, info, config)
-    elif is_tuned:
-        round = int(info["rounds_completed"])
-        state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client, state)
+    elif issubclass(prepared.system.client, FineTuned):
+        has_norms = config.batch_norm == "local" and str(client) in info["state_rounds"]
+        own = _client_state(run, info, config, client, state_dir)[1] if has_norms else State()
+        state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client, own)
     else:
+        round, state = _client_state(run, info, config, client, state_dir)
         digest = info.get("model_digests", {}).get(str(client), "")
     return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state, digest)
 
@@ -210,7 +209,7 @@ def _client_state(run: Path, info: Values, config: Config, client: int, state_di
     return rounds[client], store.read(rounds[client])
 
 
-def _fine_tuned(run: Path, info: Values, config: Config, client: int, state: State) -> State:
+def _fine_tuned(run: Path, info: Values, config: Config, client: int, own: State) -> State:
     """Return the client's model after fine-tuning, which is made anew: the run tested it and kept none.
 
     It is made where the data are, and its accuracy must be the recorded one.
@@ -227,7 +226,7 @@ def _fine_tuned(run: Path, info: Values, config: Config, client: int, state: Sta
         kind = SYSTEMS[config.system].client
         assert issubclass(kind, ImageClient)
         node = kind(config, NodeContext(client, count, folder))
-        tensors = node.personal_model(task, state)
+        tensors = node.personal_model(task, own)
         if node.test_accuracy(task, tensors) != accuracy:
             raise ValueError(f"run {str(run)!r}: client {client} has another accuracy, fine-tuned here, than it had")
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})

@@ -464,6 +464,18 @@ def test_lg_fedavg_has_no_global_model_once_clients_keep_their_lower_layers(fini
     assert exported(run, trained(run)[0], tmp_path)
 
 
+@pytest.mark.parametrize("batch_norm", ["averaged", "local"])
+def test_a_fine_tuned_model_is_the_one_that_was_tested(tmp_path, batch_norm):
+    quick = {"num_server_rounds": 2, "fraction_train": 0.5, "engine": "inprocess", "progress": False}
+    more = {"model": "cnn-small-bn", "batch_norm": batch_norm}
+    run = fedprune_app.run(system="fedavg-ft", clients=4, out=tmp_path / "run", **more, **quick)
+    assert {str(client) in run.info["state_rounds"] for client in range(4)} == {True, False}
+    for client, row in enumerate(row for row in run.clients if row["round"] == 2):
+        data = splits.client_data(splits.data_config(parse_config(run.info["config"])), client, 4)
+        found = fedprune_app.model(run, client=client)(data.test_images).argmax(1) == data.test_labels
+        assert row["accuracy_personal"] == pytest.approx(found.double().mean().item(), abs=1e-9)
+
+
 @pytest.mark.parametrize("system", ["fedper", "fedbn"])
 @pytest.mark.usefixtures("no_plugins")
 def test_a_plugins_model_is_written_as_it_was_tested_with_the_servers_tensors_over_its_own(system, tmp_path):
