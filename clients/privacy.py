@@ -125,8 +125,7 @@ class ClientPrivacy:
         self.round_cost = dict(self.steps(planned_releases.round_epochs))
         if planned_releases.round_counts:
             self.round_cost[Laplace(options.count_scale, 1.0)] = planned_releases.round_counts
-        limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
-        budgets = [] if limit is None else [Budget(limit, options.delta)]
+        budgets = [] if options.epsilon_limit is None else [Budget(options.epsilon_limit, options.delta)]
         if policy.epsilon_budget:
             budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
         self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)

@@ -13,7 +13,7 @@ from pathlib import Path
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
-from fedprune_app.config import Config, ConfigError, check_resumable
+from fedprune_app.config import Config, ConfigError, check_resumable, is_whole
 from fedprune_app.core.named import Values
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import ReceivedReply, message_to, send_and_receive
@@ -84,7 +84,7 @@ def find(folder: Path, info: Values, config: Config) -> SavedRun:
         )
     if not points:
         points = list(strategy.resume_points(folder, run_key, 0, {"state-rounds": {}}, config))
-    ends = points[0].round == config.num_server_rounds and info["status"] == "completed"
+    ends = is_whole(info, config) and points[0].round == info["rounds_completed"]
     problems = _spoilt_results(folder, info) if ends else []
     is_complete = ends and not (problems or damaged or points[0].lost)
     return SavedRun(info, points, [*damaged, *problems], is_complete)

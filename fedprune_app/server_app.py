@@ -106,6 +106,7 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
             checkpoints.drop_after(point.round)
             if state is not None:
                 strategy.restore(state)
+                strategy.digests = {int(k): digest for k, digest in state.meta.get("digests", {}).items()}
         for line in prepared.notes:
             log.warning("%s", line)
         with plugins.located():
@@ -180,6 +181,10 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
     if old_partition is not None and (old_partition != partition or old_number != num_partitions):
         then, now = old_number or len(ids), num_partitions or len(partition)
         raise other_data(f"there were {then} clients, and now {now}" if then != now else "")
+    capacities = {str(k): info.capacity for k, info in roster.items() if info.capacity is not None}
+    if (began_with := earlier_info.get("capacities", capacities)) != capacities:
+        raise ConfigError("capacities", capacities, began_with, condition="when resuming")
+    recorder.annotate(capacities=capacities)
     if names := {str(k): name for k, info in roster.items() if (name := info.name)}:
         recorder.annotate(client_names=names)
     recorder.annotate(num_partitions=num_partitions or None)  # nodes with their own data have no such number

@@ -40,7 +40,7 @@ class APFLClient(fp.ImageClient):
 
     def begin(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         """Return the received model; what does not travel (local norms) is the mixture's."""
-        return {**state.group("weights"), **task.payload.tensors}
+        return {**self.own_model(state), **task.payload.tensors}
 
     def personal_model(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return self.own_model(state)
@@ -66,6 +66,7 @@ class APFLClient(fp.ImageClient):
         payload = fp.Payload({name: tensors[name] for name in self.shared})
         new_state = fp.State(fp.grouped(weights=mixed_tensors, own=own), {"alpha": alpha})
         flops = self.costs.training(epochs=self.config.local_epochs * (2 if alpha else 1))
+        flops += self.costs.gradient(self.num_examples) if options.adaptive else 0.0
         return fp.Update(payload, new_state, trained, flops, {"alpha": alpha})
 
 

@@ -36,6 +36,9 @@ class DADPFLOptions(fp.Table):
     threshold: float = fp.option(0.02, "Pruning begins when half of the models change by at most this (δ).", least=0)
     least_density: float = fp.option(0.2, "Clients prune while their weights are denser than this.", least=0, most=1)
 
+    def fixed_on_resume(self, common: object) -> Mapping[str, str]:
+        return {"num-server-rounds": "dispfl.prune-rate falls over them"}
+
 
 class DADPFL(fp.DisPFL):
     """The server deals the waves, and keeps the round in which pruning began."""

@@ -29,6 +29,9 @@ class FedDSTOptions(fp.Table):
     rounds_between: int = fp.option(10, "In every so many-th round clients move the mask (ΔR).", least=1)
     prune_rate: float = fp.option(0.5, "Its square is the share that is replaced at first (α).", least=0, most=1)
 
+    def fixed_on_resume(self, common: object) -> Mapping[str, str]:
+        return {"num-server-rounds": "masks move in the first half of them"}
+
 
 def share_replaced(config: fp.Config, round: int) -> float:
     """Return which share of the weights clients replace in a round."""

@@ -35,6 +35,9 @@ class FedRTSOptions(fp.Table):
     scale: float = fp.option(10.0, "How much an outcome counts in the distributions (λ).", above=0)
     trust: float = fp.option(0.5, "How much the mean model's outcome counts beside the clients' (γ).", least=0, most=1)
 
+    def fixed_on_resume(self, common: object) -> Mapping[str, str]:
+        return {"num-server-rounds": "masks move in the first 60 % of them"}
+
 
 def last_move(config: fp.Config) -> int:
     """Return after how many rounds the mask no longer moves."""

@@ -81,16 +81,17 @@ class ScaffoldClient(fp.ImageClient):
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         begin, control = self.begin(task, state), fp.State(task.payload.tensors).group("control")
         own_control = state.group("control") or {name: torch.zeros_like(t) for name, t in control.items()}
-        corrections = {name: (control[name] - own_control[name]).to(self.device) for name in self.sizes}
+        names = self.sizes.keys() & control.keys()  # norms of the client's own have no correction
+        corrections = {name: (control[name] - own_control[name]).to(self.device) for name in names}
 
         def correct(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-            for name, gradient in gradients.items():
-                gradient.add_(corrections[name])
+            for name in corrections:
+                gradients[name].add_(corrections[name])
 
         result, tensors = self.train_from_start(task, state, adjust_gradients=correct)
         scale = result.num_steps * self.config.learning_rates[task.round]
         change = {name: torch.zeros_like(t) for name, t in control.items()}
-        change |= {name: (begin[name] - tensors[name]) / scale - control[name] for name in self.sizes}
+        change |= {name: (begin[name] - tensors[name]) / scale - control[name] for name in names}
         payload = fp.Payload(fp.grouped(model={name: tensors[name] for name in self.shared}, control=change))
         new_control = {name: own_control[name] + change[name] for name in own_control}
         return fp.Update(

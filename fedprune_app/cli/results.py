@@ -83,7 +83,7 @@ def table(
 ) -> None:
     """Write a table for a paper.
 
-    By default the columns are the measure that compares the systems, upload, operations and density.
+    By default the columns are the accuracy, upload, operations and density.
     Each DIR is a run folder, or a folder of run folders.
     """
     from fedprune_app.files import replace_file
@@ -382,7 +382,10 @@ def audit(
     noise_share: Annotated[
         float,
         typer.Option(
-            "--noise-share", help="Add this share of the noise that is charged. Below 1 the audit should fail.", min=0
+            "--noise-share",
+            help="Add this share of the noise that is charged. Below 1 the audit should fail.",
+            min=0,
+            max=1,
         ),
     ] = 1.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
@@ -409,16 +412,17 @@ def audit(
     files = [Path(text) for text in settings if "=" not in text]
     if len(files) == 1 and (files[0] / "run.json").is_file():
         info = read_info(files.pop())
+        of = info["final_sha256"]
         inputs = of_run(info, trusted_code(plugin))
         clients = int(info.get("num_partitions") or clients)
     else:
-        inputs = inputs_in(files, [text for text in settings if "=" in text], plugin)
+        of, inputs = None, inputs_in(files, [text for text in settings if "=" in text], plugin)
     prepared = prepare(inputs, Placement("inprocess", clients))
     config = prepared.config
     number = client_number(owner_names(config), client)
     question = Question(canaries, delta, confidence, number, noise_share)
     if json_file is not None and not force:
-        check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "made"})
+        check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "run", "made"})
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
         finding = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
@@ -437,6 +441,7 @@ def audit(
     content = {
         **finding.to_dict(),
         "settings": settings_digest(config),
+        "run": of,
         "made": datetime.now(UTC).isoformat(),
     }
     if json_file is not None:  # nothing is lost where it cannot be written

@@ -450,6 +450,8 @@ class CommonOptions:
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
             raise ConfigError("evaluate-clients", self.evaluate_clients, allowed)
+        if self.secure_sums_threshold == 1:  # a sum of one is what one client sent
+            raise ConfigError("secure-sums-threshold", 1, "0 or at least 2")
         if self.resume_from and self.out_dir and self.out_dir != self.resume_from:
             raise ConfigError("out-dir", self.out_dir, "that same folder, or nothing", condition="with resume-from")
 

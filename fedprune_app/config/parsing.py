@@ -75,6 +75,12 @@ def check_resumable(settings: Mapping[str, object], config: Config) -> None:
             )
 
 
+def is_whole(info: Mapping[str, Any], config: Config) -> bool:
+    """Return whether the run of this run.json has nothing left to do: its rounds, or those that its budgets allowed."""
+    planned = config.num_server_rounds in (info["rounds_completed"], info["config"]["num-server-rounds"])
+    return bool(info["status"] == "completed" and planned)
+
+
 # --- which keys have an effect ----------------------------------------------------------------------------------------
 
 
@@ -92,6 +98,9 @@ _INSTEAD = {
 # By key and system: further needs of a common key with that system.
 _ALSO: Mapping[tuple[str, str], Needs] = {
     ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
+    ("density", "dispfl"): {"dispfl.densities": ("",)},
+    ("density", "fedp3"): {"fedp3.layer-set": NoneOf(("all",))},
+    ("density", "fedspallm"): {"fedspallm.pattern": ("", "cut")},
     # a client that trains all layers has none to prune
     ("density", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},
     ("fedp3.assignment", "fedcr"): {"fedcr.layer-set": NoneOf(("all",))},

@@ -123,6 +123,11 @@ class DPOptions(Table):
     )
 
     @property
+    def epsilon_limit(self) -> float | None:
+        """The ε at which a client stops: the smaller of dp.epsilon-budget and dp.target-epsilon."""
+        return min((epsilon for epsilon in (self.epsilon_budget, self.target_epsilon) if epsilon), default=None)
+
+    @property
     def most_per_unit(self) -> int:
         """The largest number of examples of one protected unit in a step."""
         return self.group_limit if self.unit == "group" else 1
@@ -169,8 +174,9 @@ class DPOptions(Table):
         fixed = {"state-dir": ""}
         if not self.target_epsilon:
             return fixed
-        if self.accuracies == "noised" and common.system != "fedspallm":  # FedSpaLLM's clients report no accuracies
-            reason = "the noise was chosen for so many evaluations, whose accuracies are noised too"
+        is_noised = self.accuracies == "noised" and common.system != "fedspallm"  # whose clients report no accuracies
+        if is_noised or common.system in ("fedltp", "fedavg-ft", "dpsgd-ft"):  # they score or train in evaluations
+            reason = "the noise was chosen for so many evaluations"
             fixed |= {"evaluate-every": reason, **({"num-server-rounds": reason} if common.evaluate_every else {})}
         if not self.planned_rounds:
             reason = "dp.target-epsilon is spread over these rounds, unless a run begins with dp.planned-rounds"

@@ -137,7 +137,7 @@ class Identity:
     """The node's registered key, if it has one, and the public keys of the nodes that it sums with."""
 
     key: ec.EllipticCurvePrivateKey | None = None
-    trusted: frozenset[str] = frozenset()
+    trusted: frozenset[str] | None = None  # None trusts whom the server names, and an empty file nobody
 
     @classmethod
     def read(cls, key: str, trusted: str) -> Identity:
@@ -146,7 +146,9 @@ class Identity:
         Raises ``ValueError`` for a file that holds something else.
         """
         private: Any = load_ssh_private_key(Path(key).read_bytes(), password=None) if key else None
-        lines = Path(trusted).read_text().splitlines() if trusted else []
+        if not trusted:
+            return cls(private)
+        lines = Path(trusted).read_text().splitlines()
         return cls(private, frozenset(" ".join(line.split()[:2]) for line in lines if line.strip()))
 
 
@@ -343,7 +345,7 @@ class Member:
         if len({*keys}) < len(keys) or len({*signers}) < len(signers):
             raise ValueError("two members have one key, allowed: each its own")
         for client, advert in roster.items():
-            if self.identity.trusted and advert.signer not in self.identity.trusted:
+            if self.identity.trusted is not None and advert.signer not in self.identity.trusted:
                 raise ValueError(f"client {client} is none of those that the node's operator trusts")
             if advert.noise != self.noise:
                 raise ValueError(

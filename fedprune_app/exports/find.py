@@ -239,7 +239,7 @@ def _as_tested(run: Path, state: State, of_server: Iterable[str], prunable: Iter
     """
     own, path = state.group("weights"), run / _GLOBAL
     server = read_tensors(path).tensors if path.exists() else {}
-    with_server = {**own, **{name: server[name] for name in of_server}}
+    with_server = {**own, **{name: server[name] for name in of_server if name in server}}
     if not digest:  # an older run
         return with_server
     for weights in (own, with_server, {**own, **server}):

@@ -103,7 +103,8 @@ class Pack:
             return {}
         policy = read_policy({POLICY_FILE: str(self.question.policy.absolute())})
         return {key: value for key, value in vars(policy).items() if not isinstance(value, str)} | {
-            "dp_unit": policy.dp_unit
+            "dp_unit": policy.dp_unit,
+            "why_private": policy.why_private,
         }
 
     def refusals(self) -> dict[str, str]:
@@ -117,7 +118,7 @@ class Pack:
             if self.config.dp.accuracies == "open"
             else "",
             "no-audit": self._no_audit(),
-            "no-policy": "" if self.policy.get("require_dp") else "no node's policy that demands privacy is given",
+            "no-policy": "" if self.policy.get("why_private") else "no node's policy that demands privacy is given",
         }
         return {name: reason for name, reason in reasons.items() if reason}
 
@@ -134,9 +135,8 @@ class Pack:
             return "no audit is given"
         if self.audit.get("settings") != settings_digest(self.config):
             return "the audit is of other settings"
-        ended = (self.run.folder / "run.json").stat().st_mtime
-        if datetime.fromisoformat(str(self.audit["made"])).timestamp() < ended:
-            return "the audit is older than the run"
+        if self.audit.get("run") not in (None, self.run.info["final_sha256"]):
+            return "the audit is of another run"
         return "" if self.audit["holds"] else "the audit found that the ledger is wrong"
 
     # --- the files ------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Pack:
         most_spent = max(ledgers, key=lambda ledger: ledger.epsilon(dp.delta, dp.accountant), default=None)
         spent = {} if most_spent is None else most_spent.spent
         largest = None if most_spent is None else most_spent.epsilon(dp.delta, dp.accountant)
-        budget = dp.epsilon_budget or dp.target_epsilon or None
+        budget = dp.epsilon_limit
         return {
             "unit": self.config.protected_unit,
             "delta": dp.delta,

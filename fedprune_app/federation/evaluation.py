@@ -30,7 +30,8 @@ def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     log, participation = RoundLog(notes=round.log.notes), strategy.participation
     evaluators = participation.evaluators(round.number)
     outgoing = (message for message in strategy.send_to_evaluate(round) if message.client in evaluators)
-    name, least = f"the evaluation of round {round.number}", strategy.config.min_replies
+    name = f"the evaluation of round {round.number}"
+    least = 0 if strategy.config.dp.enabled else strategy.config.min_replies  # what was paid for is recorded
     rows_by_client: dict[int, dict[str, Any]] = {}
     for reply in exchange(replace(round, log=log), outgoing, name=name, kind=EVALUATION, least=least):
         with log.rejecting(reply):

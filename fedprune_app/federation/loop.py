@@ -62,33 +62,24 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - start, **columns}
 
         # 5. Have clients evaluate.
-        failure = None
-        if round.evaluates or participation.is_last(number):
-            try:
-                row |= _evaluate(strategy, round)
-            except TooFewReplies as error:
-                if not config.dp.enabled:
-                    raise
-                failure = error  # a resumed run does not repeat the round: its privacy is charged already
-
-        ends = participation.is_last(number) and failure is None
-        if ends and has_effect("last-phase", config) and config.last_phase:
+        was_last = participation.is_last(number)
+        if round.evaluates or was_last:
+            row |= _evaluate(strategy, round)
+            if participation.is_last(number) and not was_last and config.evaluate_clients:
+                row |= _evaluate(strategy, round)  # it has spent the last budgets: now all clients are asked
+        state = strategy.state()  # before a last phase, whose updates are discarded
+        if participation.is_last(number) and has_effect("last-phase", config) and config.last_phase:
             row |= last_phase(strategy, round)
 
         # 6. Record, 7. save a checkpoint. If the run dies between them, it drops the record and repeats the round.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
-        state = strategy.state()
         marks = context.recorder.marks  # ends of the records that belong to the checkpoint
-        context.checkpoints.save(number, State(state.tensors, {**state.meta, "records": marks}))
-        if failure is not None:
-            raise failure
+        meta = {**state.meta, "records": marks, "digests": {str(k): digest for k, digest in strategy.digests.items()}}
+        context.checkpoints.save(number, State(state.tensors, meta))
         log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.declarations))
 
     _require_somebody(strategy, last_round)
-    if not strategy.digests:  # resumed after the last checkpoint: only the final models' digests are missing
-        evaluates = participation.evaluates(rounds_completed)
-        _evaluate(strategy, Round(rounds_completed, sampled=(), evaluates=evaluates, channel=channel))
     for client in sorted(strategy.clients.keys() - strategy.digests.keys()):
         context.mark_lost(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()

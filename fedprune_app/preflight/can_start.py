@@ -171,8 +171,8 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     assert client.privacy is not None
     if client.privacy.affords_a_round:
         return
-    key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
-    limit = config.dp.epsilon_budget or config.dp.target_epsilon
+    limit = config.dp.epsilon_limit
+    key = "dp.epsilon-budget" if limit == config.dp.epsilon_budget else "dp.target-epsilon"
     allowed = f"at least {rounded_down_text(client.privacy.round_epsilon())}, which one round of client {k} spends"
     raise ConfigError(key, limit, allowed, condition="with these settings")
 

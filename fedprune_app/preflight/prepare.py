@@ -14,6 +14,7 @@ from fedprune_app.config import (
     check_effects,
     check_resumable,
     has_effect,
+    is_whole,
     naming_source,
     parse_config,
     paths_from_here,
@@ -102,7 +103,7 @@ def _prepared_run(inputs: RunInputs, placement: Placement | None) -> Prepared:
     if made_rounds > (num_rounds := config.num_server_rounds):
         raise ConfigError("num-server-rounds", num_rounds, f"at least {made_rounds}", condition="when resuming")
     place = (placement or Placement("inprocess")).resumed(info).with_nodes_for(config)
-    return Prepared(config, place, SYSTEMS[config.system], (), made_rounds == num_rounds)
+    return Prepared(config, place, SYSTEMS[config.system], (), bool(info) and is_whole(info, config))
 
 
 def _recorded_info(inputs: RunInputs, placement: Placement | None) -> Values:

@@ -83,6 +83,9 @@ def test_evaluations_over_which_a_target_is_spread_stay_as_many():
     with refuses("evaluate-every", 2):
         resume(NOISED, evaluate_every=2)
     resume(PRIVATE, evaluate_every=2)
+    for system in ("fedavg-ft", "fedltp"):
+        with refuses("evaluate-every", 2):
+            resume({**PRIVATE, "dp.planned-rounds": 20, "system": system}, evaluate_every=2)
 
 
 def test_the_ledgers_of_a_private_run_stay_where_they_are():

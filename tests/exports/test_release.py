@@ -191,12 +191,12 @@ def refused(question, output, name, reason):
     assert re.search(rf'class="red">Allowed in spite of \({name}\): .*{reason}', unescape(page))
 
 
-def test_a_run_without_an_audit_or_with_an_old_or_foreign_one_is_refused(run, audited, tmp_path):
+def test_a_run_without_an_audit_or_with_a_foreign_one_is_refused(run, audited, tmp_path):
     policy = run.parent / "policy.toml"
     content = json.loads(audited.read_text())
     for number, (change, reason) in enumerate(
         [
-            ({"made": "2020-01-01T00:00:00+00:00"}, "the audit is older than the run"),
+            ({"run": "0"}, "the audit is of another run"),
             ({"settings": "0"}, "the audit is of other settings"),
             ({"holds": False}, "the audit found that the ledger is wrong"),
         ]
