@@ -183,7 +183,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, earlier_info: Values
         raise other_data(f"there were {then} clients, and now {now}" if then != now else "")
     capacities = {str(k): info.capacity for k, info in roster.items() if info.capacity is not None}
     if (began_with := earlier_info.get("capacities", capacities)) != capacities:
-        raise ConfigError("capacities", capacities, began_with, condition="when resuming")
+        raise ConfigError("capacities", capacities, f"{began_with}, as the run began", condition="when resuming")
     recorder.annotate(capacities=capacities)
     if names := {str(k): name for k, info in roster.items() if (name := info.name)}:
         recorder.annotate(client_names=names)

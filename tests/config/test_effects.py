@@ -31,6 +31,24 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         ),
         ({"system": "fedcr", "density": 0.9}, "density", "fedcr.layer-set 'all'", "fedcr.layer-set other than 'all'"),
         (
+            {"system": "fedp3", "fedp3.layer-set": "all", "density": 0.9},
+            "density",
+            "fedp3.layer-set 'all'",
+            "other than 'all'",
+        ),
+        (
+            {"system": "dispfl", "dispfl.densities": "0.5 1.0", "density": 0.3},
+            "density",
+            "dispfl.densities '0.5 1.0'",
+            "dispfl.densities ''",
+        ),
+        (
+            {"system": "fedspallm", "dataset": "stdlib", "fedspallm.pattern": "2:4", "density": 0.3},
+            "density",
+            "fedspallm.pattern '2:4'",
+            "fedspallm.pattern '' or 'cut'",
+        ),
+        (
             {"system": "fedp3", "fedp3.capacities": "0.5"},
             "fedp3.capacities",
             "fedp3.layer-set 'lowerb'",

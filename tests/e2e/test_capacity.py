@@ -8,6 +8,7 @@ from fedprune_app.config import ConfigError
 from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.simulated_grid import InProcessGrid
 from tests.examples import full
+from tests.refusing import refuses
 
 
 def grid_with(capacities):
@@ -29,6 +30,17 @@ def test_a_nodes_capacity_is_its_density_and_others_follow_the_list(federate, mo
     )
     densities = {row["partition"]: row["density"] for row in run.clients if row["round"] == 2}
     assert densities == pytest.approx({0: 0.3, 1: 0.7, 2: 0.9, 3: 1.0}, abs=1e-3)
+
+
+def test_a_run_goes_on_with_the_capacities_with_which_it_began(federate, monkeypatch, tmp_path):
+    more = {"clients": 2, "system": "fjord", "fraction_train": 1.0}
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.4, None]))
+    federate(num_server_rounds=1, **more)
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.4, 0.6]))
+    with refuses("capacities", {"0": 0.4, "1": 0.6}, allowed="{'0': 0.4}, as the run began"):
+        federate(num_server_rounds=2, resume_from=str(tmp_path / "run"), **more)
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.4, None]))
+    federate(num_server_rounds=2, resume_from=str(tmp_path / "run"), **more)
 
 
 @pytest.mark.parametrize("capacity", [0, 1.5, full("much"), full(True)])

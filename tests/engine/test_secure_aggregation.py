@@ -269,6 +269,14 @@ def test_keys_that_no_peer_signed_are_refused_by_every_node_that_lists_its_peers
     assert {*failures.values()} == {"client 3 is none of those that the node's operator trusts"}
 
 
+def test_an_operator_whose_list_is_empty_trusts_nobody(tmp_path, registered):
+    (tmp_path / "nobody").write_text("\n")
+    alone = Identity.read(str(tmp_path / "node-0.key"), str(tmp_path / "nobody"))
+    federation = Federation(tmp_path, identities={**registered, 0: alone})
+    assert not federation.ask(KEYS, range(5))
+    assert "is none of those that the node's operator trusts" in federation.ask(SHARES, [0])[0]
+
+
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_members_that_would_add_other_noise_are_refused_before_anything_is_dealt(tmp_path, registered, has_keys):
     """A server that tells the others to add less noise would see more of one."""

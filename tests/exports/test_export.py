@@ -493,6 +493,13 @@ def test_a_plugins_model_is_written_as_it_was_tested_with_the_servers_tensors_ov
         fedprune_app.model(run, client=client, plugins=[plugin])
 
 
+def test_an_own_norm_is_not_looked_for_at_the_server(tmp_path):
+    quick = {"num_server_rounds": 1, "fraction_train": 1.0, "engine": "inprocess", "progress": False}
+    more = {"model": "cnn-small-bn", "batch_norm": "local"}
+    run = fedprune_app.run(system="lg-fedavg", clients=2, out=tmp_path / "run", **more, **quick)
+    assert fedprune_app.model(run, client=0)
+
+
 def test_lg_fedavgs_global_model_is_fedavgs_until_pre_training_ends(finished, tmp_path):
     run = finished("lg-fedavg", **{"lgfedavg.pretrain-rounds": 2})
     path, _ = exported(run, None, tmp_path)

@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 
+from fedprune_app import plugins
+from fedprune_app.config import check_resumable, parse_config
 from fedprune_app.testing import check_system
 from tests.gallery import federations as small
+from tests.refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 SETTINGS = {
@@ -18,6 +21,16 @@ SETTINGS = {
     "num_server_rounds": 6,
     "local_epochs": 3,
 }
+
+
+@pytest.mark.parametrize("system", ["feddst", "fedrts", "dadpfl"])
+def test_a_run_goes_on_with_the_rounds_by_which_its_masks_move(system):
+    given = {"system": system, "plugins": str(small.file_of(system))}
+    plugins.load(given)
+    began = parse_config(given).to_dict()
+    check_resumable(began, parse_config(given))
+    with refuses("num-server-rounds", 30):
+        check_resumable(began, parse_config({**given, "num-server-rounds": 30}))
 
 
 def erk_counts(shapes, density):

@@ -57,3 +57,9 @@ def test_momentum_is_refused(tmp_path):
 @pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("scaffold", plugins=str(small.GALLERY / "scaffold.py"), settings={"momentum": 0.0})
+
+
+@pytest.mark.parametrize("system", ["scaffold", "apfl"])
+def test_norms_may_stay_with_each_client(tmp_path, system):
+    more = {"model": "cnn-small-bn", "batch_norm": "local", "num_server_rounds": 2}
+    assert small.run(tmp_path, system, **more).info["final_sha256"]

@@ -75,6 +75,14 @@ def test_all_clients_train_once_more_where_there_are_fewer_sub_models(federation
     assert sum(row["accuracy_last_phase"] is not None for row in run.clients) == 6
 
 
+def test_a_run_with_a_last_phase_goes_on_as_if_it_had_none(federation):
+    """Whom the last phase gives a sub-model draws again when the run goes on."""
+    more = {**QUICK, **ITERATIVE, "fedltp_validators": "none", "fraction_train": 0.34, "last_phase": True}
+    once, whole = (federation(system="fedltp", clients=6, num_server_rounds=n, **more) for n in (1, 3))
+    resumed = federation(system="fedltp", clients=6, num_server_rounds=3, resume_from=str(once.folder), **more)
+    assert resumed.info["final_sha256"] == whole.info["final_sha256"]
+
+
 @pytest.mark.full
 def test_what_travels_up_are_the_values_of_the_clients_own_coordinates_and_nothing_else(federation):
     run = federation(system="fedltp", clients=6, num_server_rounds=2, **QUICK, **ITERATIVE, **PRIVATE)

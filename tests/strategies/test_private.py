@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+import fedprune_app
 from clients.base import ImageClient
 from clients.context import NodeContext
+from clients.fedavg import FedAvgClient
 from clients.privacy import ClientPrivacy, PlannedReleases
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.splits import client_data, data_config
@@ -339,6 +341,39 @@ def test_a_client_stops_before_its_budget_and_the_run_goes_on_without_it_until_n
     assert [row["budgets_spent"] for row in run.rounds] == [2, 3, 4]
     assert all(0 < ledger(run, partition).epsilon(DELTA) <= budget for partition in range(4))
     assert run.rounds[-1]["accuracy_global"] is not None  # the last round is evaluated, early as it came
+
+
+def test_a_run_that_its_budgets_have_ended_is_whole_and_charges_nothing_more(federation):
+    budget = cost(ROUND_STEPS) * 1.01
+    run = federation(system="fedavg", fresh=True, **DP | {"num_server_rounds": 9}, dp_epsilon_budget=budget)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*.json*") if path.is_file()}
+    given = {"out": run.folder, "resume": True, "engine": "inprocess", "progress": False}
+    assert fedprune_app.run(**given).info["rounds_completed"] == 3
+    assert {path: path.read_bytes() for path in run.folder.rglob("*.json*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("budget", [3.1, 3.9, 4.1])
+def test_the_last_evaluation_asks_all_clients_also_where_it_spends_the_last_budgets(federation, budget):
+    settings = DP | NOISED | {"num_server_rounds": 9, "evaluate_every": 1, "evaluate_clients": 1}
+    run = federation(**settings, clients=3, dp_epsilon_budget=budget)
+    assert run.rounds[-1]["evaluated"] == 3
+
+
+def test_what_a_private_evaluation_costs_is_recorded_however_few_reply(federation, monkeypatch):
+    evaluation = FedAvgClient.evaluation
+
+    def failing(self, task, state):
+        if self.client_id == 0:
+            raise RuntimeError("lost")
+        return evaluation(self, task, state)
+
+    monkeypatch.setattr(FedAvgClient, "evaluation", failing)
+    run = federation(**DP | NOISED, clients=3, fraction_train=1.0, min_replies=3, fresh=True)
+    last = run.rounds[-1]
+    assert (run.info["status"], last["evaluated"], last["evaluation_failures"]) == ("completed", 2, 1)
+    assert last["accuracy_personal_mean"] is not None
+    assert last["epsilon_max"] == pytest.approx(max(ledger(run, k).epsilon(DELTA) for k in (1, 2)))
+    assert any("final_sha256 is without its final model" in line for line in run.info["losses"])
 
 
 def test_a_budget_that_no_round_fits_in_stops_the_run_and_spends_nothing(federation, tmp_path):
