@@ -89,10 +89,11 @@ class Relay(FederatedStrategy):
     def state(self) -> State:
         self.updates.settle()  # the checkpoint relies on them
         sizes = {str(k): size for k, size in sorted(self._received_bytes.items())}
-        return State({}, {**super().state().meta, "peer-bytes": sizes})
+        consensus = self.model if self.has_global_model else {}
+        return State(consensus, {**super().state().meta, "peer-bytes": sizes})
 
     def restore(self, state: State) -> None:
-        super().restore(State(self.model, state.meta))
+        super().restore(State({**self.model, **state.tensors}, state.meta))
         self._received_bytes = {int(k): int(size) for k, size in state.meta["peer-bytes"].items()}
         self.updates.drop_after(max([0, *self.state_rounds.values()]))
 
@@ -235,7 +236,7 @@ class Gossip(Relay):
 
     def state(self) -> State:
         state = super().state()
-        return State({}, {**state.meta, "densities": {str(k): d for k, d in sorted(self.densities.items())}})
+        return State(state.tensors, {**state.meta, "densities": {str(k): d for k, d in sorted(self.densities.items())}})
 
     def restore(self, state: State) -> None:
         super().restore(state)
