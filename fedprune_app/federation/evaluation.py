@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.federation.exchanges import channel_of, exchange
 from fedprune_app.federation.round import Round, RoundLog
 from fedprune_app.results import metrics
@@ -25,19 +26,25 @@ _LAST_PHASE = {"accuracy_last_phase": "accuracy_personal", "accuracy_last_phase_
 def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
     """Have clients evaluate; return the columns of the round's record over those that replied.
 
-    Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
+    Raises :class:`fedprune_app.engine.exchange.TooFewReplies`. With ``dp.enabled`` the error is the column ``failure``:
+    what came is paid for, and is recorded first.
     """
     log, participation = RoundLog(notes=round.log.notes), strategy.participation
     evaluators = participation.evaluators(round.number)
     outgoing = (message for message in strategy.send_to_evaluate(round) if message.client in evaluators)
-    name = f"the evaluation of round {round.number}"
-    least = 0 if strategy.config.dp.enabled else strategy.config.min_replies  # what was paid for is recorded
+    name, least = f"the evaluation of round {round.number}", strategy.config.min_replies
     rows_by_client: dict[int, dict[str, Any]] = {}
-    for reply in exchange(replace(round, log=log), outgoing, name=name, kind=EVALUATION, least=least):
-        with log.rejecting(reply):
-            reply.row = {"num_examples": reply.num_examples, "digest": digest_in(reply.fields)}
-            reply.row |= strategy.metrics.evaluation_row(reply)
-            rows_by_client[reply.client] = reply.row
+    failure = {}
+    try:
+        for reply in exchange(replace(round, log=log), outgoing, name=name, kind=EVALUATION, least=least):
+            with log.rejecting(reply):
+                reply.row = {"num_examples": reply.num_examples, "digest": digest_in(reply.fields)}
+                reply.row |= strategy.metrics.evaluation_row(reply)
+                rows_by_client[reply.client] = reply.row
+    except TooFewReplies as error:
+        if not strategy.config.dp.enabled:
+            raise
+        failure = {"failure": error}
     rows = dict(sorted(rows_by_client.items()))
     strategy.digests = {client: row.pop("digest") for client, row in rows.items()}
     columns = {
@@ -48,6 +55,7 @@ def evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
         "clients": len(participation.members),
         "evaluation_failures": len(log.failures),
         **strategy.metrics.evaluation_columns(round, rows),
+        **failure,
     }
     for client, row in rows.items():
         round.log.clients.setdefault(client, {}).update(row)

@@ -67,6 +67,7 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
             row |= _evaluate(strategy, round)
             if participation.is_last(number) and not was_last and config.evaluate_clients:
                 row |= _evaluate(strategy, round)  # it has spent the last budgets: now all clients are asked
+        failure = row.pop("failure", None)
         state = strategy.state()  # before a last phase, whose updates are discarded
         if participation.is_last(number) and has_effect("last-phase", config) and config.last_phase:
             row |= last_phase(strategy, round)
@@ -77,6 +78,8 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
         marks = context.recorder.marks  # ends of the records that belong to the checkpoint
         meta = {**state.meta, "records": marks, "digests": {str(k): digest for k, digest in strategy.digests.items()}}
         context.checkpoints.save(number, State(state.tensors, meta))
+        if failure is not None:  # a resumed run does not repeat the round: its privacy is charged already
+            raise failure
         log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.declarations))
 
     _require_somebody(strategy, last_round)

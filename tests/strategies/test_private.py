@@ -359,20 +359,26 @@ def test_the_last_evaluation_asks_all_clients_also_where_it_spends_the_last_budg
     assert run.rounds[-1]["evaluated"] == 3
 
 
-def test_what_a_private_evaluation_costs_is_recorded_however_few_reply(federation, monkeypatch):
+def test_what_a_private_evaluation_costs_is_recorded_however_few_reply(federation, monkeypatch, tmp_path):
     evaluation = FedAvgClient.evaluation
+    settings = DP | NOISED | {"num_server_rounds": 1, "fraction_train": 1.0, "min_replies": 3, "fresh": True}
 
     def failing(self, task, state):
         if self.client_id == 0:
             raise RuntimeError("lost")
         return evaluation(self, task, state)
 
-    monkeypatch.setattr(FedAvgClient, "evaluation", failing)
-    run = federation(**DP | NOISED, clients=3, fraction_train=1.0, min_replies=3, fresh=True)
-    last = run.rounds[-1]
-    assert (run.info["status"], last["evaluated"], last["evaluation_failures"]) == ("completed", 2, 1)
-    assert last["accuracy_personal_mean"] is not None
-    assert last["epsilon_max"] == pytest.approx(max(ledger(run, k).epsilon(DELTA) for k in (1, 2)))
+    with monkeypatch.context() as patched:
+        patched.setattr(FedAvgClient, "evaluation", failing)
+        with pytest.raises(TooFewReplies, match=r"had 2 good replies.*lost"):
+            federation(**settings, clients=3, out_dir=str(tmp_path))
+    spent = {path: path.read_bytes() for path in tmp_path.rglob("ledger.jsonl")}
+    run = federation(**settings, clients=3, resume_from=str(tmp_path))
+    (row,) = run.rounds
+    assert (run.info["status"], row["evaluated"], row["evaluation_failures"]) == ("completed", 2, 1)
+    assert row["accuracy_personal_mean"] is not None
+    assert row["epsilon_max"] == pytest.approx(max(ledger(run, k).epsilon(DELTA) for k in (1, 2)))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("ledger.jsonl")} == spent
     assert any("final_sha256 is without its final model" in line for line in run.info["losses"])
 
 
