@@ -255,19 +255,17 @@ def _exportable(
 ) -> Exportable:
     shape, classes = inputs["image_shape"], inputs["num_classes"]
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
-    names = list(state_tensors(full, include_buffers=True))
+    names, prunable = list(state_tensors(full, include_buffers=True)), prunable_names(full)
     weights, kept = state.group("weights"), state.group("channels")
     kind = SYSTEMS[config.system].client
     # the tensors of a personal model that come from the final server model (LG-FedAvg's upper layers)
-    of_server = (
-        kind.names_from_server(config, names, prunable_names(full), round) if issubclass(kind, ImageClient) else []
-    )
+    of_server = kind.names_from_server(config, names, prunable, round) if issubclass(kind, ImageClient) else []
     if client is not None and not kept:  # removed channels are masked in a way of their own
         if issubclass(kind, ImageClient) and kind.test_accuracy is not ImageClient.test_accuracy:
             raise ValueError(
                 f"system {config.system!r} tests more than a network's tensors, which are all that is written"
             )
-        weights = _as_tested(run, state, of_server, prunable_names(full), digest)
+        weights = _as_tested(run, state, of_server, prunable, digest)
     missing_names = [name for name in names if name not in weights]
     # if clients take only some layers of the server, its others are outdated (from LG-FedAvg's pre-training)
     if client is None and (missing_names or 0 < len(of_server) < len(names)):
@@ -279,7 +277,7 @@ def _exportable(
 
     masks = state.group("masks") or state.group("fc")
     if client is None or not masks:  # also where each message brings a client its masks
-        nonzero = {name: weights[name] != 0 for name in prunable_names(full)}
+        nonzero = {name: weights[name] != 0 for name in prunable}
         masks = {name: mask for name, mask in nonzero.items() if client is None or not mask.all()}
     groups = channels_of(config.model, config.dataset, shape, classes) if kept else ()
     small = gather(weights, groups, kept)
@@ -304,7 +302,7 @@ def _exportable(
         seed=seed_of_builder(config.model, config.dataset, config.init, config.seed),
     )
     if kept:
-        shapes = {name: weights[name].shape for name in prunable_names(full)}
+        shapes = {name: weights[name].shape for name in prunable}
         channel_masks = full_masks(shapes) | coordinate_masks(groups, kept, shapes)
         masks = {name: channel_masks[name] & masks[name] if name in masks else channel_masks[name] for name in shapes}
     return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full, masks)
