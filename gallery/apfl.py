@@ -12,6 +12,7 @@ all the client's images, and clients count by their numbers of examples.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,34 +46,34 @@ class APFLClient(fp.ImageClient):
     def personal_model(self, task: fp.Task, state: fp.State) -> dict[str, Tensor]:
         return self.own_model(state)
 
+    def mixture(self, own: Mapping[str, Tensor], common: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+        """Return ``α v + (1 − α) w``, with the running statistics of w: a variance must not be negative."""
+        return {**common, **{name: alpha * own[name] + (1 - alpha) * common[name] for name in self.sizes}}
+
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         options, rate = self.config.table(APFLOptions), self.config.learning_rates[task.round]
         own = state.group("own") or self.own_model(fp.State())
         alpha = float(state.meta.get("alpha", options.alpha))
         common = self.begin(task, state)
         if options.adaptive:
-            fp.load_state_tensors(self.model, mixture(own, common, alpha))
+            fp.load_state_tensors(self.model, self.mixture(own, common, alpha))
             slope = fp.dense_gradient(self.model, self.data.train_images, self.data.train_labels, device=self.device)
             derivative = sum(float(((own[name] - common[name]) * slope[name]).double().sum()) for name in slope)
             alpha = min(max(alpha - rate * derivative, 0.0), 1.0)
 
         trained, tensors = self.train_from_start(task, state)
-        fp.load_state_tensors(self.model, mixture(own, tensors, alpha))
+        fp.load_state_tensors(self.model, self.mixture(own, tensors, alpha))
         if alpha:  # at 0 the mixture has nothing of v, which then stays
             result = self.train(task, role="train mixture", learning_rate=alpha**2 * rate)
             trained = trained if trained.diverged else result
         mixed_tensors = fp.state_tensors(self.model, include_buffers=True)
-        own = {name: (mixed_tensors[name] - (1 - alpha) * tensors[name]) / alpha for name in own} if alpha else own
+        if alpha:
+            own = {n: (mixed_tensors[n] - (1 - alpha) * tensors[n]) / alpha for n in self.sizes}
         payload = fp.Payload({name: tensors[name] for name in self.shared})
         new_state = fp.State(fp.grouped(weights=mixed_tensors, own=own), {"alpha": alpha})
         flops = self.costs.training(epochs=self.config.local_epochs * (2 if alpha else 1))
         flops += self.costs.gradient(self.num_examples) if options.adaptive else 0.0
         return fp.Update(payload, new_state, trained, flops, {"alpha": alpha})
-
-
-def mixture(own: dict[str, Tensor], common: dict[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """Return ``α v + (1 − α) w``."""
-    return {name: alpha * own[name] + (1 - alpha) * tensor for name, tensor in common.items()}
 
 
 fp.register_system(

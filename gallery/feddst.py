@@ -4,10 +4,11 @@ Bibikar, Vikalo, Wang, Chen, "Federated Dynamic Sparse Training: Computing Less,
 Better", AAAI 2022, Algorithms 1 and 2. All clients train under the server's mask. In rounds 2, ΔR + 2, ... each drops a
 share of its smallest weights on the way, grows as many where its dense gradient is largest, and trains on. The server
 averages each weight over those that kept it, and prunes the average by magnitude to the densities of the layers (ERK).
-As in the released code, the share is α² at first, falls by a cosine over half of the rounds, and masks then stay.
+The share is α at first, falls by a cosine over half of the rounds, and masks then stay.
 
 Deviations: a client readjusts after half of its local epochs (the code by default after the last of ten) by the
-gradient of a batch drawn anew. All layers replace the same share; the code prunes to its own form of ERK at a lower
+gradient of a batch drawn anew. The code's share does not fall: it computes the cosine, and only asks whether it has
+ended. All layers replace the same share; the code prunes to its own form of ERK at a lower
 density, and grows back.
 """
 
@@ -27,7 +28,7 @@ class FedDSTOptions(fp.Table):
     """When and how far masks move; ``density`` is that of the weights of convolutions and linear layers."""
 
     rounds_between: int = fp.option(10, "In every so many-th round clients move the mask (ΔR).", least=1)
-    prune_rate: float = fp.option(0.5, "Its square is the share that is replaced at first (α).", least=0, most=1)
+    prune_rate: float = fp.option(0.5, "The share of the weights that is replaced at first (α).", least=0, most=1)
 
     def fixed_on_resume(self, common: object) -> Mapping[str, str]:
         return {"num-server-rounds": "masks move in the first half of them"}
@@ -37,7 +38,7 @@ def share_replaced(config: fp.Config, round: int) -> float:
     """Return which share of the weights clients replace in a round."""
     options, end = config.table(FedDSTOptions), max(1, config.num_server_rounds // 2)
     moves = (round - 2) % options.rounds_between == 0 and round <= end
-    return fp.schedules.cosine_fraction(options.prune_rate**2, round - 1, end) if moves else 0.0
+    return fp.schedules.cosine_fraction(options.prune_rate, round - 1, end) if moves else 0.0
 
 
 class FedDST(fp.FederatedStrategy):

@@ -72,7 +72,8 @@ class FedPerClient(fp.ImageClient):
         self.train(task, role="train head", epochs=head_epochs, frozen=base)
         result = self.train(task, frozen=self.own & self.sizes.keys())
         tensors = fp.state_tensors(self.model, include_buffers=True)
-        flops = self.costs.training(epochs=head_epochs + self.config.local_epochs)
+        flops = self.costs.training(epochs=self.config.local_epochs)
+        flops += self.costs.training(epochs=head_epochs) / 3  # no backward pass of the base
         payload = fp.Payload({name: tensors[name] for name in self.shared})
         return fp.Update(payload, fp.State(fp.grouped(weights=tensors)), result, flops)
 

@@ -92,7 +92,8 @@ class SparsyFedClient(fp.ImageClient):
     def local_update(self, task: fp.Task, state: fp.State) -> fp.Update:
         exponent, rate = self.config.table(SparsyFedOptions).exponent, self.config.learning_rates[task.round]
         begin = self.begin(task, state)
-        self.inputs = {name: float((begin[name] != 0).double().mean()) for name in self.prunable}
+        kept = {name: begin[name] != 0 for name in self.prunable}
+        self.inputs = {name: float(mask.double().mean()) for name, mask in kept.items()}
 
         def on_parameters(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
             roots = power(values, self.prunable, 1 / exponent)
@@ -107,7 +108,8 @@ class SparsyFedClient(fp.ImageClient):
         masks = fp.masks.magnitude_masks_across({name: tensors[name] for name in self.prunable}, self.config.density)
         tensors = dict(fp.Payload.pruned(tensors, masks).tensors)
         payload = fp.Payload({name: tensors[name] for name in self.shared}, masks)
-        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, masks=masks)), result, self.costs.training())
+        flops = self.costs.training(kept if exponent > 1 else None)  # a step on ω = 0 is 0, so no weight grows
+        return fp.Update(payload, fp.State(fp.grouped(weights=tensors, masks=masks)), result, flops)
 
 
 fp.register_system(

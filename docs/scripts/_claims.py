@@ -14,7 +14,8 @@ class Claim:
 
     Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
     seeds that was decided on before the first run, from ``first_seed`` on. ``measure`` says what a client tests: its
-    ``personal`` model, or the ``received`` one. ``worse_measure`` does so for ``worse``, where that differs.
+    ``personal`` model, or the ``received`` one. ``worse_measure`` does so for ``worse``, where that differs. ``known``
+    is what earlier runs had said when the claim was written down.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Claim:
     margin: float = 0.0
     measure: str = "personal"
     worse_measure: str = ""
+    known: str = ""
 
     def counts(self, row: Mapping[str, str]) -> bool:
         """Whether the row is of one of the claim's seeds."""
@@ -94,7 +96,7 @@ TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there ar
 TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
 TUNED_AGAIN = "again"  # rows of again.yaml, of the configurations and of the gallery
 WATCH = "natural-watch"
-IN_GALLERY = (TUNED_LAST, WATCH)
+IN_GALLERY = (TUNED_LAST, TUNED_AGAIN, WATCH)
 """The rows of these data files come from a matrix of the gallery too, which has the same name."""
 AGAIN = {
     "1f": "dispfl", "3c": "fedp3-layers", "3g": "fedp3-fashion", "3i": "fedp3-fashion", "5b": "fedspallm",
@@ -113,6 +115,7 @@ MATRICES = {
     LANGUAGE: ("fedspallm_claims",),
     TUNED: ("tuned",),
     TUNED_LAST: ("tuned_last",),
+    TUNED_AGAIN: ("again",),
     WATCH: ("natural_watch",),
     **{f"fresh-{name}": (f"fresh_{name.replace('-', '_')}",) for name in AGAIN.values()},
 }
@@ -121,7 +124,7 @@ SECTIONS = {
     "1": "1. Dis-PFL", "2": "2. Sub-FedAvg", "3": "3. FedP3", "4": "4. Fed-LTP",
     "5": "5. FedSpaLLM (a point is a hundredth of the logarithm of perplexity)",
     "6": "6. Tuned alike", "7": "7. Once more, on fresh seeds",
-    "8": "8. Natural clients",
+    "8": "8. Natural clients", "9": "9. Tuned anew, after a last phase",
 }  # fmt: skip
 """The sections of the page, by the digit with which a claim's name begins."""
 IN_PAPER = {
@@ -141,7 +144,8 @@ TEN, ALL = {"system": "fedavg-ft", "fraction-train": 0.1}, {"system": "fedavg-ft
 COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
-        "ditto.personal-epochs", "ditto.pull",
+        "ditto.personal-epochs", "ditto.pull", "dispfl.prune-rate", "subfedavg.accuracy-threshold",
+        "dadpfl.threshold", "fedrts.adjusted", "fedrts.rounds-between", "lpft.head-epochs", "sparsyfed.exponent",
         "fedper.personal-layers", "apfl.alpha", "apfl.adaptive", "feddst.prune-rate", "feddst.rounds-between",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
@@ -510,7 +514,36 @@ NATURAL = tuple(
     for letter, text, better, worse, margin in OF_NATURAL
 )  # fmt: skip
 """These claims are of clients that no draw made: persons."""
-CLAIMS = (*FIRST, *ONCE_MORE, *NATURAL)
+FEDDST, FEDRTS, SSFL = {"system": "feddst"}, {"system": "fedrts"}, {"system": "ssfl"}
+OF_AGAIN = (
+    ("e", "LP-FT beats FedAvg-FT", {"system": "lpft"}, FEDAVG_FT, 0.0, "-0.35 (validation)"),
+    ("g", "FedRTS at density 0.5 beats FedDST", FEDRTS, FEDDST, 0.0, "+1.7 (validation)"),
+    ("h", "FedDST at density 0.5 is at most one point behind FedAvg-FT", FEDDST, FEDAVG_FT, 1.0, "tuned: -1.70"),
+    ("i", "SSFL at density 0.5 is at most one point behind FedAvg-FT", SSFL, FEDAVG_FT, 1.0, "tuned: -2.24"),
+    ("j", "FedRTS at density 0.5 is at most one point behind FedAvg-FT", FEDRTS, FEDAVG_FT, 1.0, "-0.5 (validation)"),
+    *(
+        (letter, f"FedAvg-FT beats {method}", FEDAVG_FT, {"system": system, **more}, 0.0, known)
+        for letter, method, system, more, known in (
+            ("k", "FedRep", "fedper", FEDREP, "6o: +9.65"), ("l", "FedPer", "fedper", FEDPER, "6p: +9.69"),
+            ("m", "FedBN", "fedbn", {}, "6q: +7.56"), ("n", "Ditto", "ditto", {}, "6s: +4.77"),
+            ("o", "APFL", "apfl", {}, "6u: +6.08"), ("p", "LG-FedAvg", "lg-fedavg", {}, "6r: +11.00"),
+            ("q", "SCAFFOLD", "scaffold", {}, "tuned: +3.62"), ("r", "SparsyFed", "sparsyfed", {}, "tuned: +4.36"),
+            ("s", "Sub-FedAvg", "subfedavg", {}, "6t: +5.25"),
+        )
+    ),
+)  # fmt: skip
+AGAIN_TUNED = tuple(
+    Claim(
+        f"9{letter}", "not in the paper", f"Tuned anew, after a last phase: {text}", TUNED_AGAIN, better, worse,
+        seeds=5, first_seed=21, margin=margin, measure="last_phase", known=known,
+    )
+    for letter, text, better, worse, margin, known in OF_AGAIN
+)  # fmt: skip
+"""These claims are of a search and of seeds of their own; the verdicts of the earlier search were known.
+
+9a, 9b, 9c, 9d, 9f and 9t, of systems whose clients all train, follow after their search, before their first run.
+"""
+CLAIMS = (*FIRST, *ONCE_MORE, *NATURAL, *AGAIN_TUNED)
 LEVEL, MARGIN = ("1d", "3h", "3j", "4a", "6g"), 1.0
 """Claims with a mean near their limit, and the points within which two settings are called level.
 

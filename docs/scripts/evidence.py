@@ -325,7 +325,7 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
 
 def claims_table(*, whole: bool = False) -> str:
     """Claims with differences and verdicts; the ``whole`` table has more columns, and claims without a run."""
-    more = ["in these seeds", "by seed", "from"] if whole else []
+    more = ["in these seeds", "by seed", "from", "known before"] if whole else []
     interval = ["difference", "95 %"] if whole else ["difference (95 %)"]
     lines = [
         f"| {' | '.join(['', 'claim', 'in the paper', *interval, 'verdict', *more])} |",
@@ -349,7 +349,7 @@ def claims_table(*, whole: bool = False) -> str:
             continue
         between = numbers[:2] if whole else [f"{numbers[0]} ({numbers[1]})"]
         cells = [claim.name, claim.text, claim.in_paper, *between, said]
-        cells += [*numbers[2:], claim.source] if whole else []
+        cells += [*numbers[2:], claim.source, claim.known or "–"] if whole else []
         lines.append(f"| {' | '.join(cells)} |")
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
     waiting = sum(said.startswith("open: 0 ") for said in verdicts)

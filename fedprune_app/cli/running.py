@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -282,8 +283,8 @@ def _print_next_steps(out: Path) -> None:
         last |= {name: value for name, value in row.items() if value is not None}
     echo(f"{progress_line(last)}{(traffic_of(run) or 0) / 1e6:,.1f} MB of training traffic")
     whose = "-o model" if run.headline.startswith("perplexity") else "--client 0 -o client-0.onnx"
-    echo(f"next: fedprune report {out} -o report.html")
-    echo(f"      fedprune export {out} {whose}")
+    echo(f"next: fedprune report {quote(str(out))} -o report.html")
+    echo(f"      fedprune export {quote(str(out))} {whose}")
 
 
 def print_notes(notes: Iterable[str]) -> None:

@@ -9,6 +9,8 @@ from functools import partial
 
 import torch
 
+from fedprune_app.core.rng import global_states
+
 # Steps before the recorded one: they load kernels and choose between algorithms.
 WARM_UP_STEPS = 3
 
@@ -52,9 +54,9 @@ class RepeatedSteps:
         """Do a step of this size. Steps of one size have the same operations on the same memory."""
         if size not in self._recorded and self._done.get(size, 0) < WARM_UP_STEPS:
             self._done[size] = self._done.get(size, 0) + 1
-            before = _global_draws()
+            before = global_states()
             self._recorder.warm_up(step)
-            if before != _global_draws():
+            if before != global_states():
                 self._recorded[size] = partial(self._recorder.warm_up, step)
             return
         if size not in self._recorded:
@@ -63,9 +65,3 @@ class RepeatedSteps:
             except RuntimeError:
                 self._recorded[size] = partial(self._recorder.warm_up, step)
         self._recorded[size]()
-
-
-def _global_draws() -> list[bytes]:
-    """Return the states of torch's generators, which change with every draw."""
-    states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])  # type: ignore[no-untyped-call]
-    return [state.numpy().tobytes() for state in states]

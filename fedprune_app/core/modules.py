@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from fedprune_app.core.named import TensorDict
+from fedprune_app.core.rng import global_draws_of, global_states
 
 _KNOWN = ("torch.nn.", "torchvision.", "fedprune_app.")
 _ELSEWHERE = {"training", "_parameters", "_buffers", "_modules"}
@@ -36,8 +37,16 @@ def _attributes(module: nn.Module) -> str:
 
 
 def traced(model: nn.Module) -> fx.Graph:
-    """Return a network's operations in training, which may differ from those in evaluation; it is not changed."""
-    return fx.Tracer().trace(deepcopy(model).train())
+    """Return a network's operations in training, which may differ from those in evaluation; it is not changed.
+
+    A trace would hold one draw for ever, so a network that draws in Python, as stochastic depth does, has none.
+    """
+    with global_draws_of(0):
+        before = global_states()
+        graph = fx.Tracer().trace(deepcopy(model).train())
+        if before != global_states():
+            raise ValueError("it draws random numbers in Python")
+    return graph
 
 
 def tensors_of(model: nn.Module) -> TensorDict:

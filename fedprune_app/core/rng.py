@@ -31,6 +31,13 @@ def numpy_generator(seed: int, role: str, partition: int = 0, round: int = 0) ->
     return np.random.Generator(np.random.PCG64(derive_seed(seed, role, partition, round)))
 
 
+def global_states() -> list[object]:
+    """Return the states of the global generators of torch, NumPy and Python, which change with every draw."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    _, key, *place = np.random.get_state()
+    return [*(state.tolist() for state in (torch.get_rng_state(), *on_gpu)), key.tolist(), place, random.getstate()]
+
+
 @contextmanager
 def global_draws_of(seed: int) -> Iterator[None]:
     """Seed the global generators within the context, for code that draws from them: dropout, a user's network or data.

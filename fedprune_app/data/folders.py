@@ -70,7 +70,7 @@ def stacked(
     """
     images: Pixels = np.empty(0, np.uint8)
     for i, picture in enumerate(pictures):
-        if picture.mode.startswith(("I", "F")):
+        if picture.mode.startswith(("I", "F")) or ";16" in str(getattr(picture, "tile", "")):  # 16-bit RGB is "RGB"
             raise refuse(i, "has more than 8 bits per channel, allowed: 8 bits")
         try:
             array = pixels(picture)

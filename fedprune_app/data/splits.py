@@ -99,6 +99,10 @@ def data_config(config: Config, is_own: bool = False, split_secret: str = "") ->
 CPU = torch.device("cpu")
 
 
+def _is_missing(name: object) -> bool:
+    return not isinstance(name, str) and str(name) in ("None", "nan", "NaT", "<NA>")
+
+
 class Pool:
     """A dataset's training set followed by its test set, under one index, without copies of the images."""
 
@@ -109,7 +113,8 @@ class Pool:
         self.groups: list[str] = []  # by index; empty if the dataset has no groups
         if dataset.groups is not None:
             test_groups = [""] * len(dataset.test_labels) if dataset.test_groups is None else dataset.test_groups
-            self.groups = [text_of(name) for name in (*dataset.groups, *test_groups)]
+            names = (*dataset.groups, *test_groups)
+            self.groups = ["" if _is_missing(name) else text_of(name) for name in names]
         self._numbered: list[bytes] | None = None
 
     def images(self, indices: Indices, device: torch.device = CPU, scale: Scale | None = None) -> Tensor:

@@ -178,15 +178,19 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
     except ImportError as error:
         raise ValueError(f"this format needs the package {error.name}: install the extra fedprune[export]") from None
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
-        program = torch.onnx.export(
-            network,
-            (example_images(info.image_shape, 2),),
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: "batch"},),
-            dynamo=True,
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                network,
+                (example_images(info.image_shape, 2),),
+                input_names=["images"],
+                output_names=["logits"],
+                dynamic_shapes=({0: "batch"},),
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:  # a user's network may be beyond torch's converter, which raises anything
+            reason = f"torch cannot convert the network to ONNX ({type(error).__name__})"
+            raise ValueError(f"{reason}; allowed: a file that ends in .safetensors") from error
     assert program is not None  # None only in a deprecated mode
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, which have this machine's paths and are larger than small models

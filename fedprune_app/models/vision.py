@@ -271,15 +271,16 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
             raise ValueError(f"model '{name}' has the parameter '{key}' of type {parameter.dtype}, allowed: float32")
     if not prunable_names(model):
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
-    try:
-        logits = outputs(model, torch.zeros(2, *image_shape))
-    except Exception as error:  # a user's network may raise anything
-        raise ValueError(f"model '{name}' fails on images of {_sizes(image_shape)}: {error_text(error)}") from error
-    if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
-        raise ValueError(
-            f"model '{name}' returns {_sizes(getattr(logits, 'shape', ())) or type(logits).__name__} for two images, "
-            f"allowed: logits of shape 2x{num_classes}"
-        )
+    for count, images in ((2, "two images"), (1, "one image")):
+        try:
+            logits = outputs(model, torch.zeros(count, *image_shape))
+        except Exception as error:  # a user's network may raise anything
+            raise ValueError(f"model '{name}' fails on images of {_sizes(image_shape)}: {error_text(error)}") from error
+        if not isinstance(logits, Tensor) or tuple(logits.shape) != (count, num_classes):
+            shape = _sizes(getattr(logits, "shape", ())) or type(logits).__name__
+            raise ValueError(
+                f"model '{name}' returns {shape} for {images}, allowed: logits of shape {count}x{num_classes}"
+            )
     return model.train()
 
 

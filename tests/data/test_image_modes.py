@@ -5,7 +5,9 @@ It is one reading, whether an image is in a folder, in a dataset of Hugging Face
 
 from __future__ import annotations
 
+import struct
 import time
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -85,6 +87,21 @@ def test_what_would_be_lost_is_refused_with_the_files_name(read, image, name):
         read(image, name)
     assert (f"train/a/{name}'" if read.way == "folder" else "training picture 0 ") in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("kind", "channels"), [(2, 3), (4, 2)], ids=["colour", "grey with alpha"])
+def test_16_bits_that_pillow_reads_as_8_are_refused_too(tmp_path, kind, channels):
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    header, rows = struct.pack(">IIBBBBB", 5, 4, 16, kind, 0, 0, 0), 4 * (b"\0" + bytes(2 * 5 * channels))
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    (folder / "x.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    (tmp_path / "train" / "b").mkdir()
+    with pytest.raises(ValueError, match=r"train/a/x\.png' has more than 8 bits per channel, allowed: 8 bits"):
+        image_folder("image-folder", tmp_path, Form(needs_test=False))
 
 
 PALETTE = Image.fromarray(COLOUR).quantize(20)

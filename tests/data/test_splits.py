@@ -147,6 +147,13 @@ def test_groups_of_a_plug_in_may_be_numbers_and_an_empty_name_is_no_group():
     assert pool.without_groups_of(np.arange(5, 10), np.arange(5)).tolist() == [6, 8, 9]
 
 
+def test_a_missing_value_of_a_plug_ins_groups_is_no_group():
+    images, labels = np.zeros((6, 1, 2, 2), np.uint8), np.zeros(6, np.int64)
+    groups = [None, float("nan"), np.datetime64("NaT"), "nan", "ann", float("nan")]
+    pool = Pool(Dataset("own", images, labels, images[:0], labels[:0], ("a", "b"), (0.5,), (0.5,), groups=groups))
+    assert pool.groups == ["", "", "", "nan", "ann", ""]
+
+
 def test_parts_of_a_client_never_share_a_sample():
     for test_split in TEST_SPLITS:
         for client in range(CLIENTS):

@@ -86,7 +86,7 @@ class Stack:
         isolated = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
         isolated += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-euc"]
         isolated += ["; ".join([*self._mounts(name), 'exec "$@"']), "sh", "chroot", str(self.root)]
-        isolated += ["env", "-i", *self.environment, "HOME=/home/fedprune"]
+        isolated += ["env", "-i", *self.environment]
         isolated += ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "--bounding-set=-all"]
         isolated += ["--inh-caps=-all", "--no-new-privs", "sh", "-c", 'cd && exec "$@"', "sh"]
         return [*isolated, *command]

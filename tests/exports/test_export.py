@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,16 @@ def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
     sizes = [tuple(each.dims) for each in onnx.load(path).graph.initializer]
     assert (10, 5, 5, 5) in sizes
     assert (20, 10, 5, 5) not in sizes
+
+
+def test_a_network_that_torch_cannot_convert_is_refused_in_one_line():
+    class Branches(torch.nn.Linear):
+        def forward(self, images):
+            return super().forward(images if images.abs().max() > 5 else -images)
+
+    info = types.SimpleNamespace(image_shape=(1, 2, 3))
+    with pytest.raises(ValueError, match=r"^torch cannot convert the network to ONNX \(\w+\); allowed: [^\n]+$"):
+        formats._onnx(Branches(3, 2).eval(), info)
 
 
 def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch):

@@ -57,3 +57,14 @@ def test_it_is_the_papers_algorithm(tmp_path, adaptive):
 @pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("apfl", plugins=str(small.GALLERY / "apfl.py"))
+
+
+def test_a_running_variance_is_that_of_the_common_model_and_never_negative(tmp_path):
+    settings = {"apfl__alpha": 0.1, "apfl__adaptive": False, "num_server_rounds": 4, "model": "cnn-small-bn"}
+    finished = small.run(tmp_path, "apfl", **settings)
+    for client in range(small.CLIENTS):
+        weights = small.state_of(finished, client, "weights")
+        variances = [tensor for name, tensor in weights.items() if name.endswith("running_var")]
+        assert variances
+        assert all(float(tensor.min()) >= 0 for tensor in variances)
+        assert not any("running" in name for name in small.state_of(finished, client, "own"))

@@ -23,6 +23,12 @@ def test_with_one_wave_and_no_pruning_it_is_dispfl(tmp_path):
     assert ours.sha256 == run_with(theirs, tmp_path / "theirs", clients=small.CLIENTS).sha256
 
 
+def test_clients_prune_where_dispfl_replaces_no_weight(tmp_path):
+    settings = {"density": 0.5, "dispfl__prune_rate": 0.0, "dadpfl__threshold": 10.0, "num_server_rounds": 5}
+    finished = small.run(tmp_path, "dadpfl", **settings)
+    assert finished.rounds[-1]["density_mean"] < 0.9 * finished.rounds[0]["density_mean"]
+
+
 def test_with_one_client_in_a_wave_clients_average_what_others_made_just_now(tmp_path):
     settings = {
         "density": 1.0,

@@ -73,7 +73,7 @@ def test_it_is_the_papers_algorithm(tmp_path):
     server = masked(server, kept)
     moved = 0
     for number in range(1, config.num_server_rounds + 1):
-        share = 0.8**2 / 2 * (1 + math.cos(math.pi * (number - 1) / 3)) if number <= 3 else 0.0
+        share = 0.8 / 2 * (1 + math.cos(math.pi * (number - 1) / 3)) if number <= 3 else 0.0
         sent = []
         for images, labels in examples:
             tensors, own = server, kept
@@ -117,8 +117,8 @@ def test_masks_move_in_the_rounds_of_the_released_code_which_counts_them_from_0(
     shares = {}
     for number in range(60):
         decay = 0 if number >= 30 else alpha / 2 * (1 + math.cos(number * math.pi / 30))
-        if (number - 1) % 10 == 0 and alpha * decay > 0:
-            shares[number + 1] = alpha * decay
+        if (number - 1) % 10 == 0 and decay > 0:
+            shares[number + 1] = decay
     share_replaced = small.loaded("feddst").share_replaced
     found = {number: share_replaced(config, number) for number in range(1, 61)}
     assert {number: share for number, share in found.items() if share} == pytest.approx(shares)

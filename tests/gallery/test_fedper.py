@@ -45,3 +45,9 @@ def test_it_is_the_papers_algorithm(tmp_path, head_epochs):
 @pytest.mark.full
 def test_it_keeps_the_laws():
     check_system("fedper", plugins=str(small.GALLERY / "fedper.py"))
+
+
+def test_a_head_epoch_counts_without_the_bases_backward_pass(tmp_path):
+    settings = {"fedper__personal_layers": 1, "num_server_rounds": 1}
+    per, rep = (small.run(tmp_path / str(n), "fedper", fedper__head_epochs=n, **settings) for n in (0, 3))
+    assert rep.rounds[0]["flops"] == pytest.approx(per.rounds[0]["flops"] * (2 + 3 / 3) / 2)

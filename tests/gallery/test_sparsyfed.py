@@ -82,3 +82,8 @@ def test_momentum_is_refused(tmp_path):
 def test_it_keeps_the_laws():
     settings = {"density": 0.3, "momentum": 0.0}
     check_system("sparsyfed", plugins=str(small.GALLERY / "sparsyfed.py"), settings=settings)
+
+
+def test_operations_count_by_the_density_of_the_received_model(tmp_path):
+    rows = small.run(tmp_path, "sparsyfed", density=0.1, num_server_rounds=3).rounds
+    assert rows[1]["flops"] < 0.7 * rows[0]["flops"]

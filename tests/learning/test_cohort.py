@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import threading
 import weakref
 
@@ -259,6 +260,8 @@ class Branching(nn.Module):
             return self.second(hidden + torch.flatten(images, 1))
         if self.how == "scales in training" and self.training:
             return self.second(hidden * 2)
+        if self.how == "draws" and self.training and random.random() < 0.0:
+            return self.second(hidden * 0)
         return self.second(hidden)
 
 
@@ -272,6 +275,10 @@ def test_networks_of_one_text_that_compute_otherwise_have_forms_of_their_own():
         torch.testing.assert_close(form(weights, images)[0], model(images[0]))
     with pytest.raises(NoGroupedForm):
         grouped_form(Branching("scales in training").eval(), (3, 2, 2))
+    state = random.getstate()
+    with pytest.raises(NoGroupedForm, match=r"torch\.fx cannot follow"):
+        grouped_form(Branching("draws"), (3, 2, 2))  # its form would have one draw for ever
+    assert random.getstate() == state
 
 
 @pytest.mark.parametrize("which", ["hook", "pre-hook", "parametrization", "forward of its own"])

@@ -55,6 +55,13 @@ def test_a_network_that_needs_two_examples_is_trained_by_who_has_one_too_many(fe
         ("return 7", "is of type int, allowed: torch.nn.Module"),
         ("raise KeyError('x')", "cannot be made for images of 1x8x8 and 10 classes: KeyError"),
         ("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))", "returns 2x3 for two images"),
+        (
+            "class Net(torch.nn.Linear):\n"
+            "        def forward(self, images):\n"
+            "            return super().forward(images.flatten(1)).squeeze()\n"
+            "    return Net(64, 10)",
+            "returns 10 for one image, allowed: logits of shape 1x10",
+        ),
     ],
 )
 def test_a_network_that_does_not_fit_is_refused_before_the_run(fedprune, tmp_path, body, said):
