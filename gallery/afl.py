@@ -10,7 +10,7 @@ Deviations: the paper adds one client after the other by the law; here sums are 
 ``C W = XᵀY`` in the place of W, as large, and ``XᵀX``. Without inverses at the clients γ only matters where it stays
 (``afl.removes-regulariser = false``). Singular sums have the solution of least norm. What travels is divided by the
 client's number of examples, which is its weight. The paper's backbone is pre-trained; here it is the run's initial
-network. Where a round asks some of the clients alone, later rounds add the others.
+network. Where a round asks some of the clients alone, later rounds add the others. Rates and epochs have no effect.
 """
 
 from __future__ import annotations
