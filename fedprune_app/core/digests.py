@@ -68,4 +68,5 @@ def _digest(body: bytes | memoryview, about: Values) -> str:
 
 
 def _json_digest(content: Values) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    as_read = json.loads(json.dumps(content, allow_nan=False))  # its keys are texts, which sort unlike numbers
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()

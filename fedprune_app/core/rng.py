@@ -34,8 +34,9 @@ def numpy_generator(seed: int, role: str, partition: int = 0, round: int = 0) ->
 def global_states() -> list[object]:
     """Return the states of the global generators of torch, NumPy and Python, which change with every draw."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    _, key, *place = np.random.get_state()
-    return [*(state.tolist() for state in (torch.get_rng_state(), *on_gpu)), key.tolist(), place, random.getstate()]
+    of_numpy = np.random.get_state(legacy=False)["state"]
+    states = [state.tolist() for state in (torch.get_rng_state(), *on_gpu)]
+    return [*states, of_numpy["key"].tolist(), of_numpy["pos"], random.getstate()]
 
 
 @contextmanager

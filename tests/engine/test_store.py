@@ -24,6 +24,11 @@ def test_a_state_comes_back_with_its_groups_and_values(tmp_path):
     assert back.meta == {"v": [1, "ü"]}
 
 
+def test_numbers_that_are_keys_come_back_as_texts_in_whatever_order_they_sort(tmp_path):
+    write_tensors(tmp_path / "s.safetensors", {}, {"counts": {number: number for number in (2, 10, 1)}})
+    assert read_tensors(tmp_path / "s.safetensors").meta == {"counts": {"2": 2, "10": 10, "1": 1}}
+
+
 def test_a_resumed_round_finds_the_state_before_it_even_if_that_round_was_saved(tmp_path):
     store = VersionedStore(tmp_path)
     for round in (2, 5, 9):
@@ -105,7 +110,7 @@ def test_a_tensor_may_stand_under_two_names(tmp_path):
     assert torch.equal(found["b"], twice)
 
 
-@pytest.mark.parametrize("meta", [{"a": {1, 2}}, {"a": {"b": object()}}, {1: 2, "a": 3}])
+@pytest.mark.parametrize("meta", [{"a": {1, 2}}, {"a": {"b": object()}}])
 def test_values_that_are_no_json_are_named(tmp_path, meta):
     with pytest.raises(ValueError, match=r"^a state's meta cannot be written as JSON: .*; allowed: texts, numbers"):
         write_tensors(tmp_path / "state", {}, meta)

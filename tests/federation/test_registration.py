@@ -97,6 +97,7 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
         full({"num-examples": 0}, "field 'num-examples' is 0"),
         full({"num-examples": "9" * 10**6}, "field 'num-examples' is '999"),
         full({"partition": 2**40}, "field 'partition' is"),
+        full({"partition": 2**30}, "field 'partition' is 1073741824, allowed: a number from 0 to 4"),
         full({"capacity": math.nan}, "field 'capacity' is nan"),
         full({"own-data": True, "partition": 99}, "says that it is 99, allowed: its"),
         full({"num-partitions": 0}, "field 'num-partitions' is 0"),
