@@ -70,7 +70,6 @@ class DisPFLClient(GossipClient):
         # line 15; the weights keep their old support until the next average, which may fill the grown coordinates
         share = self.share_replaced(task.round)
         next_masks = masks if result.diverged else self.search(tensors, masks, share, task.round)
-        next_masks = {name: mask.clone() for name, mask in next_masks.items()}  # the state holds no tensor twice
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
         # only growth by gradient needs the dense gradient's FLOPs
@@ -86,7 +85,7 @@ class DisPFLClient(GossipClient):
     def search(self, tensors: Tensors, masks: Tensors, share: float, round: int) -> TensorDict:
         """Algorithm 2: prune the smallest α_t of each layer's weights, and grow as many by the largest gradients."""
         if not share:
-            return dict(masks)
+            return {name: mask.clone() for name, mask in masks.items()}  # the state holds no tensor twice
         config = self.config
         draw = rng.generator(config.seed, "mask search", self.client_id, round)
         if config.dispfl.growth == "random":

@@ -8,8 +8,7 @@ The share is α at first, falls by a cosine over half of the rounds, and masks t
 
 Deviations: a client readjusts after half of its local epochs (the code by default after the last of ten) by the
 gradient of a batch drawn anew. The code's share does not fall: it computes the cosine, and only asks whether it has
-ended. All layers replace the same share; the code prunes to its own form of ERK at a lower
-density, and grows back.
+ended. All layers replace the same share; the code prunes to its own form of ERK at a lower density, and grows back.
 """
 
 from __future__ import annotations

@@ -68,5 +68,5 @@ def _digest(body: bytes | memoryview, about: Values) -> str:
 
 
 def _json_digest(content: Values) -> str:
-    as_read = json.loads(json.dumps(content, allow_nan=False))  # its keys are texts, which sort unlike numbers
+    as_read = json.loads(json.dumps(content, sort_keys=True, allow_nan=False))  # keys are texts, unlike numbers sorted
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()

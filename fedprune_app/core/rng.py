@@ -35,8 +35,8 @@ def global_states() -> list[object]:
     """Return the states of the global generators of torch, NumPy and Python, which change with every draw."""
     on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     of_numpy = np.random.get_state(legacy=False)["state"]
-    states = [state.tolist() for state in (torch.get_rng_state(), *on_gpu)]
-    return [*states, of_numpy["key"].tolist(), of_numpy["pos"], random.getstate()]
+    states = [state.numpy().tobytes() for state in (torch.get_rng_state(), *on_gpu)]
+    return [*states, of_numpy["key"].tobytes(), of_numpy["pos"], random.getstate()]
 
 
 @contextmanager

@@ -39,14 +39,13 @@ class ClientInfo:
     @classmethod
     def read(cls, node_id: int, fields: wire.Fields) -> Self:
         """Read the ``fields`` of a node's reply. Raises ``ValueError`` that names an invalid field."""
-        partitions = int(wire.number(fields, "num-partitions", 1, 2**31)) if "num-partitions" in fields else 0
         return cls(
-            id=int(wire.number(fields, "partition", 0, (partitions or 2**31) - 1)),
+            id=int(wire.number(fields, "partition", 0, 2**31)),
             node_id=node_id,
             num_examples=int(wire.number(fields, "num-examples", 1, 2**31)),
             capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
             own_data=fields.get("own-data") is True,
-            num_partitions=partitions,
+            num_partitions=int(wire.number(fields, "num-partitions", 1, 2**31)) if "num-partitions" in fields else 0,
             name=str(fields.get("owner", ""))[:256],
             **cls.facts(fields),
         )

@@ -141,6 +141,8 @@ class _Registration:
             info = self.kind.read(node, wire.fields_of(answer.content))
             if info.own_data and info.id != self.number_by_node[node]:
                 raise ValueError(f"node {node} says that it is {info.id}, allowed: its {self.number_by_node[node]}")
+            if 0 < info.num_partitions <= info.id:
+                raise ValueError(f"node {node} says that it is {info.id}, allowed: below {info.num_partitions}")
         except ValueError as error:
             return wire.one_line(str(error))
         return info

@@ -110,7 +110,7 @@ def test_a_tensor_may_stand_under_two_names(tmp_path):
     assert torch.equal(found["b"], twice)
 
 
-@pytest.mark.parametrize("meta", [{"a": {1, 2}}, {"a": {"b": object()}}])
+@pytest.mark.parametrize("meta", [{"a": {1, 2}}, {"a": {"b": object()}}, {1: 2, "a": 3}])
 def test_values_that_are_no_json_are_named(tmp_path, meta):
     with pytest.raises(ValueError, match=r"^a state's meta cannot be written as JSON: .*; allowed: texts, numbers"):
         write_tensors(tmp_path / "state", {}, meta)
