@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,26 +147,18 @@ def from_best(groups: Groups) -> tuple[str, list[tuple[Group, Difference]]]:
 
 def of_the_same_data(groups: Groups) -> list[list[Group]]:
     """Return families of groups whose runs have the same seeds, and whose clients have the same data."""
-    families: list[list[Group]] = []
+    families: dict[object, list[Group]] = {}
     for group in groups:
-        family = next((family for family in families if _have_the_same_data(group, family[0])), None)
-        if family is None:
-            families.append([group])
-        else:
-            family.append(group)
-    return families
+        families.setdefault(_data(group), []).append(group)
+    return [*families.values()]
 
 
-def _have_the_same_data(first: Group, second: Group) -> bool:
-    return _data(first) == _data(second)
-
-
-def _data(group: Group) -> Mapping[int, str]:
+def _data(group: Group) -> frozenset[tuple[int, str]]:
     """Return by seed a text that identifies the data of a group's clients.
 
     It has their label counts. If a private run withholds these, it has all settings that determine each client's data.
     """
-    return {run.seed: json.dumps([place_of_data(run), _partition_of(run)]) for run in group.runs}
+    return frozenset((run.seed, json.dumps([place_of_data(run), _partition_of(run)])) for run in group.runs)
 
 
 def _partition_of(run: Run) -> list[Any]:

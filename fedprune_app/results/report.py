@@ -343,12 +343,14 @@ REFERENCE = "fedavg"
 def comparison(groups: Groups) -> list[str]:
     """Return sentences on the accuracy of each group, beside that of FedAvg or of the most accurate group.
 
-    Groups whose clients have the same data are compared. Of a language model a sentence says what pruning cost. Runs
-    that did not complete are left out.
+    Groups whose clients have the same data, of the same seeds, are compared. Of a language model a sentence says what
+    pruning cost. Runs that did not complete are left out.
     """
     complete_groups = [group for group in groups if not group.first.flaw]
     families = of_the_same_data([group for group in complete_groups if accuracy_words(group.first.headline)])
     lines = [line for family in families for line in _sentences(family, measure_of(family))]
+    alone = [family[0].label for family in families if len(family) == 1 < len(families)]
+    lines += [f"{label} is compared with nothing: no other has the same data and seeds." for label in alone]
     return lines + list(_on_text(complete_groups))
 
 

@@ -408,6 +408,8 @@ def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_p
     assert sentence + _times(bytes_of[1] / bytes_of[0], "traffic") in said
     assert "One seed, 20 clients: another seed may differ." in said
     assert "With fedprox" not in said  # its clients have other data
+    assert said.count("is compared with nothing") == 1
+    assert "fedprox is compared with nothing: no other has the same data and seeds." in said
 
 
 def test_the_words_are_of_the_model_by_which_all_systems_are_judged(make_run, tmp_path):
