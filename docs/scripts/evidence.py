@@ -47,6 +47,7 @@ from _claims import (
     TUNED,
     TUNED_AGAIN,
     TUNED_GALLERY,
+    TUNED_LAST,
     Claim,
     of_merge,
 )
@@ -372,7 +373,7 @@ def left_table() -> str:
         "| runs | matrix | without a row | hours of one core |",
         "| --- | --- | ---: | ---: |",
     ]
-    for name in MATRICES:
+    for name in (name for name in MATRICES if name != TUNED_LAST):  # again.yaml supersedes what that one lacks
         rows = read(name)
         by_settings: dict[str, list[float]] = {}
         for row in rows:
@@ -424,7 +425,7 @@ def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
         label = _label(row, settings)
         cost = found.setdefault(row["settings"], drawn.Cost(label, {axis: [] for axis in axes}, []))
         for axis, column in axes.items():
-            cost.spent[axis].append(float(row[column]))
+            cost.spent[axis].append(charged(row, column))
         cost.reached.append(float(row[measure]))
     return list(found.values())
 
@@ -535,11 +536,24 @@ RANKED = {
 """By name of a table: its data files, of which the first has FedAvg-FT, the measure that ranks, and one more."""
 
 
+def charged(row: Row, column: str) -> float:
+    """What a run cost: ``megabytes_up`` or ``teraflops``, with what its clients do before the last test.
+
+    A system that fine-tunes is charged its clients' last fine-tuning, which is one round of all clients, and D-PSGD-FT
+    also the round in which all models travel for their mean. The others are charged their last phase, if they have one.
+    """
+    own, again = {**DEFAULTS, **json.loads(row["settings"])}, 1 / int(row["rounds"])
+    if column == "teraflops":
+        more = again / float(own["fraction-train"]) if row["system"] in FINE_TUNED else 0
+    else:
+        more = again if row["system"] == "dpsgd-ft" else 0
+    return (1 + more) * float(row[column]) + float(row.get(f"last_{column}") or 0)
+
+
 def ranked_table(table: str) -> str:
     """The systems from the most accurate, how far each is ahead of FedAvg-FT with ten clients, and its costs.
 
-    A system that fine-tunes is charged its clients' last fine-tuning, which is one round of all clients, and D-PSGD-FT
-    also the round in which all models travel for their mean. The others are charged their last phase.
+    Costs are as :func:`charged`.
     """
     names, ((measure, title), (other, other_title)) = RANKED[table][0], RANKED[table][1].items()
     by_name = {name: sorted(read(name), key=_by_setting) for name in names}
@@ -547,27 +561,20 @@ def ranked_table(table: str) -> str:
     lines = [f"| system | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     reference = paired(names[0], chosen(by_name[names[0]], TEN), measure)
 
-    def total(rows: Sequence[Row], column: str, charged: float) -> str:
-        return f"{fmean(charged * float(row[column]) + float(row.get(f'last_{column}') or 0) for row in rows):.1f}"
-
     found = [(name, each) for name, rows in by_name.items() for each in _of_settings(rows).values()]
     found.sort(key=lambda each: -fmean(float(row[measure]) for row in each[1]))
     for name, of_setting in found:
         system, own = of_setting[0]["system"], {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
-        share, again = float(own["fraction-train"]), 1 / int(of_setting[0]["rounds"])
-        flops = 1 + (again / share if system in FINE_TUNED else 0)
-        megabytes = 1 + (again if system == "dpsgd-ft" else 0)
         apart = difference(paired(name, of_setting, measure), reference, of_other_seeds=True)
         points = [100 * value for value in (apart.mean, apart.low, apart.high)] if apart else []
         cells = [
             "fedrep" if own.get("fedper.head-epochs") else system,
-            f"{share * int(of_setting[0]['clients']):.0f}",
+            f"{float(own['fraction-train']) * int(of_setting[0]['clients']):.0f}",
             _spread([row[measure] for row in of_setting], 2),
             "{:+.2f} ({:+.2f} to {:+.2f})".format(*points) if points and any(points) else "–",
             _spread([row[other] for row in of_setting], 2),
             _spread([row["kept"] for row in of_setting], 2),
-            total(of_setting, "megabytes_up", megabytes),
-            total(of_setting, "teraflops", flops),
+            *(f"{fmean(charged(row, cost) for row in of_setting):.1f}" for cost in ("megabytes_up", "teraflops")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
