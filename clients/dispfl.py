@@ -20,7 +20,7 @@ from clients.gossip import GossipClient
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
-from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks
+from fedprune_app.core.masks import dense_share, erk_densities, prune_and_grow, random_masks
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.schedules import cosine_fraction
@@ -50,9 +50,14 @@ class DisPFLClient(GossipClient):
 
     @cached_property
     def initial_masks(self) -> TensorDict:
-        """Draw positions (line 2) at random, their number per layer by ERK."""
+        """Draw positions (line 2) at random, their number per layer by ERK.
+
+        Matrices that are not of a convolution or linear layer stay dense, and the others are so much sparser.
+        """
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        densities = erk_densities(shapes, self.target_density())
+        share = dense_share(shapes, self.prunable)
+        density = max(0.0, (self.target_density() - share) / (1 - share or 1))
+        densities = erk_densities({n: s for n, s in shapes.items() if len(s) < 2 or n in self.prunable}, density)
         draw = rng.generator(self.config.seed, "initial masks", self.client_id)
         return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
 

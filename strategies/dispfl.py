@@ -5,6 +5,7 @@ Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``cli
 """
 
 from fedprune_app.config import DisPFLOptions
+from fedprune_app.core.masks import dense_share
 from fedprune_app.engine.wire import Schema
 from fedprune_app.results.similarity import MaskDistances
 from strategies.gossip import Gossip
@@ -22,6 +23,13 @@ class DisPFL(Gossip):
     @property
     def options(self) -> DisPFLOptions:
         return self.config.dispfl
+
+    def warnings(self) -> list[str]:
+        """Say so if a density cannot be reached."""
+        share = dense_share({name: tensor.shape for name, tensor in self.model.items()}, self.prunable)
+        least = min(self.options.density_of(client, self.config.density) for client in self.clients)
+        words = f"density {least:g} cannot be reached: {share:.0%} of the model is in no convolution or linear layer"
+        return [*super().warnings(), *([words] if share > least else [])]
 
     def published(self) -> Schema:
         return Schema.like(self.model, masked=self.prunable)

@@ -1,7 +1,8 @@
 """Floating-point operations of a network, by layer."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -48,6 +49,20 @@ class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@contextmanager
+def _counted_kernels() -> Iterator[None]:
+    """Compute by kernels that the counter knows: fused ones of attention and of recurrent layers have no entry."""
+    fused = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mkldnn.enabled = False  # its context manager warns of what it restores
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused[0])
+        torch.backends.mkldnn.enabled = fused[1]
+
+
 def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:
     """Return the FLOPs of one example's forward pass by layer name: 2 per multiply-add of the layer's matrix products.
 
@@ -55,12 +70,10 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     biases, norms, activations and pooling do not. A module that multiplies matrices outside its submodules (attention)
     has an entry of its own. The pass is on an example of zeros. The model is not changed.
     """
-    model = deepcopy(model).eval()
-    first = next(model.parameters())
-    example = torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device)
-    # the other kernels of attention are not counted on every device
+    model = deepcopy(model).eval().cpu()
+    example = torch.zeros(1, *input_shape, dtype=next(model.parameters()).dtype)
     counter = _FlopCounter()
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter.tracker, counter, global_draws_of(0):
+    with torch.no_grad(), _counted_kernels(), counter.tracker, counter, global_draws_of(0):
         model(example)
 
     root = type(model).__name__

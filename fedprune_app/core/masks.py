@@ -1,7 +1,7 @@
 """Masks of the coordinates to keep: counting, choosing and comparing them. True = kept, everywhere."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 import torch
@@ -58,6 +58,13 @@ def erk_densities(shapes: Shapes, density: float) -> dict[str, float]:
         budget -= sum(sizes[name] for name in dense)
         sparse -= dense
     return {name: epsilon * raw[name] if name in sparse else 1.0 for name in shapes}
+
+
+def dense_share(shapes: Shapes, prunable: Container[str]) -> float:
+    """Return the share of the coordinates in matrices that are not ``prunable``, such as a recurrent layer's."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    dense = [sizes[name] for name, shape in shapes.items() if len(shape) > 1 and name not in prunable]
+    return sum(dense) / sum(sizes.values())
 
 
 def uniform_densities(shapes: Shapes, density: float) -> dict[str, float]:

@@ -403,6 +403,15 @@ def _pool(config: DataConfig) -> Pool:
         raise ConfigError(
             "dp.unit", "group", "'example'", condition="with these data", hint="they have no groups of examples"
         )
+    has_own_tests = len(pool.dataset.test_labels) and (config.is_own or config.test_split != "holdout")
+    if config.private and pool.groups and not config.by_group and has_own_tests:
+        raise ConfigError(
+            "dp.unit",
+            "example",
+            "'group'",
+            condition="with these data",
+            hint="test examples of a group that is trained on are left out, so one example would move others",
+        )
     return pool
 
 

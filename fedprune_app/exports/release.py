@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedprune_app.config import POLICY_FILE, Config, ConfigError
+from fedprune_app.config import NO_POLICY, POLICY_FILE, Config, ConfigError, Policy, PolicyError
 from fedprune_app.config.config import flat
 from fedprune_app.config.options import PathKind
 from fedprune_app.core.named import ValueDict, Values
@@ -97,15 +97,14 @@ class Pack:
         return {} if self.question.audit is None else json.loads(self.question.audit.read_bytes())
 
     @cached_property
-    def policy(self) -> dict[str, object]:
+    def policy(self) -> Policy:
         """The node's policy, as far as it can be told."""
-        if self.question.policy is None:
-            return {}
-        policy = read_policy({POLICY_FILE: str(self.question.policy.absolute())})
-        return {key: value for key, value in vars(policy).items() if not isinstance(value, str)} | {
-            "dp_unit": policy.dp_unit,
-            "why_private": policy.why_private,
-        }
+        file = self.question.policy
+        return NO_POLICY if file is None else read_policy({POLICY_FILE: str(file.absolute())})
+
+    def epsilon(self, delta: float) -> float:
+        """Return the largest ε of a ledger."""
+        return max((ledger.epsilon(delta, self.config.dp.accountant) for ledger in self.ledgers), default=0.0)
 
     def refusals(self) -> dict[str, str]:
         """Return by name why the model should not leave."""
@@ -118,7 +117,7 @@ class Pack:
             if self.config.dp.accuracies == "open"
             else "",
             "no-audit": self._no_audit(),
-            "no-policy": "" if self.policy.get("why_private") else "no node's policy that demands privacy is given",
+            "no-policy": self._no_policy(),
         }
         return {name: reason for name, reason in reasons.items() if reason}
 
@@ -128,6 +127,10 @@ class Pack:
         missing = len(self.clients) - len(self.ledgers)
         if missing > 0:
             return f"the ledgers of {missing} of {len(self.clients)} clients are not here"
+        told = {row["partition"]: row["epsilon_rdp"] for row in self.run.clients if row.get("epsilon_rdp")}
+        spent = sorted(ledger.epsilon(self.config.dp.delta, "rdp") for ledger in self.ledgers)[-len(told) or None :]
+        if any(ours < theirs - 1e-6 for ours, theirs in zip(spent, sorted(told.values()), strict=False)):
+            return "the ledgers have spent less than the clients told: they are of another run"
         return "" if self.ledgers else "no ledger is given"
 
     def _no_audit(self) -> str:
@@ -137,7 +140,21 @@ class Pack:
             return "the audit is of other settings"
         if self.audit.get("run") not in (None, self.run.info["final_sha256"]):
             return "the audit is of another run"
+        if self.audit["bound"] > self.epsilon(self.config.dp.delta):
+            return "the audit found more than the ledgers have spent"
         return "" if self.audit["holds"] else "the audit found that the ledger is wrong"
+
+    def _no_policy(self) -> str:
+        policy = self.policy
+        if not policy.why_private:
+            return "no node's policy that demands privacy is given"
+        try:
+            policy.check(self.config)
+        except PolicyError as error:
+            return str(error)
+        if 0 < policy.epsilon_budget < (spent := self.epsilon(policy.budget_delta)):
+            return f"the policy allows ε {policy.epsilon_budget:g} at δ = {policy.budget_delta:g}: {spent:.3g} is spent"
+        return ""
 
     # --- the files ------------------------------------------------------------------------------------------------
 
@@ -148,7 +165,6 @@ class Pack:
         clients = [
             {
                 "ledger": number,
-                "data_sha256": ledger.identities,
                 "epsilon": {name: ledger.epsilon(dp.delta, name) for name in ACCOUNTANTS},
                 "releases": [_told(release, count) for release, count in ledger.spent.items()],
             }
@@ -212,7 +228,9 @@ class Pack:
         members, others = (np.concatenate(part) for part in scores)
         above = ranks(np.concatenate([members, others]))[: len(members)].sum() - len(members) * (len(members) + 1) / 2
         auc = above / (len(members) * len(others))
-        return {"auc": round(float(auc), 2), "n_pos": len(members), "n_neg": len(others)}
+        # how many examples groups have is private
+        sizes = {} if self.config.dp.unit == "group" else {"n_pos": len(members), "n_neg": len(others)}
+        return {"auc": round(float(auc), 2), **sizes}
 
     @property
     def units(self) -> int:

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -46,7 +45,10 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     """
     is_chain = all(isinstance(layer, nn.Sequential) or not list(layer.children()) for layer in model.modules())
     has_norm = any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
-    groups = tuple(_chain_groups(model) if is_chain else _traced_groups(model, image_shape)) if has_norm else ()
+    try:
+        groups = tuple(_chain_groups(model) if is_chain else _traced_groups(model, image_shape)) if has_norm else ()
+    except IndexError:  # torch-pruning's, for layers that it does not know
+        raise ValueError("torch-pruning cannot follow the model's channels, allowed: convolutions that it can") from None
     if not groups:
         raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
     draw = generator(0, "cut")
@@ -64,11 +66,11 @@ def _chain_groups(model: nn.Module) -> list[ChannelGroup]:
     """
     layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.Linear)]
     groups = []
-    for i, ((conv_name, conv), (norm_name, norm)) in enumerate(pairwise(layers)):
+    triples = zip(layers, layers[1:], layers[2:], strict=False)
+    for (conv_name, conv), (norm_name, norm), (follower_name, follower) in triples:
         if not (isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)):
             continue
         slices = [*_slices(conv_name, conv), *_slices(norm_name, norm)]
-        follower_name, follower = layers[i + 2]
         inputs = follower.weight.shape[1]
         slices.append(Slice(f"{follower_name}.weight", 1, inputs // conv.out_channels))
         groups.append(ChannelGroup(norm_name, conv.out_channels, (f"{norm_name}.weight",), tuple(slices)))

@@ -85,10 +85,32 @@ class Attending(nn.Module):
 def test_there_are_as_many_flops_as_torchs_own_counter_finds(model, shape, mode):
     with mode():
         counts = forward_flops(model, shape)
-        counter = FlopCounterMode(display=False)
-        with sdpa_kernel(SDPBackend.MATH), counter:
-            model.eval()(torch.zeros(1, *shape))
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter:  # without gradients torch fuses attention, and counts nothing of it
+        model.eval()(torch.zeros(1, *shape))
     assert sum(counts.values()) == counter.get_total_flops() > 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cells = kind(8, 32, batch_first=True)
+
+    def forward(self, rows):  # (batch, 5, 8)
+        return self.cells(rows)[0]
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.RNN, 1), (nn.GRU, 3), (nn.LSTM, 4)])
+def test_a_recurrent_layer_has_the_products_of_its_gates_in_every_step(kind, gates):
+    assert forward_flops(Recurrent(kind), (5, 8)) == {"cells": 5 * 2 * gates * 32 * (8 + 32)}
+
+
+def test_an_encoder_layer_has_the_products_of_its_attention_and_of_both_linear_layers():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+    was_fast = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
+    attention = 5 * 2 * 8 * (3 * 8 + 8) + 2 * 2 * 5 * 5 * 8  # four projections, the weights and the weighted mean
+    assert sum(forward_flops(encoder, (5, 8)).values()) == attention + 2 * 5 * 2 * 8 * 16
+    assert (torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled) == was_fast
 
 
 def test_counting_imports_no_compiler():

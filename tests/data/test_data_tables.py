@@ -259,6 +259,15 @@ def test_data_without_groups_protect_no_groups():
         splits.part_sizes(DataConfig(private=True, by_group=True, test_split="holdout"), 0, 3)
 
 
+def test_a_file_of_tests_with_groups_is_refused_where_single_examples_are_protected(visits):
+    """Which tests count would follow from which groups train: one example would move as many as its group has."""
+    config = replace(visits(test=90), is_own=True, private=True, split_secret="s" * 64)
+    with refuses("dp.unit", "example", condition="with these data"):
+        splits.part_sizes(config, 0, 1)
+    assert splits.part_sizes(replace(config, by_group=True), 0, 1)["test"] > 0
+
+
+
 def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
     for part, count, seed, names in (("train", 300, 0, "ac"), ("test", 90, 1, "abc")):
         rows = patients(count, seed)

@@ -132,7 +132,7 @@ def test_no_file_of_a_pack_has_a_secret(pack, run):
 def test_the_page_answers_what_a_governor_asks(pack):
     page = page_of(pack)
     for answer in (
-        "Whatever one patient's record had been, everything that left a site, this model included, would have been",
+        "Had the record of one patient been blank, everything that left a site, this model included, would have been",
         "times as likely or as unlikely, with an exception of one chance in",
         "The common model of a federated training with the system “fedavg” after 2 rounds. It gives one of 2 classes",
         "2 sites trained it; the data stayed there",
@@ -199,6 +199,7 @@ def test_a_run_without_an_audit_or_with_a_foreign_one_is_refused(run, audited, t
             ({"run": "0"}, "the audit is of another run"),
             ({"settings": "0"}, "the audit is of other settings"),
             ({"holds": False}, "the audit found that the ledger is wrong"),
+            ({"bound": 1e3}, "the audit found more than the ledgers have spent"),
         ]
     ):
         (tmp_path / "audit.json").write_text(json.dumps(content | change))
@@ -220,6 +221,37 @@ def test_a_run_without_policy_or_without_ledgers_is_refused(run, audited, tmp_pa
         "clients"
     ]
     assert both == whole
+
+
+def test_ledgers_of_a_run_with_more_noise_are_refused(run, tmp_path):
+    other = make_run(tmp_path / "other", **{"dp.noise-multiplier": 5.0})
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "clients")
+    ledgers = [other / "clients" / f"0000{client}" / "ledger.jsonl" for client in (0, 1)]
+    question = Question(tmp_path / "run", ledgers=ledgers, allowed=["no-audit", "no-policy"])
+    with pytest.raises(ValueError, match="the ledgers have spent less than the clients told: .*--allow no-ledger"):
+        release(question, tmp_path / "pack")
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        ("min-noise-multiplier = 5.0", "dp.noise-multiplier is 1.0, allowed by its min-noise-multiplier: at least 5.0"),
+        ("max-clip-norm = 0.5", "dp.clip-norm is 1.0, allowed by its max-clip-norm: at most 0.5"),
+        ("epsilon-budget = 0.1", r"the policy allows ε 0.1 at δ = 1e-05: .* is spent"),
+    ],
+)
+def test_a_policy_that_the_run_breaks_is_refused(run, audited, tmp_path, rule, reason):
+    (tmp_path / "policy.toml").write_text(rule)
+    question = Question(run, audit=audited, policy=tmp_path / "policy.toml")
+    refused(question, tmp_path / "pack", "no-policy", reason)
+    assert "a policy of the site that overrides the run's settings" in page_of(tmp_path / "pack")
+    assert "not shown" in page_of(tmp_path / "pack")
+
+
+def test_no_digest_of_data_and_no_number_of_examples_of_groups_leaves(pack):
+    for name, content in texts(pack).items():
+        assert b"data_sha256" not in content and b"n_pos" not in content, name
 
 
 def test_seeded_noise_and_open_accuracies_are_refused(tmp_path):

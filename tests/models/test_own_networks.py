@@ -175,6 +175,40 @@ class Checkpointed(nn.Module):
 
 def checkpointed(shape, classes):
     return Checkpointed(classes)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.cells = nn.GRU(8, 8, batch_first=True)
+        self.last = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, classes))
+
+    def forward(self, x):
+        return self.last(self.cells(x.flatten(1, 2))[0][:, -1])
+
+
+def recurrent(shape, classes):
+    return Recurrent(classes)
+
+
+def norm_at_the_end(shape, classes):
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, classes, 1), nn.BatchNorm2d(classes),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )
+
+
+class NormThenRecurrent(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.conv, self.norm, self.rest = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), Recurrent(classes)
+
+    def forward(self, x):
+        return self.rest(self.norm(self.conv(x)).mean(1, keepdim=True))
+
+
+def norm_then_recurrent(shape, classes):
+    return NormThenRecurrent(classes)
 """
 
 
@@ -193,6 +227,7 @@ PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
 ORDERED = {"system": "fedp3", "fedp3.local": "ordered-dropout"}
 
 
+@pytest.mark.filterwarnings("ignore:Unwrapped parameters detected")  # torch-pruning's
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
@@ -204,6 +239,7 @@ ORDERED = {"system": "fedp3", "fedp3.local": "ordered-dropout"}
         ("channels_last", ORDERED, "with fewer units it computes something else"),
         ("skips", ORDERED, "the model cannot be made smaller"),
         ("attention", {"system": "fjord"}, "the model cannot be made smaller"),
+        ("norm_then_recurrent", {"system": "subfedavg-hy"}, "torch-pruning cannot follow the model's channels"),
         ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
     ],
 )
@@ -218,6 +254,21 @@ def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings
 )
 def test_a_network_that_can_be_trained_may_start(check, name, settings):
     assert [line for line in check(name, **settings) if "told with noise" not in line] == []
+
+
+def test_a_convolution_whose_norm_is_the_last_layer_keeps_its_channels(check):
+    assert check("norm_at_the_end", system="subfedavg-hy") == []
+
+
+def test_matrices_that_stay_dense_count_towards_dispfls_density_and_a_density_below_them_is_told(
+    check, tmp_path, no_plugins
+):
+    settings = {"system": "dispfl", "model": f"{tmp_path / 'mine.py'}:recurrent", "num-server-rounds": 1}
+    run = fedprune_app.run(settings, clients=3, engine="inprocess", out=tmp_path / "run")
+    assert run.last("density_mean") == pytest.approx(0.5, abs=2e-3)
+    assert check("recurrent", system="dispfl") == []
+    told = check("recurrent", system="dispfl", density=0.2)
+    assert told == ["density 0.2 cannot be reached: 23% of the model is in no convolution or linear layer"]
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
