@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from fedprune_app.files import replace_file
-from fedprune_app.results.columns import traffic_of
 from fedprune_app.results.differences import OWN, Difference, accuracies, difference
 from fedprune_app.results.groups import NOT_MEASURED, Group
 from fedprune_app.results.metrics import MEGABYTE
+from fedprune_app.results.reader import Run
 from fedprune_app.results.report import filled
 
 ALONE = "standalone"
@@ -109,11 +110,16 @@ def prune(methods: Methods, sparse: Sequence[str], shares: Mapping[str, str]) ->
 
 
 def _saved(sparse: Group, dense: Group) -> str:
-    kept, bytes_of, dense_bytes = sparse.last("density_mean"), sparse.over(traffic_of), dense.over(traffic_of)
+    kept = sparse.last("density_mean")
     words = f"; {kept.mean:.0%} of the weights" if kept else ""
-    if dense.system == ALONE or not (bytes_of and dense_bytes):
+    if dense.system == ALONE or not (dense_bytes := _bytes_of(dense)):
         return words
-    return f"{words}, {bytes_of.mean / dense_bytes.mean:.0%} of the traffic"
+    return f"{words}, {_bytes_of(sparse) / dense_bytes:.0%} of the traffic"
+
+
+def _bytes_of(group: Group) -> float:
+    """Return what all nodes send and receive: what goes to a neighbour passes the server."""
+    return fmean((run.total("bytes_up") or 0) + (run.total("bytes_down") or 0) for run in group.runs)
 
 
 def privacy(methods: Methods, epsilon: float) -> Answer:
@@ -148,16 +154,18 @@ def privacy(methods: Methods, epsilon: float) -> Answer:
 
 def cost_of(group: Group, num_sites: int) -> str:
     """Return what a run on nodes would take: sites compute at the same time, at most as long as all took in turns."""
-    total = group.over(traffic_of)
-    by_site = (total.mean if total else 0) / num_sites
+    by_site = _bytes_of(group) / num_sites
     seconds = max(run.info["seconds"] for run in group.runs) + by_site / _BYTES_PER_SECOND
     return f"{by_site / MEGABYTE:,.1f} MB and at most {seconds / 60:.1f} minutes a site, at 10 Mbit/s"
 
 
+def validated(run: Run) -> float:
+    """Return the validation accuracy by which alone anything is chosen: after a last phase, but for private runs."""
+    return run.last("accuracy_last_phase_validation_mean") or run.last("accuracy_validation_mean") or 0.0
+
+
 def validation_of(group: Group) -> float:
-    """Return the mean validation accuracy, by which alone anything is chosen."""
-    found = group.last("accuracy_validation_mean")
-    return found.mean if found else 0.0
+    return fmean(map(validated, group.runs))
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     its own. Labels are unique: the system, the settings in which groups of that system differ (``target-rate 0.3``),
     the run's flaw, if it has one, and the seed or the folder if two groups still have the same label.
     """
-    seeds = Counter((_identity(run), run.seed) for run in runs)
+    seeds = Counter((_identity(run), run.seed) for run in runs if not run.flaw)
     members: dict[object, list[Run]] = defaultdict(list)
     for run in runs:
         is_alone = run.flaw or seeds[_identity(run), run.seed] > 1
@@ -85,7 +85,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     settings = [_settings(group[0], [peer[0] for peer in groups]) for group in groups]
     labels = [_label(group[0], values) for group, values in zip(groups, settings, strict=True)]
     for distinctions in (
-        [f"seed {group[0].seed}" for group in groups],
+        [f"seed {', '.join(str(run.seed) for run in group)}" for group in groups],
         folder_names([group[0].folder for group in groups]),
     ):
         count = Counter(labels)

@@ -128,6 +128,9 @@ def advise(
     names = dataset.owner_names
     notes: list[str] = []
     entries = _entries(settings, len(names), epsilon, notes)
+    decided = {"num-server-rounds", "fraction-train"}.union(*(entry for tried in entries.values() for entry in tried))
+    for key in decided & chosen.keys() - {"plugins"}:
+        raise ConfigError(key, chosen[key], "other keys", which="is what advise decides")
     bench = _Bench({**_COMMON, **settings}, len(names), engine, out, console, {})
     measured = {method: tried[1:2] for method, tried in entries.items()}
     if out.exists() and any(out.iterdir()) and bench.begun("measured") != bench.document(measured, [_SEARCH_SEED], 2):
@@ -147,7 +150,10 @@ def advise(
         notes.append(advice.NO_RATES)
         entries = {method: tried[1:2] for method, tried in entries.items()}
     else:
-        notes.append("learning rates were chosen by validation accuracy, in runs of a quarter and a half of the rounds")
+        notes.append(
+            "learning rates were chosen by validation accuracy after a last local phase (of private methods before it), "
+            "in runs of a quarter and a half of the rounds"
+        )
         quarter = bench.rounds("search1", rounds // 4)
         for rung in (1, 2):
             found = bench.runs(f"search{rung}", entries, [_SEARCH_SEED], rung * quarter)
@@ -192,7 +198,7 @@ def _entries(settings: ValueDict, num_sites: int, epsilon: float, notes: list[st
         of_methods["subfedavg-hy"] = share
         settings.setdefault("model", "auto-bn")  # one network for all methods, the one that Sub-FedAvg (Hy) needs
     entries = {
-        method: [{"system": method, **own, "learning-rate": rate} for rate in _RATES]
+        method: [{"system": method, **own, "last-phase": True, "learning-rate": rate} for rate in _RATES]
         for method, own in of_methods.items()
     }
     if epsilon:
@@ -225,7 +231,7 @@ def _best(found: Mapping[str, list[Run]], entries: Entries, count: int) -> Entri
     """Return of each method so many settings, the best on validation data: a step of successive halving."""
     best: Entries = {}
     for method, runs in found.items():
-        runs.sort(key=lambda run: run.last("accuracy_validation_mean") or 0.0, reverse=True)
+        runs.sort(key=advice.validated, reverse=True)
         rates = [run.config["learning-rate"] for run in runs[:count]]
         best[method] = [entry for entry in entries[method] if entry["learning-rate"] in rates]
     return best

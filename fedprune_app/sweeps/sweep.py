@@ -103,14 +103,15 @@ def study_of(search: Search, num_clients: int, storage: Any) -> Study:
         direction=OBJECTIVES[search.objective],
         load_if_exists=True,
     )
-    identity = [search.settings, search.space, search.seeds, search.sampler, search.objective, num_clients]
+    code = plugins.described(search.settings).items()
+    identity = [search.settings, search.space, search.seeds, search.sampler, search.objective, num_clients, *code]
     text = json.dumps(identity, sort_keys=True, default=str)
     if study.user_attrs.get("asked", text) != text:
         raise ConfigError(
             "--out",
             ...,
             f"{study.user_attrs['asked']}, or a new folder",
-            which=f"has a search {study.study_name!r} that began with other settings or clients",
+            which=f"has a search {study.study_name!r} that began with other settings, clients or plug-ins",
         )
     study.set_user_attr("asked", text)
     return study

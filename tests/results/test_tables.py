@@ -126,6 +126,12 @@ def test_the_same_seed_twice_is_not_two_seeds():
     ]
 
 
+def test_a_run_that_was_killed_and_made_again_leaves_its_seeds_together():
+    runs = [run(seed=0), run(name="killed", seed=1, status="interrupted"), run(name="again", seed=1), run(seed=2)]
+    assert [(group.label, len(group.runs)) for group in group_runs(runs)] == [("a", 3), ("a (interrupted)", 1)]
+    assert labels(run(name="one"), run(name="two"), run(seed=1), run(seed=2))[-1] == "a · seed 1, 2"
+
+
 def test_a_number_that_one_seed_lacks_is_not_measured():
     assert Statistic.of([0.5, None]) is None
     assert Statistic.of([]) is None

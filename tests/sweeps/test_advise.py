@@ -11,6 +11,8 @@ from PIL import Image
 
 from fedprune_app.data import splits
 from fedprune_app.preflight.own_data import settings_of
+from fedprune_app.results.advice import validated
+from fedprune_app.results.reader import load_run
 from tests.refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
@@ -67,12 +69,25 @@ def test_with_too_few_minutes_the_rounds_measured_are_kept_for_a_second_call_on_
     assert "advice', which holds advice on other data, or on these before a change, allowed: a new folder\n" in said
 
 
+@pytest.mark.parametrize("setting", ["learning-rate=0.1", "density=0.2", "fraction-train=0.5", "num-server-rounds=7"])
+def test_what_advise_decides_is_no_setting_of_all_runs(fedprune, clinics, setting):
+    columns = ("owner-column=clinic", "label-column=outcome")
+    code, said = fedprune("advise", clinics, *columns, setting, "--minutes", "0", "-o", "advice")
+    key, value = setting.split("=")
+    assert code == 2
+    assert said.endswith(f"error: {key} is {value}, which is what advise decides, allowed: other keys\n")
+
+
 def test_only_the_runs_of_a_plug_in_need_it(fedprune, clinics, tmp_path):
     fedprune("advise", clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0", "-o", "advice")
     runs = [json.loads(path.read_text()) for path in (tmp_path / "advice" / "measured").glob("*/run.json")]
     assert {run["config"]["system"]: run["config"]["plugins"].rpartition("/")[2] for run in runs} == {
         "standalone": "", "fedavg": "", "fedavg-ft": "", "dispfl": "", "feddst": "feddst.py",
     }  # fmt: skip
+    # whatever a method validates in its rounds, its learning rate is chosen by what is compared: own models
+    for path in (tmp_path / "advice" / "measured").glob("*/rounds.jsonl"):
+        last = json.loads(path.read_text().splitlines()[-1])
+        assert validated(load_run(path.parent)) == last["accuracy_last_phase_validation_mean"] > 0
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from fedprune_app.engine.store import exclusive
 from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps import sweep as searching
 from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
+from fedprune_app.plugins import loading
 from fedprune_app.sweeps.sweep import best_matrix, effective
 from tests.refusing import refuses
 
@@ -127,10 +128,27 @@ def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_search_does_not_go_on_with_other_settings(tmp_path):
     fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
-    with refuses("out", which="began with other settings or clients"):
+    with refuses("out", which="began with other settings, clients or plug-ins"):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", resume=True, momentum=0.9, **QUICK)
     with refuses("learning-rate", 0.1):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
+
+
+def test_a_search_does_not_go_on_with_another_network_of_the_same_name(tmp_path, no_plugins):
+    file, text = tmp_path / "mine.py", "from torch import nn\ndef net(shape, n): return nn.Sequential(nn.Flatten(), nn.Linear(64, n))"
+    common = {**DOCUMENT["common"], "model": f"{file}:net"}
+    file.write_text(text)
+
+    def search(trials, **more):
+        document = {**DOCUMENT, "common": common, "search": {**DOCUMENT["search"], "trials": trials}}
+        return fedprune_app.sweep(document, out=tmp_path / "s", **QUICK, **more)
+
+    search(1)
+    assert len(search(2, resume=True)) == 2
+    file.write_text(text.replace("nn.Linear(64, n)", "nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, n)"))
+    loading._files.clear()  # as another process has it
+    with refuses("out", which="began with other settings, clients or plug-ins"):
+        search(3, resume=True)
 
 
 @pytest.mark.full
@@ -141,7 +159,7 @@ def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
 
     search(1, clients=2)
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
-    with refuses("out", which="began with other settings or clients"):
+    with refuses("out", which="began with other settings, clients or plug-ins"):
         search(2, clients=3, resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
     runs = search(2, resume=True)
