@@ -535,8 +535,8 @@ OF_AGAIN = (
 OF_PAPER = dict.fromkeys("bcuv", "Dis-PFL, Table 1") | {"f": "Dis-PFL, Tables 1 and 3"}
 AGAIN_TUNED = tuple(
     Claim(
-        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew, after a last phase: {text}", TUNED_AGAIN, better, worse,
-        seeds=5, first_seed=21, margin=margin, measure="last_phase", known=known,
+        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew, after a last phase: {text}", TUNED_AGAIN,
+        better, worse, seeds=5, first_seed=21, margin=margin, measure="last_phase", known=known,
     )
     for letter, text, better, worse, margin, known in OF_AGAIN
 )  # fmt: skip

@@ -267,6 +267,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
 def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
     from fedprune_app.exports.formats import machine
     from fedprune_app.exports.language import export_gguf
+    from fedprune_app.models.gguf_keys import import_gguf
 
     with console.status(Text(f"writing {output}")):
         costs = export_gguf(folder, output, type, force=force)
@@ -281,7 +282,10 @@ def _export_gguf(folder: Path, output: Path, type: str, force: bool) -> None:
     loaded = f'AutoModelForCausalLM.from_pretrained("{output.parent}", gguf_file="{output.name}")'
     ollama = f"echo FROM {output.resolve()} > Modelfile && ollama create {output.stem} -f Modelfile"
     here = f'fedprune predict {output} "Once upon a time"'
-    print_rows((("llama.cpp", f"llama-cli -m {output}"), ("Ollama", ollama), ("transformers", loaded), ("here", here)))
+    ways = {"llama.cpp": f"llama-cli -m {output}", "Ollama": ollama, "transformers": loaded, "here": here}
+    if any(tensor.name == "rope_freqs.weight" for tensor in import_gguf().GGUFReader(output).tensors):
+        del ways["transformers"]  # which reads no scaled positions
+    print_rows(ways.items())
     echo(f": {output.resolve()}", "exported", "green")
 
 

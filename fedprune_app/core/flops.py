@@ -54,7 +54,7 @@ def _counted_kernels() -> Iterator[None]:
     """Compute by kernels that the counter knows: fused ones of attention and of recurrent layers have no entry."""
     fused = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
     torch.backends.mha.set_fastpath_enabled(False)
-    torch.backends.mkldnn.enabled = False  # its context manager warns of what it restores
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # its context manager warns of what it restores
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield

@@ -122,6 +122,8 @@ class _Layout:
         heads = config.num_attention_heads
         self.heads = {"q_proj": heads, "k_proj": getattr(config, "num_key_value_heads", None) or heads}
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        if architecture == "qwen2" and heads * self.head_dim != config.hidden_size:
+            raise self._refused("with heads that were cut: llama.cpp reads Qwen 2 with all of its heads")
 
     def _refused(self, reason: str) -> ValueError:
         return self.model.checkpoint.refused(f"of which no GGUF file can be made, {reason}")

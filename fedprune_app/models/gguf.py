@@ -4,6 +4,7 @@ from contextlib import redirect_stderr
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def folder_of_gguf(path: Path) -> Path:
 
 @lru_cache(maxsize=8)  # the file and its copy are read once per process, not for every message of a run
 def _converted_folder(path: Path, changed: int) -> Path:
-    folder = cache_folder() / f"gguf-keys-{sha256_of(path)[:16]}"
+    folder = cache_folder() / f"gguf-whole-{sha256_of(path)[:16]}"
     return cached_model(folder, f"reads {str(path)!r}", lambda new_folder: _convert(path, new_folder))
 
 
@@ -53,6 +54,27 @@ def _convert_in(alone: Path, path: Path, folder: Path) -> None:
             f"model {str(path)!r} cannot be read ({one_line(error)[:200]}), allowed: a whole GGUF file of a language "
             "model that transformers knows, with its tokenizer"
         ) from None
+    if lost := _left_out(path, model):
+        raise ValueError(
+            f"model {str(path)!r} has {lost}, which transformers leaves out, allowed: the folder of the model that the "
+            "file was made of"
+        )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_keys(path, folder / KEYS)
+
+
+def _left_out(path: Path, model: Any) -> str:
+    """Return what of the file the model has not: without it the model computes something else."""
+    reader, head = import_gguf().GGUFReader(path), "output.weight"  # a file may repeat tied embeddings as the head
+    scalings = [name for name, field in reader.fields.items() if name.endswith("rope.scaling.type")]
+    for name in scalings:
+        if reader.fields[name].contents() != "none" and model.config.rope_parameters["rope_type"] == "default":
+            return str(name)
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    taken = sum(parameter.numel() for parameter in model.parameters())
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        taken -= sizes.get(head, 0)
+    there = sum(sizes.values()) - sizes.get(head, 0)
+    extra = [name for name in sizes if name.startswith("rope_") or name.endswith(".bias")]
+    return f"{there - taken:,} numbers more, such as {extra[:3]}" if there > taken else ""

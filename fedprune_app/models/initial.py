@@ -48,7 +48,7 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     try:
         groups = tuple(_chain_groups(model) if is_chain else _traced_groups(model, image_shape)) if has_norm else ()
     except IndexError:  # torch-pruning's, for layers that it does not know
-        raise ValueError("torch-pruning cannot follow the model's channels, allowed: convolutions that it can") from None
+        raise ValueError("torch-pruning cannot follow the model's channels, allowed: layers that it can") from None
     if not groups:
         raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
     draw = generator(0, "cut")

@@ -315,9 +315,8 @@ class LanguageModel:
         num_sequences = max(1, _LOGITS // (self._vocabulary * tokens.shape[1]))
         for ids, state in zip(torch.split(tokens, num_sequences), torch.split(hidden, num_sequences), strict=True):
             logits = self._logits(ids, state)
-            token_losses = F.cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), ids[:, 1:].to(self.device), reduction="none"
-            )  # (sequences, length - 1)
+            logits, targets = logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten().to(self.device)
+            token_losses = F.cross_entropy(logits, targets, reduction="none").view(len(ids), -1)
             losses += token_losses.double().mean(1).tolist()
         return losses
 

@@ -100,10 +100,14 @@ def load_packed(folder: Path | str) -> Any:
     if not folder.is_dir():  # transformers would treat it as a name on the hub
         raise ValueError(f"packed model {str(folder)!r}: there is no such folder")
     try:
-        config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
+        transformers = import_transformers()
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         tensors = {name: tensor for part in _parts(folder) for name, tensor in part.tensors.items()}
         dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-        return fill(skeleton(config, dtype), tensors)
+        model = fill(skeleton(config, dtype), tensors)
+        if (folder / "generation_config.json").is_file():  # where an instruct model ends its turn
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        return model
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
 

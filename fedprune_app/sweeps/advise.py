@@ -151,8 +151,8 @@ def advise(
         entries = {method: tried[1:2] for method, tried in entries.items()}
     else:
         notes.append(
-            "learning rates were chosen by validation accuracy after a last local phase (of private methods before it), "
-            "in runs of a quarter and a half of the rounds"
+            "learning rates were chosen by validation accuracy, of open methods after a last local phase, in runs of a "
+            "quarter and a half of the rounds"
         )
         quarter = bench.rounds("search1", rounds // 4)
         for rung in (1, 2):

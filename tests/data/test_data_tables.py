@@ -267,7 +267,6 @@ def test_a_file_of_tests_with_groups_is_refused_where_single_examples_are_protec
     assert splits.part_sizes(replace(config, by_group=True), 0, 1)["test"] > 0
 
 
-
 def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
     for part, count, seed, names in (("train", 300, 0, "ac"), ("test", 90, 1, "abc")):
         rows = patients(count, seed)

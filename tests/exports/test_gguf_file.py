@@ -167,6 +167,8 @@ def test_what_a_gguf_file_does_not_hold_is_refused_by_name(tmp_path):
     refuse(tmp_path / "yarn", "rope_type 'yarn', allowed: default, linear, llama3")
     tiny(tmp_path / "qwen2", "qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     refuse(tmp_path / "qwen2", "rope_type 'linear', allowed: default")
+    tiny(tmp_path / "cut", "qwen2", num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    refuse(tmp_path / "cut", "with heads that were cut: llama.cpp reads Qwen 2 with all of its heads")
     refuse(tiny_byte_model(tmp_path / "narrow", "llama"), r"'model.embed_tokens.weight' has rows of 16 weights", "Q4_0")
     refuse(tmp_path / "narrow", "--type is 'Q3_K', allowed: F32, F16", "Q3_K")
     file = tmp_path / "narrow" / "tokenizer.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,32 @@ def refusal(path) -> str:
         resolve_checkpoint(str(path), download=False)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_what_transformers_leaves_out_of_a_file_is_refused(tmp_path):
+    """Positions of LLaMA 3.1 and later are scaled by a tensor, others by a key: without them it is another network."""
+    file = write_gguf(tmp_path / "tiny.gguf", gguf_model())
+    assert resolve_checkpoint(str(file), download=False).is_dir()
+    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "waves.gguf", "llama")
+    scaled = gguf.GGUFWriter(tmp_path / "scaled.gguf", "llama")
+    for each in (writer, scaled):
+        for name, field in reader.fields.items():
+            if not name.startswith("GGUF.") and name != "general.architecture":
+                each.add_key_value(name, field.contents(), field.types[0], field.types[-1])
+        for tensor in reader.tensors:
+            each.add_tensor(tensor.name, tensor.data)
+    writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+    scaled.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    for each in (writer, scaled):
+        each.write_header_to_file()
+        each.write_kv_data_to_file()
+        each.write_tensors_to_file()
+        each.close()
+    for name, lost in {"waves": "4 numbers more, such as .'rope_freqs", "scaled": "llama.rope.scaling.type"}.items():
+        told = rf"{name}.gguf' has {lost}.*, which transformers leaves out, allowed: "
+        with pytest.raises(ValueError, match=told) as said:
+            resolve_checkpoint(str(tmp_path / f"{name}.gguf"), download=False)
+        assert "\n" not in str(said.value)
 
 
 def test_what_is_no_model_is_refused_in_one_line(tmp_path, cache):

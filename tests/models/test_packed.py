@@ -35,6 +35,14 @@ def test_a_checkpoint_whose_weights_are_zeros_is_packed(tmp_path):
     )
 
 
+def test_a_packed_model_ends_its_turns_where_the_checkpoint_does(tmp_path):
+    dense = tiny_checkpoint(tmp_path / "dense", "llama")
+    (tmp_path / "dense" / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    model = LanguageModel(dense)
+    write_packed(model, half_of(model), tmp_path / "packed")
+    assert load_packed(tmp_path / "packed").generation_config.eos_token_id == [3, 7]
+
+
 def test_a_damaged_packed_model_is_refused(tmp_path):
     model = LanguageModel(tiny_checkpoint(tmp_path / "dense", "llama"))
     write_packed(model, half_of(model), tmp_path / "packed")

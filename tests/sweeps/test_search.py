@@ -14,10 +14,10 @@ import yaml
 import fedprune_app
 from fedprune_app.config import read_toml
 from fedprune_app.engine.store import exclusive
+from fedprune_app.plugins import loading
 from fedprune_app.preflight.inputs import RunInputs
 from fedprune_app.sweeps import sweep as searching
 from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
-from fedprune_app.plugins import loading
 from fedprune_app.sweeps.sweep import best_matrix, effective
 from tests.refusing import refuses
 
@@ -135,7 +135,8 @@ def test_a_search_does_not_go_on_with_other_settings(tmp_path):
 
 
 def test_a_search_does_not_go_on_with_another_network_of_the_same_name(tmp_path, no_plugins):
-    file, text = tmp_path / "mine.py", "from torch import nn\ndef net(shape, n): return nn.Sequential(nn.Flatten(), nn.Linear(64, n))"
+    file, network = tmp_path / "mine.py", "nn.Sequential(nn.Flatten(), nn.Linear(64, n))"
+    text = f"from torch import nn\ndef net(shape, n): return {network}"
     common = {**DOCUMENT["common"], "model": f"{file}:net"}
     file.write_text(text)
 
