@@ -140,7 +140,7 @@ class Pack:
             return "the audit is of other settings"
         if self.audit.get("run") not in (None, self.run.info["final_sha256"]):
             return "the audit is of another run"
-        if self.audit["bound"] > self.epsilon(self.config.dp.delta):
+        if self.ledgers and self.audit["bound"] > self.epsilon(self.config.dp.delta):
             return "the audit found more than the ledgers have spent"
         return "" if self.audit["holds"] else "the audit found that the ledger is wrong"
 

@@ -67,10 +67,10 @@ def _convert_in(alone: Path, path: Path, folder: Path) -> None:
 def _left_out(path: Path, model: Any) -> str:
     """Return what of the file the model has not: without it the model computes something else."""
     reader, head = import_gguf().GGUFReader(path), "output.weight"  # a file may repeat tied embeddings as the head
-    scalings = [name for name, field in reader.fields.items() if name.endswith("rope.scaling.type")]
-    for name in scalings:
-        if reader.fields[name].contents() != "none" and model.config.rope_parameters["rope_type"] == "default":
-            return str(name)
+    if getattr(model.config, "rope_parameters", {}).get("rope_type", "default") == "default":
+        for name, field in reader.fields.items():
+            if name.endswith("rope.scaling.type") and field.contents() != "none":
+                return str(name)
     sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     taken = sum(parameter.numel() for parameter in model.parameters())
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
