@@ -475,6 +475,7 @@ def test_lg_fedavg_has_no_global_model_once_clients_keep_their_lower_layers(fini
     assert exported(run, trained(run)[0], tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch_norm", ["averaged", "local"])
 def test_a_fine_tuned_model_is_the_one_that_was_tested(tmp_path, batch_norm):
     quick = {"num_server_rounds": 2, "fraction_train": 0.5, "engine": "inprocess", "progress": False}

@@ -88,6 +88,7 @@ def test_a_client_that_is_lost_between_the_sums_stops_the_run_which_resumes_to_t
     assert resumed.sha256 == federate("plain", **PRUNING).sha256
 
 
+@pytest.mark.full
 def test_a_private_run_ends_with_the_same_model_with_secure_sums_and_without(federate):
     private = {"dp.enabled": True, "dp.noise_multiplier": 1.0, "subfedavg.gate_split": "none", "model": "cnn-gn"}
     secure = federate("secure", secure_sums=True, **ONE_ROUND, **private)
@@ -96,6 +97,7 @@ def test_a_private_run_ends_with_the_same_model_with_secure_sums_and_without(fed
     assert [row["epsilon"] for row in secure.clients] == [row["epsilon"] for row in plain.clients]
 
 
+@pytest.mark.full
 def test_masks_that_stay_the_same_can_be_summed_with_other_clients(federate):
     """With one local epoch no mask changes, and each round has four other clients."""
     settings = {**PRUNING, "local_epochs": 1, "num_server_rounds": 3, "fraction_train": 0.7}
@@ -105,6 +107,7 @@ def test_masks_that_stay_the_same_can_be_summed_with_other_clients(federate):
     assert trained[0] != trained[1] or trained[1] != trained[2]
 
 
+@pytest.mark.full
 def test_values_are_sent_where_enough_clients_keep_a_weight_and_nowhere_else(federate):
     """What the clients add up is as long as the weights are many that three keep."""
     kept, chosen, sizes = {}, {}, set()
@@ -135,6 +138,7 @@ def test_values_are_sent_where_enough_clients_keep_a_weight_and_nowhere_else(fed
     assert totals != {(round, payloads[0].num_elements()) for round in (1, 2)}
 
 
+@pytest.mark.full
 def test_a_last_phase_sums_masks_alone(federate):
     """Its updates are discarded, so nobody's weights have to be sent."""
     sizes = []

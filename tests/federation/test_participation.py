@@ -86,6 +86,7 @@ class LosesANode(InProcessGrid):
         return nodes if self.looks in (1, 2, 5) else [node for node in nodes if node != derive_seed(1, "node-id")]
 
 
+@pytest.mark.full
 def test_a_node_without_heartbeat_is_not_drawn_and_named_when_it_goes_and_is_back(tmp_path):
     values = {**SMALL, "system": "fedavg", "num-server-rounds": 4, "fraction-train": 1.0, "min-replies": 2}
     run = run_with(values, tmp_path / "run", LosesANode, clients=3)

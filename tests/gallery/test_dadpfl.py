@@ -98,6 +98,7 @@ def test_all_clients_train_in_a_phase_after_the_last_round(tmp_path):
     assert None not in after
 
 
+@pytest.mark.full
 def test_models_become_sparser_when_they_hardly_move_and_not_below_the_least_density(tmp_path):
     settings = {"density": 0.8, "dispfl__topology": "full", "num_server_rounds": 8, "dadpfl__least_density": 0.3}
     rounds = small.run(tmp_path, "dadpfl", dadpfl__threshold=10.0, **settings).rounds

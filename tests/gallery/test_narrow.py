@@ -23,6 +23,7 @@ def test_it_is_the_papers_algorithm(tmp_path, system):
     assert small.close(small.global_model(finished), expected)
 
 
+@pytest.mark.full
 @BOTH
 def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
     """Its accuracy is that of the network by hand, with the Scaler, on its own test data."""

@@ -41,6 +41,7 @@ def test_it_is_trained_once_and_predicts_what_it_read(cache):
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+@pytest.mark.full
 def test_a_training_that_was_killed_goes_on_from_its_checkpoint_to_the_same_bits(cache, tmp_path, monkeypatch):
     class Killed(BaseException):
         pass

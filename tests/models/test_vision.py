@@ -208,6 +208,7 @@ def test_a_deep_network_takes_small_images_of_every_size(name, side):
     assert model(torch.zeros(2, 3, side, side)).shape == (2, 10)
 
 
+@pytest.mark.full
 def test_a_process_that_imports_nothing_else_can_build_resnet18():
     """torchvision does not load by itself next to a torch for the CPU alone."""
     code = "from fedprune_app.models.vision import architecture; architecture('resnet18-gn', (3, 32, 32), 10)"

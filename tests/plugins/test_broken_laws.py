@@ -188,6 +188,7 @@ def test_a_client_that_remembers_something_beside_its_state_ends_the_laws(tmp_pa
         check_system("broken", plugins=path)
 
 
+@pytest.mark.full
 def test_a_new_plugin_is_that_of_the_page_and_keeps_the_laws(fedprune, tmp_path):
     assert fedprune("new", "my-prune")[0] == 0
     folder = tmp_path / "my-prune"
@@ -202,6 +203,7 @@ def test_a_new_plugin_is_that_of_the_page_and_keeps_the_laws(fedprune, tmp_path)
     assert fedprune("new", "../elsewhere")[0] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", ["train", "send"])
 def test_a_system_that_asks_those_that_are_held_out_ends_the_laws(tmp_path, hook):
     ask = {

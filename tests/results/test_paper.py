@@ -39,6 +39,7 @@ def test_a_figure_without_spread_says_why(fedprune, make_run):
     assert note not in fedprune("figure", *folders, "accuracy-by-round", "-o", "two.svg")[1]
 
 
+@pytest.mark.full
 def test_every_figure_of_lines_can_be_drawn_in_each_of_its_views(groups, make_run):
     private = make_run("private", rounds=3, noise=1.0, config={"dp.enabled": True, "dp.epsilon-budget": 5.0})
     groups = [*groups, *group_runs([load_run(private)])]

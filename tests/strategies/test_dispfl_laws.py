@@ -427,6 +427,7 @@ def test_dittos_global_model_is_fedavgs_whatever_becomes_of_the_personal_ones(fe
     assert len(personal) == 3
 
 
+@pytest.mark.full
 def test_dittos_personal_models_are_pulled_into_the_global_one(federation):
     """With λ = 1 / η each step ends where the model that was received is."""
     run = federation(system="ditto", ditto_pull=20.0, learning_rate=0.05, **QUICK)

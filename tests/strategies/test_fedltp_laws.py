@@ -47,6 +47,7 @@ def trained_in(run, round):
 # --- sub-models -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_clients_of_a_round_have_different_sub_models_and_keep_the_one_they_drew(federation):
     run = federation(system="fedltp", clients=6, num_server_rounds=6, **QUICK, **ITERATIVE)
     kept: dict[int, int] = {}
@@ -75,6 +76,7 @@ def test_all_clients_train_once_more_where_there_are_fewer_sub_models(federation
     assert sum(row["accuracy_last_phase"] is not None for row in run.clients) == 6
 
 
+@pytest.mark.full
 def test_a_run_with_a_last_phase_goes_on_as_if_it_had_none(federation):
     """Whom the last phase gives a sub-model draws again when the run goes on."""
     more = {**QUICK, **ITERATIVE, "fedltp_validators": "none", "fraction_train": 0.34, "last_phase": True}
@@ -117,6 +119,7 @@ def test_a_coordinate_is_the_mean_of_those_who_have_it_and_stays_where_nobody_ha
     assert alone > 0
 
 
+@pytest.mark.full
 def test_line_9_as_printed_divides_by_all_participants_and_is_the_same_where_all_have_the_ticket(federation):
     quick = {"system": "fedltp", "clients": 6, "num_server_rounds": 2, "fedltp_validators": "none", **QUICK}
     run = federation(**quick, **ITERATIVE, fedltp_average="participants")

@@ -133,6 +133,7 @@ def test_a_reply_with_more_or_less_than_asked_for_is_left_out(federate, extra):
 # --- where it is another system -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_with_all_layers_it_is_fedavg_of_clients_that_count_alike(federation):
     """72 digits each: FedAvg's weights are equal. Nothing is pruned where nothing is left."""
     fedavg = federation(system="fedavg", **{k: v for k, v in GN.items() if k not in ("system", "density")})
