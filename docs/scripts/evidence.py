@@ -495,7 +495,7 @@ COLUMNS_OF_SETTINGS = {
     "megabytes_up": ("MB up", 1), "teraflops": ("FLOPs, 10¹²", 1),
 }  # fmt: skip
 """The title of a measure in a table, and its decimal digits."""
-FINE_TUNED = ("fedavg-ft", "dpsgd-ft")
+FINE_TUNED = ("fedavg-ft", "dpsgd-ft", "lpft")
 """The systems whose clients fine-tune when they are tested, which the run does not count."""
 COSTS = ("megabytes_up", "busiest_megabytes_per_round", "teraflops", "personal")
 
