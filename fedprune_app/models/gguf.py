@@ -67,7 +67,8 @@ def _convert_in(alone: Path, path: Path, folder: Path) -> None:
 def _left_out(path: Path, model: Any) -> str:
     """Return what of the file the model has not: without it the model computes something else."""
     reader, head = import_gguf().GGUFReader(path), "output.weight"  # a file may repeat tied embeddings as the head
-    if getattr(model.config, "rope_parameters", {}).get("rope_type", "default") == "default":
+    rope = getattr(model.config, "rope_parameters", None) or {}  # None where a model has no rotary positions
+    if rope.get("rope_type", "default") == "default":
         for name, field in reader.fields.items():
             if name.endswith("rope.scaling.type") and field.contents() != "none":
                 return str(name)

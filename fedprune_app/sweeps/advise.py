@@ -128,9 +128,10 @@ def advise(
     names = dataset.owner_names
     notes: list[str] = []
     entries = _entries(settings, len(names), epsilon, notes)
-    decided = {"num-server-rounds", "fraction-train"}.union(*(entry for tried in entries.values() for entry in tried))
-    for key in decided & chosen.keys() - {"plugins"}:
-        raise ConfigError(key, chosen[key], "other keys", which="is what advise decides")
+    decided = {"num-server-rounds"}.union(*(entry for tried in entries.values() for entry in tried)) - {"plugins"}
+    for key in chosen:
+        if key in decided:
+            raise ConfigError(key, chosen[key], "other keys", which="is what advise decides")
     bench = _Bench({**_COMMON, **settings}, len(names), engine, out, console, {})
     measured = {method: tried[1:2] for method, tried in entries.items()}
     if out.exists() and any(out.iterdir()) and bench.begun("measured") != bench.document(measured, [_SEARCH_SEED], 2):

@@ -387,8 +387,9 @@ def test_tuned_settings_are_those_of_the_best_trials(folder, matrix):
         elif name == "fedavg-ft":
             name = of_share[asked["fraction-train"]]
         trials = evidence.read_rows(evidence.ROOT / "docs" / "data" / "searches" / f"{name}.csv")
-        assert len(trials) >= 8
-        assert {trial["state"] for trial in trials} == {"complete"}
+        wider = len(trials) - 8 if matrix == "again" else 0  # two more where the best was at an edge
+        assert wider >= 0
+        assert [trial["state"] for trial in trials] == ["complete"] * (8 + wider)
         objective = next(key for key in trials[0] if key.startswith("accuracy"))
         full = max(int(trial.get("num-server-rounds", 0)) for trial in trials)  # by successive halving
         finished = [trial for trial in trials if int(trial.get("num-server-rounds", 0)) == full]
