@@ -276,6 +276,7 @@ def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
     assert (20, 10, 5, 5) not in sizes
 
 
+@pytest.mark.full
 def test_a_network_that_torch_cannot_convert_is_refused_in_one_line():
     class Branches(torch.nn.Linear):
         def forward(self, images):

@@ -72,7 +72,8 @@ def test_clients_that_are_lost_after_their_values_came_change_nothing(federate, 
     assert secure.sha256 == federate("plain", **ONE_ROUND).sha256
 
 
-@pytest.mark.parametrize("stage", in_test(["keys", "shares", "input"], "input"))
+@pytest.mark.full
+@pytest.mark.parametrize("stage", ["keys", "shares", "input"])
 def test_a_client_that_is_lost_between_the_sums_stops_the_run_which_resumes_to_the_same_model(
     federate, tmp_path, stage
 ):

@@ -398,8 +398,8 @@ def check_training(seed: int) -> str:
 @pytest.mark.parametrize(
     ("first", "last"),
     [
-        (0, 8),
-        pytest.param(8, 30, marks=pytest.mark.full),
+        (0, 3),
+        pytest.param(3, 30, marks=pytest.mark.full),
         *(pytest.param(first, first + 30, marks=pytest.mark.slow) for first in range(30, 390, 30)),
     ],
 )

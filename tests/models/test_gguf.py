@@ -136,6 +136,7 @@ def test_its_path_begins_at_the_current_folder(tmp_path, monkeypatch):
     assert OPTIONS["model"].from_here(DEFAULTS["model"]) == "auto"
 
 
+@pytest.mark.full
 def test_a_run_prunes_it(fedprune, tmp_path):
     write_gguf(tmp_path / "tiny.gguf", gguf_model())
     text_folder(tmp_path / "texts")

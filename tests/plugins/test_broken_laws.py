@@ -256,6 +256,7 @@ def test_a_client_whose_model_is_not_as_sparse_as_its_masks_say_is_an_error(fedp
     assert re.search(r"Half\.masks\(\) says that weights of '.*' are pruned, and personal_model\(\) has others", said)
 
 
+@pytest.mark.full
 def test_a_client_that_changes_a_private_one_has_to_say_whether_it_is_private(fedprune, tmp_path):
     write(tmp_path / "untrue.py", UNTRUE)
     code, said = fedprune("run", "--plugin", "untrue.py", "system=own", *PRIVATELY, *QUICK, "--out", "run")

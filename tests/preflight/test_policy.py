@@ -331,6 +331,7 @@ def test_the_numbers_of_a_private_node_do_not_count_rows_that_a_run_makes_equal(
     assert told[0] == told[1] == [392, 317, 198, 79, 4]
 
 
+@pytest.mark.full
 def test_the_numbers_of_a_private_node_do_not_count_the_rows_of_a_patient(introduced, tmp_path):
     """A patient has one row in one world, and 150 in the other, in which these rows are in the test table too."""
     told = []
@@ -349,6 +350,7 @@ def test_the_numbers_of_a_private_node_do_not_count_the_rows_of_a_patient(introd
     assert told[0] == told[1] == [41, 33, 21, 8, 1]
 
 
+@pytest.mark.full
 def test_the_numbers_of_a_private_node_do_not_count_images_that_a_run_makes_equal(introduced, tmp_path):
     """Of 2 x 2 pixels a face is one of 31 equal images, and a blank is another one."""
     face = np.zeros((8, 8), np.uint8)

@@ -138,10 +138,8 @@ SYSTEMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "system",
-    [name if name == "fedavg" else pytest.param(name, marks=pytest.mark.full) for name in SYSTEMS],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_the_bound_is_near_the_claim_and_noise_at_half_of_what_is_charged_is_found(system):
     asked = prepared(2, system=system, **SYSTEMS[system])
     noised, half = (audit(asked, Question(noise_share=share)) for share in (1.0, 0.5))

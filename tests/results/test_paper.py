@@ -79,6 +79,7 @@ def test_the_paragraph_names_the_settings_and_cites_only_what_there_are_referenc
     assert cited == set(references(["fedavg", "subfedavg"]))
 
 
+@pytest.mark.full
 def test_a_paper_has_four_files_and_replaces_none_that_is_there(groups, tmp_path):
     paths = write_paper(groups, tmp_path / "paper")
     assert [path.name for path in paths] == ["table.tex", "protocol.tex", "references.bib", "figure.pdf"]

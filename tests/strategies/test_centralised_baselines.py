@@ -140,6 +140,7 @@ def test_more_global_layers_than_the_model_has_fail_the_run_on_one_line(federati
 # --- MTL ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_without_a_regulariser_mtl_is_standalone(federation):
     mtl = federation(system="mtl", mtl_strength=0.0, **ALL)
     alone = federation(system="standalone", **ALL)

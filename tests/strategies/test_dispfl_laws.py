@@ -436,6 +436,7 @@ def test_dittos_personal_models_are_pulled_into_the_global_one(federation):
         torch.testing.assert_close(weights(run, partition), dict(received[partition].down.tensors))
 
 
+@pytest.mark.full
 def test_fedfomo_keeps_the_model_it_had_when_no_candidate_helps(federation):
     """Training that only harms: everybody ends where it began."""
     run = federation(system="fedfomo", partition="iid", learning_rate=50.0, max_grad_norm=1.0, **QUICK)

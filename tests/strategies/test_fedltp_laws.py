@@ -237,6 +237,7 @@ def test_more_public_images_than_there_are_fail_the_run_on_one_line(federation, 
 # --- validation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_every_score_that_was_answered_is_charged_and_no_other(federation):
     run = federation(system="fedltp", clients=4, num_server_rounds=3, **QUICK, **PRIVATE, dp_second_delta=1e-6)
     for partition in range(4):
@@ -262,6 +263,7 @@ def test_only_the_rounds_clients_are_asked_and_charged_if_so_wished(federation):
     assert [row["validations"] for row in run.rounds] == [2, 2, 2]
 
 
+@pytest.mark.full
 def test_the_best_rounds_model_is_the_final_one_and_the_one_evaluated(federation):
     run = federation(system="fedltp", num_server_rounds=5, learning_rate=0.9, seed=1, **QUICK)
     scores = [row["validation_score"] for row in run.rounds]

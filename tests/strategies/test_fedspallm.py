@@ -274,6 +274,7 @@ def test_later_rounds_send_the_pruned_layer_and_go_on_from_it(run):
     assert result.rounds[1]["density_global"] == pytest.approx(0.5, abs=1e-2)
 
 
+@pytest.mark.full
 def test_layers_nobody_asked_a_client_for_never_travel_and_all_are_pruned(run):
     result = run(fedspallm_layer_shares="0.5", clients=4)
     trained = [m for m in result.wiretap.messages if m.kind == "train"]
@@ -326,6 +327,7 @@ def test_the_papers_formula_knows_the_pattern(run):
         assert result.rounds[-1]["paper_bytes_up"] == pytest.approx(formula(result, share)), settings
 
 
+@pytest.mark.full
 def test_clients_that_only_pass_a_layer_on_are_no_part_of_the_mean_error(run):
     more = {"num_server_rounds": 2, "fedspallm_layer_shares": "0.5", "fedspallm_unsampled": "current"}
     result = run(clients=4, **more)
@@ -506,7 +508,8 @@ def test_a_client_that_lost_its_state_computes_it_again(run, settings, tmp_path)
     assert any("is lost" in note for note in finished.rounds[0]["notes"])
 
 
-@pytest.mark.parametrize("kind", ["sparsegpt", full("wanda"), full("magnitude")])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["sparsegpt", "wanda", "magnitude"])
 def test_every_pruner_runs_and_equal_seeds_give_equal_models(run, kind):
     one = run(fedspallm_pruner=kind)
     two = run(fedspallm_pruner=kind, fresh=True)
@@ -514,6 +517,7 @@ def test_every_pruner_runs_and_equal_seeds_give_equal_models(run, kind):
     assert math.isfinite(one.rounds[-1]["perplexity_global"])
 
 
+@pytest.mark.full
 def test_pruning_by_magnitude_makes_all_clients_agree(run):
     result = run(fedspallm_pruner="magnitude")
     row = result.rounds[-1]
