@@ -61,9 +61,9 @@ class FedCR(FedP3):
         self.experts[reply.client] = Payload(experts)
 
     def end(self, round: Round) -> None:
-        """Replace each class's Gaussian by the product of all clients' experts and N(0, 1)."""
+        """Replace the Gaussian of each class that has experts by the product of these and N(0, 1)."""
         super().end(round)
         experts = [self.experts[client].tensors for client in sorted(self.experts)]
         sums = [torch.stack([tensors[name] for tensors in experts]).sum(0) for name in (PRECISION, WEIGHTED)]
         for name, value in zip((MEAN, STD), product_with_standard_normal(*sums), strict=True):
-            self.model[name] = value.to(self.model[name].dtype)
+            self.model[name] = torch.where(sums[0] > 0, value.to(self.model[name].dtype), self.model[name])

@@ -325,7 +325,10 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
 
 
 def claims_table(*, whole: bool = False) -> str:
-    """Claims with differences and verdicts; the ``whole`` table has more columns, and claims without a run."""
+    """Claims with differences and verdicts.
+
+    The ``whole`` table has more columns, and the claims without a run and of runs that a longer search superseded.
+    """
     more = ["in these seeds", "by seed", "from", "known before"] if whole else []
     interval = ["difference", "95 %"] if whole else ["difference (95 %)"]
     lines = [
@@ -333,7 +336,7 @@ def claims_table(*, whole: bool = False) -> str:
         f"| --- | --- | ---: |{' ---: |' * len(interval)} --- |{' --- |' * len(more)}",
     ]
     strong, tests = left_by_holm()
-    verdicts = []
+    verdicts, superseded = [], 0
     for claim in CLAIMS:
         apart, of_these = compared(claim), compared(claim, of_other_seeds=False)
         said, numbers = verdict(claim, apart), ["–"] * 4
@@ -346,7 +349,8 @@ def claims_table(*, whole: bool = False) -> str:
             numbers = [f"{100 * apart.mean:+.2f}", *intervals, by_seed]
         verdicts.append(said)
         said = f"**{said}**" if claim.name in strong else said
-        if apart is None and not whole:
+        if not whole and (apart is None or claim.data == TUNED_LAST):
+            superseded += apart is not None
             continue
         between = numbers[:2] if whole else [f"{numbers[0]} ({numbers[1]})"]
         cells = [claim.name, claim.text, claim.in_paper, *between, said]
@@ -355,7 +359,9 @@ def claims_table(*, whole: bool = False) -> str:
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
     waiting = sum(said.startswith("open: 0 ") for said in verdicts)
     left = len(CLAIMS) - shown - not_here - waiting
-    runs = f" Without a run yet, and in the file alone: {waiting}." if waiting else ""
+    apart_from = {"without a run yet": waiting, "of an earlier search": superseded}
+    told = [f"{number} {which}" for which, number in apart_from.items() if number]
+    runs = f" In the file alone: {', '.join(told)}." if told else ""
     lines += [
         "",
         f"{shown} claims are shown, {not_here} do not hold here, and {left} are open.{runs} Of the "
@@ -530,8 +536,8 @@ def costs_table(name: str) -> str:
 
 
 RANKED = {
-    "tuned": ((TUNED, TUNED_GALLERY), {"personal": "personal, %", "received": "received, %"}),
-    "again": ((TUNED_AGAIN,), {LAST[0]: "after a last phase, %", "personal": "as its paper ends, %"}),
+    TUNED: ((TUNED, TUNED_GALLERY), {"personal": "personal, %", "received": "received, %"}),
+    TUNED_AGAIN: ((TUNED_AGAIN,), {LAST[0]: "after a last phase, %", "personal": "as its paper ends, %"}),
 }
 """By name of a table: its data files, of which the first has FedAvg-FT, the measure that ranks, and one more."""
 
@@ -740,12 +746,13 @@ def written(text: str) -> str:
             return ranked_table(kind)
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|level|tuned|again|costs [\w-]+|(?:settings|data) [^>]+?", made)
+    return with_tables(text, r"claims|wins|left|level|again|costs [\w-]+|(?:settings|data) [^>]+?", made)
 
 
 def files() -> Iterable[tuple[str, str]]:
     """The tables that are files of docs/data/tables, by their names."""
     yield "claims", claims_table(whole=True)
+    yield TUNED, ranked_table(TUNED)
     for name in (SCARCE, FIVE_HUNDRED):
         yield f"{name}-ahead", passes_table(name)
     yield "fedspallm-claims", texts_table(LANGUAGE)

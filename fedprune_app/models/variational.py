@@ -43,7 +43,6 @@ def product_with_standard_normal(precision: Tensor, weighted: Tensor) -> tuple[T
 
 
 LATENT = 256
-_SHIFT = 5.0  # σ = softplus(output - 5): an untrained encoder has a small σ
 
 
 class Prior(nn.Module):
@@ -85,7 +84,7 @@ class Variational(nn.Sequential):
         for layer in list(self)[:-2]:
             images = layer(images)
         mean, raw = images.chunk(2, dim=1)
-        return mean, F.softplus(raw - _SHIFT)
+        return mean, F.softplus(raw)
 
     def classify(self, codes: Tensor) -> Tensor:
         """Return the logits (..., C) of codes (..., latent)."""

@@ -41,7 +41,7 @@ def encode(w, x):
     for k in ("conv1", "conv2"):
         x = F.max_pool2d(F.relu(F.conv2d(x, w[f"{k}.weight"], w[f"{k}.bias"], padding=1)), 2)
     out = x.flatten(1) @ w["fc1.weight"].T + w["fc1.bias"]
-    return out[:, :LATENT], torch.log1p(torch.exp(out[:, LATENT:] - 5))
+    return out[:, :LATENT], torch.log1p(torch.exp(out[:, LATENT:]))
 
 
 def head(w, z):
@@ -72,9 +72,10 @@ def reference(config, n):
             for name in names:
                 if senders:
                     server[name] = (sum(local[k][name].double() for k in senders) / len(senders)).float()
-        precision = 1 + sum(p for p, _ in products)
-        mean, std = sum(m for _, m in products) / precision, 1 / precision.sqrt()
-        prior = mean.float(), std.float()
+        of_classes = sum(p for p, _ in products)
+        mean, std = sum(m for _, m in products) / (1 + of_classes), 1 / (1 + of_classes).sqrt()
+        seen = of_classes > 0  # a class that nobody of the round has keeps its Gaussian
+        prior = torch.where(seen, mean.float(), prior[0]), torch.where(seen, std.float(), prior[1])
     return server, prior, local
 
 
@@ -158,13 +159,6 @@ def test_a_personal_model_is_tested_by_the_mean_prediction_over_draws(federation
         assert run.rows(message.round)[k]["accuracy_personal"] == pytest.approx(
             right, abs=1.01 / len(split.test_labels)
         )
-
-
-def test_a_run_whose_gradient_has_no_limit_is_refused_unless_there_is_no_divergence(federation):
-    with pytest.raises(TooFewReplies, match=r"max-grad-norm is 0\.0"):
-        federation(**SETTINGS | {"max_grad_norm": 0.0}, fresh=True)
-    run = federation(**SETTINGS | {"max_grad_norm": 0.0, "fedcr_beta": 0.0, "num_server_rounds": 1})
-    assert run.info["status"] == "completed"
 
 
 def test_a_network_without_a_code_is_refused_and_so_is_local_pruning(federation):
