@@ -514,8 +514,9 @@ OF_ALL_CLIENTS = (
     ("u", "Dis-PFL at density 0.5 beats Ditto", DISPFL, {"system": "ditto"}, 0.0, "6c: +1.02"),
     ("v", "Dis-PFL at density 0.5 beats Sub-FedAvg", DISPFL, SUBFEDAVG, 0.0, "6d: +1.30"),
 )
-"""Claims of systems whose clients all train. They are tested with those below when their search has ended."""
+"""Claims of systems whose clients all train in each round."""
 OF_AGAIN = (
+    *OF_ALL_CLIENTS,
     ("e", "LP-FT beats FedAvg-FT", {"system": "lpft"}, FEDAVG_FT, 0.0, "-0.35 (validation)"),
     ("g", "FedRTS at density 0.5 beats FedDST", FEDRTS, FEDDST, 0.0, "+1.7 (validation)"),
     ("h", "FedDST at density 0.5 is at most one point behind FedAvg-FT", FEDDST, FEDAVG_FT, 1.0, "tuned: -1.70"),
