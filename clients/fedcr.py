@@ -4,8 +4,8 @@ Zhang, Li, Zhuo, Lin, ICML 2023, as in the released code: a batch's loss is the 
 the codes, plus β times the mean divergence KL(prior ‖ encoder) from the label's prior, which is not the usual
 direction. In the last epoch the encoders of each class's images are multiplied; the products are sent.
 
-Deviations: the released code ends with a round in which all clients train their heads for ten epochs, and tests the mean
-logits over draws, where this one tests the mean prediction.
+Deviations: the released code ends with a round in which all clients train their heads for ten epochs, and it tests the
+mean logits over draws, where this one tests the mean prediction.
 """
 
 from dataclasses import replace

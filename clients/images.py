@@ -80,16 +80,16 @@ class Images:
         return fields
 
     def properties_to_keep(self) -> ValueDict:
-        """Return the properties that an export of the client's model needs, since the data may change before it.
-
-        They are the normalisation of images and the columns of a table.
-        """
+        """Return the normalisation of images and the columns of a table, which an export needs, and what must stay."""
         features = {"features": list(self.dataset.features)} if self.dataset.features else {}
         drawn = {"parts-drawn": PARTS_DRAWN} if self.data_config.split_secret else {}
-        return {"normalisation": self._normalisation(), **features, **drawn}
+        own = {"data-sha256": self.dataset.content_sha256} if self.context.has_own_data else {}
+        return {"normalisation": self._normalisation(), **features, **drawn, **own}
 
     def check_kept(self, meta: Values) -> None:
-        """Raise ``ValueError`` for a state from a version whose secret drew other parts of the data."""
+        """Raise ``ValueError`` for a state of other data of the node, or of other parts that its secret drew."""
+        if (began_with := meta.get("data-sha256")) and began_with != self.dataset.content_sha256:
+            raise ValueError("the node's own data have changed since the run began, allowed: the same data")
         if self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
             raise ValueError(
                 "the run began with a version that drew other parts of a node's own data, allowed with dp.enabled: a "

@@ -1,7 +1,9 @@
 """LG-FedAvg, the client half: train all layers, send the upper ones.
 
-Liang et al. 2020, Algorithm 1. The paper does not give the number of global layers for these networks; here two, as in
-the released code of FedCR (which shares fc2 and fc3 of its convolutional networks).
+Liang et al. 2020, Algorithm 1. The paper does not give the number of global layers for these networks; the default is
+two, as in the released code of FedCR (which shares fc2 and fc3 of its convolutional networks). Configurations and
+matrices beside Sub-FedAvg have three, whose upload is nearest to Sub-FedAvg's table; of ``cnn5`` that leaves conv1
+local alone.
 
 A client evaluates its own lower layers under the averaged upper ones, as the released code does. Its last local model,
 with its own upper layers, would be FedAvg's after local training.

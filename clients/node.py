@@ -104,7 +104,17 @@ _SPENT = frozenset(
 
 
 # Fields of a message that do not change what is asked.
-_BESIDE_THE_REQUEST = (STAGE, BODY, "round", "state-round", "evaluates", "epsilon-rdp", "partition", "run-key")
+_BESIDE_THE_REQUEST = (
+    STAGE,
+    BODY,
+    "round",
+    "state-round",
+    "evaluates",
+    "epsilon-rdp",
+    "partition",
+    "capacity",
+    "run-key",
+)
 
 
 class Node(NumPyClient):

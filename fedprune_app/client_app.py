@@ -29,12 +29,15 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
     prepare_torch(config)
     fields = wire.fields_of(message.content)
     client_id, num_clients = number_of(context.node_config, fields, config.dataset)
-    run_key = str(fields.get("run-key"))
+    run_key, capacity = str(fields.get("run-key")), check_capacity(context.node_config.get("capacity"))
+    now, then = (client_id, capacity), (fields.get("partition"), fields.get("capacity"))
+    if "state-round" in fields and now != then:  # it is not the registration
+        raise ValueError(f"partition-id and capacity of the node are {now}, allowed: {then}, as the run began")
     place = NodeContext(
         client_id,
         num_clients,
         client_state_folder(config, context.run_id, run_key),
-        check_capacity(context.node_config.get("capacity")),
+        capacity,
         run_key,
         policy,
     )

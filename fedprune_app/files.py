@@ -191,12 +191,12 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def append_lines(path: Path, lines: bytes) -> None:
-    """Append lines to a file; they are on disk when this function returns.
+def append_lines(path: Path, lines: bytes, mode: int = 0o666) -> None:
+    """Append lines to a file, created with ``mode``; they are on disk when this function returns.
 
     After a crash, or on a full disk, at most the last line is incomplete.
     """
-    with _naming(path), appending(path) as file:
+    with _naming(path), appending(path, mode) as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())

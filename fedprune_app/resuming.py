@@ -127,7 +127,7 @@ def _lost_versions(answer: ReceivedReply, asked_versions: list[int]) -> dict[int
         if not (isinstance(versions, list) and isinstance(reasons, list)):
             raise ValueError("it does not say what it has")
         return {int(round): wire.one_line(str(reason)) for round, reason in zip(versions, reasons, strict=True)}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         return dict.fromkeys(asked_versions, f"its state cannot be checked: {wire.one_line(str(error))}")
 
 

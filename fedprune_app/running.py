@@ -235,7 +235,7 @@ class Session(ExitStack):
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
-        if not info and place.superlink:  # the run folder is on the ServerApp's machine
+        if place.superlink and info == earlier_info:  # the run folder is on the ServerApp's machine
             return {"status": "completed", "rounds_completed": config.num_server_rounds}
         if info.get("status") != "completed":
             raise LaunchError(str(info.get("error") or "the run left no run.json"))

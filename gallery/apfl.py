@@ -2,8 +2,8 @@
 
 Deng, Kamani, Mahdavi, "Adaptive Personalized Federated Learning", 2020, Algorithm 1. A client has its version w of the
 common model, which is averaged, its own model v, and its answer ``v̄ = α v + (1 − α) w``. A step on v follows the
-gradient of f(v̄) by v, which is ``α ∇f(v̄)``. With ``apfl.adaptive`` α moves too, once a round as in the released code,
-along its own gradient: ``α ← α − η ⟨v − w, ∇f(v̄)⟩``.
+gradient of f(v̄) by v, which is ``α ∇f(v̄)``. With ``apfl.adaptive`` α moves too, once a round as in the released code
+(without its decay of 0.02 α), along its own gradient: ``α ← α − η ⟨v − w, ∇f(v̄)⟩``.
 
 Deviations: w is trained first and v then, for as many epochs and under the last w, where the paper takes both steps on
 each batch in turn. So v̄ takes ordinary steps of the rate α² η. α stays in [0, 1], the gradient that moves it is that of

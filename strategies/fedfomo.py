@@ -25,8 +25,9 @@ class FedFomo(Relay):
     of highest affinity are sent; with probability ``exploration``, random ones.
 
     As in Dis-PFL's released code the sum is over equation 3's values, negative ones included, and not over the clipped
-    and normalised weights of equation 4: a client whose model did harm ranks below one that was never tried. Every
-    client trains in every round there (``fraction-train`` is 1); only its candidates are sampled.
+    and normalised weights of equation 4: a client whose model did harm ranks below one that was never tried. The code
+    also adds the last values of all candidates again in rounds that do not try them, where here each counts once.
+    Every client trains in every round there (``fraction-train`` is 1); only its candidates are sampled.
     """
 
     paper_formula = "32 bits per parameter, both ways (Dis-PFL's Table 1 charges FedFomo like FedAvg)"

@@ -77,6 +77,8 @@ class Config(CommonOptions):
     def fixed_on_resume(self) -> dict[str, str]:
         """Return the resumable keys that this run's options fix, each with the reason, which may be empty."""
         fixed: dict[str, str] = {}
+        if self.secure_sums and self.last_phase and self.fraction_train < 1:
+            fixed["num-server-rounds"] = "the last phase has summed all clients' updates of the next round's model"
         for table in self.tables:
             fixed = {**table.fixed_on_resume(self), **fixed}
         return fixed

@@ -303,7 +303,7 @@ class Member:
                 )
         make_private_folder(self.journal.parent)
         lines = (f"\n{addend} {names}\n" for addend in state["addends"])  # a line before may lack its end
-        append_lines(self.journal, "".join(lines).encode())
+        append_lines(self.journal, "".join(lines).encode(), 0o600)
         opened = {dealer: held[int(dealer) not in survivors] for dealer, held in state["held"].items()}
         self.state = {"session": state["session"], "stage": OPEN}
         self._save()

@@ -110,8 +110,11 @@ def _summed(
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
-    log, inputs = round.log, list(outgoing)
-    threshold, members = channel_of(round).context.config.secure_sums_threshold, [message.client for message in inputs]
+    log, context = round.log, channel_of(round).context
+    # members refuse to open a sum of other members for the same message: a repeated round has the same ones
+    earlier, key = context.recorder.info.get("sum_members", {}), f"{round.number}: {name}"
+    inputs = [message for message in outgoing if message.client in earlier.get(key, [message.client])]
+    threshold, members = context.config.secure_sums_threshold, [message.client for message in inputs]
     schema = expect(round, members[0])
     if schema.masked and HOLDERS not in into.terms:
         raise ValueError("replies have masks, allowed in a secure sum: none, since one client's weights would be alone")
@@ -135,6 +138,8 @@ def _summed(
         total.num_examples += reply.num_examples
         total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
+    if secure.survivors != members:
+        context.recorder.annotate(sum_members={**earlier, key: secure.survivors})
     for stage in (AGREE, OPEN):
         _ask_members(round, secure, stage)
     words = torch.from_numpy(secure.unmasked().view(np.int64))
@@ -232,14 +237,15 @@ def messages(round: Round, outgoing: Iterable[OutgoingMessage], kind: str) -> It
         fields = {
             **message.fields,
             "round": round.number,
+            "partition": client.id,
             "run-key": context.run_key,
             "state-round": channel.state_rounds.get(client.id, 0),
             "evaluates": round.evaluates,
         }
         if (epsilon := channel.budgets.epsilon_of(client.id)) is not None:
             fields["epsilon-rdp"] = epsilon  # the client's ledger must have at least this ε
-        if client.own_data:
-            fields["partition"] = client.id  # only the server knows it
+        if client.capacity is not None:
+            fields["capacity"] = client.capacity
         content = wire.pack(arrays, fields, message.peer_updates)
         del message
         yield client.id, message_to(client.node_id, content, kind, round.number, context.config.deadline_seconds)

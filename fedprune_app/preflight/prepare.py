@@ -87,7 +87,7 @@ def _prepared_run(inputs: RunInputs, placement: Placement | None) -> Prepared:
         values["resume-from"] = str(inputs.folder)
     if inputs.accept_loss:
         values["accept-loss"] = True
-    if placement and not (placement.is_simulation or inputs.resume):
+    if placement and not (placement.is_simulation or info):
         num_nodes = len(placement.nodes) or int(str(values.get("min-clients", 1)))
         values.setdefault("fraction-train", 1.0 if num_nodes < _FEW_NODES else DEFAULTS["fraction-train"])
     plugins.load(values)

@@ -212,3 +212,18 @@ def test_an_evaluation_that_cannot_be_is_left_out_of_the_means(name, value):
     with pytest.raises(ValueError, match=f"field '{name}' is ") as error:
         read({**honest, name: value})
     assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("versions", [[math.inf], full("all"), full([1, 1])])
+def test_a_client_that_says_anything_of_its_states_has_lost_them(federate, tmp_path, versions):
+    """It keeps nobody from resuming, where a loss is accepted."""
+
+    def query(request, reply, partition):
+        if "states" in wire.fields_of(request.content) and partition == 1:
+            reply.content["fields"]["lost-rounds"] = versions
+        return reply
+
+    federate(system="standalone", clients=3, **SHORT)
+    again = {**SHORT, "num_server_rounds": 2, "resume_from": str(tmp_path / "run"), "accept_loss": True}
+    run = federate(system="standalone", clients=3, app=tampered_app(query=query), **again)
+    assert any("its state cannot be checked" in line for line in run.info["losses"])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fedprune_app.config import ConfigError
-from fedprune_app.engine import simulated_grid
+from fedprune_app.engine import simulated_grid, wire
 from fedprune_app.engine.simulated_grid import InProcessGrid
+from tests.conftest import wrapped_app
 from tests.examples import full
 from tests.refusing import refuses
 
@@ -41,6 +44,20 @@ def test_a_run_goes_on_with_the_capacities_with_which_it_began(federate, monkeyp
         federate(num_server_rounds=2, resume_from=str(tmp_path / "run"), **more)
     monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.4, None]))
     federate(num_server_rounds=2, resume_from=str(tmp_path / "run"), **more)
+
+
+@pytest.mark.parametrize("changed", [{"capacity": 0.9}, full({"partition-id": 0})])
+def test_a_node_that_comes_back_as_another_is_refused(federate, monkeypatch, changed):
+    monkeypatch.setattr(simulated_grid, "InProcessGrid", grid_with([0.4, 0.4]))
+
+    def train(message, context, honest):
+        if wire.fields_of(message.content)["round"] == 2 and context.node_config["partition-id"] == 1:
+            context.node_config |= changed
+        return honest(message, context)
+
+    run = federate(clients=2, system="fedavg", num_server_rounds=2, fraction_train=1.0, app=wrapped_app(train))
+    (reason,) = run.rounds[1]["failure_reasons"]
+    assert re.search(r"partition-id and capacity of the node are .*, allowed: \(1, 0\.4\), as the run began", reason)
 
 
 @pytest.mark.parametrize("capacity", [0, 1.5, full("much"), full(True)])

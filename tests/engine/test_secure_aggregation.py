@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,6 +128,12 @@ def test_below_the_threshold_nothing_is_opened(federation):
     with pytest.raises(TooFewReplies, match="2 shares of client 0 are opened and do not give its secret"):
         federation.server.unmasked()
     assert (federation.server.total == masked_sum).all()
+
+
+def test_nobody_else_reads_into_which_sums_addends_went(federation, tmp_path):
+    federation.up_to(OPEN)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ledgers").iterdir()]
+    assert modes == [0o600] * 5
 
 
 def test_the_secrets_of_a_sum_are_gone_once_it_is_opened(federation, tmp_path):

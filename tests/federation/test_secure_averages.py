@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.secure_aggregation import BODY, INPUT, STAGE
+from fedprune_app.engine.store import VersionedStore
 from tests.conftest import wrapped_app
 from tests.examples import in_test
+from tests.refusing import refuses
 from tests.strategies.test_fedspallm_secure import losing
 
 ONE_ROUND = {"system": "fedavg", "num_server_rounds": 1, "local_epochs": 1, "fraction_train": 1.0}
@@ -32,6 +35,35 @@ def test_an_average_is_opened_by_those_that_are_left_after_it(federate, stage):
     secure = federate("secure", app=losing({stage: {0, 3}}), secure_sums=True, **ONE_ROUND)
     assert secure.sha256 == federate("plain", **ONE_ROUND).sha256
     assert secure.rounds[0]["replies"] == 6
+
+
+def test_a_round_of_which_the_server_lost_the_sum_is_repeated_with_the_same_members(federate, tmp_path, monkeypatch):
+    """They refuse another sum for the same message, though the lost client is well again."""
+    settings = {**ONE_ROUND, "secure_sums": True}
+    whole = federate("whole", app=losing({"input": {1, 4}}), **settings)
+    monkeypatch.setattr(VersionedStore, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        federate(app=losing({"input": {1, 4}}), **settings)
+    monkeypatch.undo()
+    resumed = federate(resume_from=str(tmp_path / "run"), **settings)
+    assert resumed.sha256 == whole.sha256
+
+
+SAVE = VersionedStore.save
+
+
+def full_disk(self, round, *more, **named):
+    """Save the clients' states, and no checkpoint of the server after round 0."""
+    if round and self.folder.name == "checkpoints":
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return SAVE(self, round, *more, **named)
+
+
+def test_what_a_last_phase_has_summed_ends_the_rounds(federate, tmp_path):
+    settings = {**ONE_ROUND, "secure_sums": True, "last_phase": True, "fraction_train": 0.75}
+    federate(**settings)
+    with refuses("num-server-rounds", 2, hint="the last phase has summed"):
+        federate(resume_from=str(tmp_path / "run"), **settings | {"num_server_rounds": 2})
 
 
 def test_below_the_threshold_the_round_ends_with_one_line(federate):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from rich.console import Console
 
 from fedprune_app import server_app
 from fedprune_app.engine.simulation import Workers
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import local, processes, simulation
 from fedprune_app.launching.processes import CLIENTS_VARIABLE
+from fedprune_app.preflight.inputs import Placement, RunInputs
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.running import run
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
@@ -120,3 +125,13 @@ def test_a_simulation_tells_its_server_how_many_clients_there_are(monkeypatch, t
     assert server_app._num_simulated(object()) == 7  # as Flower's grid, which does not say so
     monkeypatch.delenv(CLIENTS_VARIABLE)
     assert server_app._num_simulated(object()) is None  # real nodes
+
+
+def test_a_copy_of_a_servers_folder_does_not_say_how_its_resumed_run_ended(federate, monkeypatch):
+    """The run goes on in the server's folder: what is here stays as it was copied."""
+    copy = federate(system="fedavg", num_server_rounds=1, local_epochs=1).folder
+    given = RunInputs(on_command_line={"num-server-rounds": 9}, out=copy, resume=True)
+    monkeypatch.setattr(processes, "submit", lambda *given: "1")
+    monkeypatch.setattr(processes, "follow", lambda *given: "finished:completed")
+    info = run(prepare(given, Placement(superlink="far")), copy, Console(file=io.StringIO()))
+    assert info == {"status": "completed", "rounds_completed": 9}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -486,6 +487,19 @@ def test_a_run_that_began_with_other_parts_of_a_nodes_data_does_not_go_on(nodes,
     monkeypatch.setattr(images, "PARTS_DRAWN", 2)
     with pytest.raises(Exception, match="drew other parts"):
         nodes([place], **IMAGES, **SILENT, num_server_rounds=2, resume_from=str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("private", [full({}), SILENT])
+def test_a_run_does_not_go_on_with_other_data_of_a_node(nodes, tmp_path, private):
+    """The number of images is the same, so that nothing else tells."""
+    mine = tmp_path / "mine"
+    place = {"data-dir": str(image_folder(mine, 0)), "state-dir": str(tmp_path / "state")}
+    nodes([place], **IMAGES, **private)
+    shutil.rmtree(mine)
+    image_folder(mine, 1)
+    splits.clear_cache()
+    with pytest.raises(Exception, match=r"own data have changed since the run began|data is not what it was"):
+        nodes([place], **IMAGES, **private, num_server_rounds=2, resume_from=str(tmp_path / "run"))
 
 
 def test_a_private_run_may_take_as_labels_only_what_the_operator_of_a_table_allows():

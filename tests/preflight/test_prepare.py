@@ -93,3 +93,7 @@ def test_with_few_real_nodes_all_take_part_unless_the_share_is_given(tmp_path):
     assert (share(3), share(9), share(10)) == (1.0, 1.0, 0.5)
     assert share(3, **{"fraction-train": 0.4}) == 0.4
     assert prepare(RunInputs(out=tmp_path / "run"), Placement("inprocess", 3)).config.fraction_train == 0.5
+    elsewhere = Placement(superlink="far"), {"min-clients": 3}  # where the run.json of a run to resume is, too
+    for resume in (False, True):
+        inputs = RunInputs(on_command_line=elsewhere[1], out=tmp_path / "run", resume=resume)
+        assert prepare(inputs, elsewhere[0]).config.fraction_train == 1.0
