@@ -185,7 +185,7 @@ class CommonOptions:
             "auto": "'holdout' with dp.enabled or partition 'owners', 'proportional' with a Dirichlet partition, "
             "otherwise 'labels'; a run's record says which",
             "labels": "all test images with a label that the client trains on",
-            "proportional": "test-samples images, with the client's shares of the labels",
+            "proportional": "test-samples images in the client's shares of the labels, where there are enough of each",
             "holdout": "a share test-fraction of the client's own data",
         },
         needs=IMAGES,

@@ -70,7 +70,7 @@ def stacked(
     """
     images: Pixels = np.empty(0, np.uint8)
     for i, picture in enumerate(pictures):
-        if picture.mode.startswith(("I", "F")) or ";16" in str(getattr(picture, "tile", "")):  # 16-bit RGB is "RGB"
+        if is_deep(picture):
             raise refuse(i, "has more than 8 bits per channel, allowed: 8 bits")
         try:
             array = pixels(picture)
@@ -86,6 +86,11 @@ def stacked(
         images = as_deep_as(array, images)
         images[i] = array
     return images
+
+
+def is_deep(picture: Picture) -> bool:
+    """Return whether a picture has more than 8 bits per channel, though the mode of one may be "RGB"."""
+    return picture.mode.startswith(("I", "F")) or ";16" in str(getattr(picture, "tile", ""))
 
 
 def pixels(picture: Picture) -> Pixels:
@@ -161,6 +166,10 @@ def image_folder(
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", advice))
     training_places = places_by_part["owners" if form.by_owner else "train"]
     class_names = {class_name for place in training_places for class_name in _class_names(place)}
+    if form.by_owner and {"train"} <= class_names <= {"train", "test"}:
+        raise ValueError(
+            f"data-dir '{folder}' has <client>/train/, allowed with partition 'owners': <client>/<class>/*"
+        )
     classes = form.classes or tuple(sorted(class_names))
     members = {
         part: [member for place in places for member in _members(place, classes)]
@@ -191,7 +200,7 @@ def _groups(folder: Path, items: Sequence[os.DirEntry[str]]) -> list[str]:
         raise FileError(table, "has no columns 'file' and 'group', allowed: both, and a row for each image of a group")
     names = {}
     for row in rows:
-        names[Path(row["file"])] = row["group"] or ""
+        names[Path(row["file"] or "")] = row["group"] or ""
     if unknown_paths := sorted(names.keys() - {*paths}):
         raise FileError(table, f"names the file '{unknown_paths[0]}', allowed: paths of images, below the folder of it")
     return [names.get(path, "") for path in paths]
@@ -206,8 +215,8 @@ def owner_folders(folder: Path) -> list[str]:
 
 
 def image_files(folder: Path) -> Iterator[Path]:
-    """Yield the images below a folder by their suffixes."""
-    return (path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    """Yield the images below a folder by their suffixes, without hidden files."""
+    return (path for path in folder.rglob("[!.]*") if path.suffix.lower() in _SUFFIXES)
 
 
 _DEPTH = 3  # parts of an image's path: `train` or an owner, the class, the file

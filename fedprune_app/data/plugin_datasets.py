@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fedprune_app.core.rng import global_draws_of
 from fedprune_app.core.texts import error_text
 from fedprune_app.data.dataset import Dataset, Form, Images, Labels, coded, in_order, scale, shortened, text_of
-from fedprune_app.data.folders import as_deep_as, open_picture, stacked
+from fedprune_app.data.folders import as_deep_as, is_deep, open_picture, stacked
 from fedprune_app.data.partitions import Indices
 
 _CHANNELS = (1, 3)
@@ -263,7 +263,7 @@ def _pictures(files: Iterator[Any], mode: str | None) -> Iterator[Any]:
     for entry in files:
         with BytesIO(entry["bytes"]) if entry["bytes"] is not None else Path(entry["path"]).open("rb") as file:
             picture = open_picture(file)
-            yield picture.convert(mode) if mode else picture
+            yield picture.convert(mode) if mode and not is_deep(picture) else picture
 
 
 def _four_dimensions(name: str, split: str, examples: NDArray[Any]) -> NDArray[Any]:

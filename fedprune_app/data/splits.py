@@ -244,7 +244,8 @@ def unread(config: DataConfig) -> list[str]:
     data = _pool(config).dataset
     owners = np.zeros(0) if data.owners is None else data.owners
     deals_tests = config.test_split == "holdout" and not config.is_own and config.dataset not in PUBLISHED
-    num_dealt = len(data.test_labels) if deals_tests else 0
+    test_owners = data.test_labels if data.test_owners is None else data.test_owners  # labels are 0 or more
+    num_dealt = int((test_owners >= 0).sum()) if deals_tests else 0
     counts = {
         "training examples are nobody's; partition 'owners' leaves them out": int((owners < 0).sum()),
         "examples have no group: each is a group of its own": _pool(config).groups.count(""),
@@ -521,8 +522,8 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
     train, validation = _hold_out(indices, config.validation_fraction, "validation split", config, partition_id)
     if not len(train) and not config.split_secret:
         raise ValueError(
-            f"client {partition_id} has {len(shares[partition_id])} images, and none of them is for training, allowed: "
-            "at least one (more data for each client, or a smaller validation-fraction or test-fraction)"
+            f"client {partition_id} has {len(shares[partition_id])} examples, and none of them is for training, "
+            "allowed: at least one (more data for each client, or a smaller validation-fraction or test-fraction)"
         )
     return {"train": train, "validation": validation, "test": test}
 

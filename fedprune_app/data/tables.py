@@ -70,7 +70,9 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     owned = None
 
     def names(column: str) -> dict[str, list[str]]:
-        return {part: frame[column].fillna("").tolist() for part, frame in frames.items()}
+        """Return names as they are equal in both files: of numbers beside an empty cell, pandas writes 1.0 for 1."""
+        texts = {part: frame[column].fillna("").str.strip() for part, frame in frames.items()}
+        return {part: text.str.replace(r"^(\d+)\.0$", r"\1", regex=True).tolist() for part, text in texts.items()}
 
     if owner:
         owned = owned_by(names(owner)["train"], names(owner).get("test", []))
@@ -90,10 +92,9 @@ def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
 
 
 def column_names(folder: Path) -> list[str]:
-    """Return the names of the columns of the training rows in ``folder``."""
+    """Return the names of the columns of the training rows in ``folder``; none without such rows."""
     places = [path for suffix in _SUFFIXES if (path := folder / f"train{suffix}").exists()]
-    names: list[str] = _read(places[-1], []).columns.tolist()
-    return names
+    return [name for path in places[-1:] for name in _read(path, []).columns]
 
 
 def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
@@ -166,7 +167,10 @@ def _features(path: Path, frame: pandas.DataFrame, features: Sequence[str], labe
             raise FileError(path, f"has {num_missing} missing values in column '{name}', allowed: none")
     for name in features:
         if frame[name].dtype.kind not in "iufb":
-            allowed = "numbers (pandas.get_dummies makes columns of 0 and 1 from texts), or ignore-columns"
+            allowed = (
+                "numbers (an empty cell alone is a missing value; pandas.get_dummies makes columns of 0 and 1 from "
+                "texts), or ignore-columns"
+            )
             raise FileError(path, f"has column '{name}' without numbers, allowed: {allowed}")
     numbers: NDArray[np.float64] = frame[list(features)].to_numpy(dtype=np.float64)
     with np.errstate(over="ignore"):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import rng
-from fedprune_app.data.dataset import FileError
+from fedprune_app.data.dataset import FileError, visible
 
 # Maps a text to its token ids (tokens,).
 Encoder = Callable[[str], Tensor]
@@ -133,7 +133,7 @@ def _test_text(name: str, path: Path) -> tuple[str, int]:
     max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
     if corpus is None:
         text = "\n".join(document.text for document in _documents(path))
-    elif path.suffix == ".jsonl":
+    elif path.suffix.lower() == ".jsonl":
         text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
     else:
         with _open_text(path) as file:
@@ -164,11 +164,11 @@ def _files(data_dir: str, part: str) -> list[Path]:
 
 
 def texts_in(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
+    return [path for path in map(Path, visible(folder)) if path.suffix.lower() in (".txt", ".jsonl")]
 
 
 def _documents(path: Path) -> Iterator[Document]:
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() != ".jsonl":
         with _open_text(path) as file:
             content = file.read()
         yield Document(path.stem, content)

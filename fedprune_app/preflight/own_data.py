@@ -1,7 +1,7 @@
 """What a folder of somebody's own data holds is found by its files, as far as these say it."""
 
 from collections import Counter
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from fedprune_app.config import ConfigError, Scalar, Settings
@@ -19,19 +19,18 @@ def settings_of(folder: Path, chosen: Settings) -> dict[str, Scalar]:
     Raises :class:`ConfigError` with what is needed where the files do not say whose each example is.
     """
     found: dict[str, Scalar] = {"data-dir": str(folder), "partition": "owners"}
-    if any(folder.glob("train.*")):
+    if columns := column_names(folder):
         if "owner-column" not in chosen:
-            columns = ", ".join(column_names(folder))
-            raise ConfigError("owner-column", ..., f"one of the columns {columns}", which="is not given")
+            raise ConfigError("owner-column", ..., f"one of the columns {', '.join(columns)}", which="is not given")
         return {**found, "dataset": "table", **chosen}
-    if not owner_folders(folder):
+    if not (sites := owner_folders(folder)):
         raise ConfigError("DIR", folder, "a folder with <site>/<class>/* (images), or train.csv with a column of sites")
-    return {**found, "dataset": "image-folder", **_size_of_images(folder), **chosen}
+    return {**found, "dataset": "image-folder", **_size_of_images([folder / site for site in sites]), **chosen}
 
 
-def _size_of_images(folder: Path) -> dict[str, Scalar]:
+def _size_of_images(sites: list[Path]) -> dict[str, Scalar]:
     sizes: Counter[tuple[int, int]] = Counter()
-    for path in islice(image_files(folder), _LOOKED_AT):
+    for path in islice(chain.from_iterable(map(image_files, sites)), _LOOKED_AT):
         with path.open("rb") as file, open_picture(file) as picture:
             sizes[picture.size] += 1
     is_small = len(sizes) == 1 and max(max(size) for size in sizes) <= _LARGEST_SIDE

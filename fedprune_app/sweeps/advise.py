@@ -5,7 +5,7 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +18,7 @@ from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.exports.formats import export_model
 from fedprune_app.files import replace_file
 from fedprune_app.plugins import names_in
+from fedprune_app.preflight.describe import data_found
 from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.own_data import settings_of
 from fedprune_app.preflight.prepare import prepare
@@ -124,9 +125,9 @@ def advise(
     """
     start = time.monotonic()
     settings: ValueDict = settings_of(folder, chosen)
-    dataset = dataset_of(data_config(prepare(RunInputs(settings)).config))
+    config = prepare(RunInputs(settings)).config
+    dataset, notes = dataset_of(data_config(config)), data_found(config)[1]
     names = dataset.owner_names
-    notes: list[str] = []
     entries = _entries(settings, len(names), epsilon, notes)
     decided = {"num-server-rounds"}.union(*(entry for tried in entries.values() for entry in tried)) - {"plugins"}
     for key in chosen:
@@ -174,7 +175,10 @@ def advise(
             break
         final = bench.runs("runs", entries, SEEDS[:count], rounds)
     notes += [f"{name} failed: {reason}" for name, reason in bench.failed.items()]
-    methods = {method: group_runs(runs)[0] for method, runs in final.items()}
+    # a site that a seed leaves without training examples is missing in the runs of that seed alone
+    methods = {method: replace(group_runs(runs)[0], runs=tuple(runs)) for method, runs in final.items()}
+    left_out = {line for runs in final.values() for run in runs for line in run.info.get("clients_left_out", ())}
+    notes += [f"left out of the runs of a seed: {line}" for line in sorted(left_out)]
     sparse = [method for method in _SPARSE if method in methods]
     shares, models = _files(methods, sparse, names, out / "models", notes)
     notes.append(f"all took {(time.monotonic() - start) / 60:.0f} minutes")
@@ -254,11 +258,16 @@ def _files(
 
     open_methods = [method for method, group in methods.items() if method == group.system]
     best = max(open_methods, key=lambda method: advice.validation_of(methods[method]))
+    used = {f"{method}-{SEEDS[0]}" for method in sparse}
     try:
         for method in sparse:
             shares[method] = write(method, 0, folder / f"{method}-{SEEDS[0]}.onnx")
         for client, name in list(enumerate(names))[:_MOST_FILES]:
-            path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.onnx"
+            stem = re.sub(r"[^\w.-]+", "_", name)[:60]
+            while stem.lower() in used:
+                stem += f"-{client}"
+            used.add(stem.lower())
+            path = folder / f"{stem}.onnx"
             write(best, client, path)
             models.append((name, path))
         notes.append(f"the sites' models are of {best}, the best by validation accuracy, seed {SEEDS[0]}")

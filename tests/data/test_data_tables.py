@@ -129,8 +129,6 @@ def test_an_empty_label_is_a_missing_one(tmp_path, form):
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_an_owner_has_one_name_in_both_files_whatever_else_is_in_the_column(tmp_path, form):
     write(named(["a", "b"] * 2).assign(who=[1, 2, None, 1]), tmp_path / f"train.{form}")  # pandas writes 1.0
-    if form == "csv":
-        (tmp_path / "train.csv").write_text("x,label,who\n0,a,1\n1,b,2\n2,a,\n3,b,1\n")
     write(named(["a", "b"]).assign(who=[1, 2]), tmp_path / f"test.{form}")
     data = load_dataset("table", tmp_path, owner_column="who")
     assert data.owners.tolist() == [0, 1, -1, 0]
@@ -147,6 +145,14 @@ def test_owners_whose_names_are_alike_are_two(tmp_path, form, owners, numbers):
     write(named(["a", "b", "a"]).assign(who=whose), tmp_path / f"train.{form}")
     data = load_dataset("table", tmp_path, needs_test=False, owner_column="who")
     assert data.owners.tolist() == numbers
+
+
+def test_blanks_around_a_name_are_no_part_of_it(tmp_path):
+    (tmp_path / "train.csv").write_text("x,label,who\n0,a,north\n1,b,south\n2,a,nobody else\n")
+    (tmp_path / "test.csv").write_text("x,label,who\n0,a,north \n1,b,west\n")
+    config = DataConfig("table", str(tmp_path), partition="owners", test_split="holdout", owner_column="who")
+    assert load_dataset("table", tmp_path, owner_column="who").test_owners.tolist() == [1, -1]
+    assert splits.unread(config)[0].startswith("1 examples of the test part are dealt to clients too")
 
 
 def test_clinics_are_clients(clinics):

@@ -157,6 +157,15 @@ def test_folders_of_people_need_tests_of_their_own(people):
         label_counts(config, 0, 3)
 
 
+def test_folders_of_nodes_are_no_folders_of_people(tmp_path):
+    """Else a run would learn to tell training images from test images."""
+    for path in ("a/train/cat", "a/train/dog", "a/test/cat", "b/train/dog"):
+        write(tmp_path / path / "1.png")
+    config = DataConfig("image-folder", str(tmp_path), partition="owners", test_split="holdout")
+    with pytest.raises(ValueError, match="has <client>/train/, allowed with partition 'owners': <client>/<class>/"):
+        label_counts(config, 0, 2)
+
+
 # --- as a user runs it ------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from fedprune_app.data import plugin_datasets
 from fedprune_app.data.dataset import Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.folders import image_folder, read_image
+from tests.examples import full
 
 RAMP = np.linspace(0, 65535, 20).astype(np.uint16).reshape(4, 5)
 GREY = (RAMP >> 8).astype(np.uint8)
@@ -183,6 +184,17 @@ def test_a_format_that_was_saved_with_the_data_hides_nothing(tmp_path):
     )
     found = plugin_datasets.on_disk(tmp_path / "as-arrays", NO_TEST, public_scale=False).train_images[0]
     assert found.tolist() == np.asarray(PALETTE.convert("RGB")).transpose(2, 0, 1).tolist()
+
+
+@pytest.mark.parametrize("mode", ["L", full("RGB")])
+def test_a_column_of_one_mode_hides_no_levels_that_would_be_lost(tmp_path, mode):
+    datasets = pytest.importorskip("datasets")
+    Image.fromarray(np.arange(20, dtype=np.uint16).reshape(4, 5) * 3000).save(tmp_path / "x.png")
+    saved(tmp_path / "as-they-are", [tmp_path / "x.png"])
+    data = datasets.load_from_disk(str(tmp_path / "as-they-are"))
+    data.cast_column("image", datasets.Image(mode=mode)).save_to_disk(str(tmp_path / "of-a-mode"))
+    with pytest.raises(ValueError, match="training picture 0 has more than 8 bits per channel"):
+        plugin_datasets.on_disk(tmp_path / "of-a-mode", NO_TEST, public_scale=False)
 
 
 def test_what_predict_reads_is_what_a_run_reads(tmp_path):

@@ -183,7 +183,8 @@ def test_what_clients_hold_is_neither_trained_nor_tested_on():
 
 def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
     (tmp_path / "calibration").mkdir()
-    (tmp_path / "calibration" / "b.txt").write_text("one\ntwo\n")
+    (tmp_path / "calibration" / "b.TXT").write_text("one\ntwo\n")
+    (tmp_path / "calibration" / "._b.txt").write_text("what macOS leaves")
     rows = [{"text": "x", "url": "y"}, {"text": "z"}]
     (tmp_path / "calibration" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))]

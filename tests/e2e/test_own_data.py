@@ -390,7 +390,7 @@ def test_a_folder_that_leaves_nothing_to_train_on_is_refused_in_one_line(tmp_pat
     lone = image_folder(tmp_path / "lone", 0, classes="01", per_class=1)
     alone = settings_of(lone, test_fraction=1 - 1e-9)
     with pytest.raises(
-        ValueError, match=r"^client 0 has 2 images, and none of them is for training, allowed: at least"
+        ValueError, match=r"^client 0 has 2 examples, and none of them is for training, allowed: at least"
     ):
         client_data(alone, 0, 1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from fedprune_app.data import splits
 from fedprune_app.preflight.own_data import settings_of
 from fedprune_app.results.advice import validated
 from fedprune_app.results.reader import load_run
+from fedprune_app.sweeps import advise
 from tests.refusing import refuses
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
@@ -46,9 +49,36 @@ def test_folders_of_sites_are_found_and_large_pictures_made_small(tmp_path):
     found = settings_of(tmp_path, {})
     assert (found["dataset"], found["partition"], found["image-size"]) == ("image-folder", "owners", 32)
     assert settings_of(tmp_path, {"image-size": 64})["image-size"] == 64
+    (tmp_path / "north" / "cat" / "._1.png").write_bytes(b"what macOS leaves")
+    assert settings_of(tmp_path, {}) == found
+    small = tmp_path / "linked"
+    (small / "elsewhere" / "cat").mkdir(parents=True)
+    Image.new("L", (28, 28)).save(small / "elsewhere" / "cat" / "1.png")
+    (small / "west").symlink_to(small / "elsewhere")
+    assert "image-size" not in settings_of(small, {})
+    shutil.rmtree(small)
     (tmp_path / "train" / "cat").mkdir(parents=True)
     with refuses("DIR", tmp_path):
         settings_of(tmp_path, {})
+    (tmp_path / "train.xlsx").touch()
+    with refuses("DIR", tmp_path):
+        settings_of(tmp_path, {})
+
+
+def test_each_site_has_a_file_of_its_own_whatever_its_name_is(tmp_path, monkeypatch):
+    def write(folder, client, form, path, **how):
+        path.write_text(str(client))
+        return None, *2 * [SimpleNamespace(file_bytes=1, milliseconds=(1, 1))]
+
+    monkeypatch.setattr(advise, "export_model", write)
+    monkeypatch.setattr(advise.advice, "validation_of", lambda group: 1)
+    group = SimpleNamespace(system="dispfl", first=SimpleNamespace(folder=tmp_path, config={"plugins": ""}))
+    names = ["北京", "上海", "Ward (A)", "Ward [A]", "north", "North", "dispfl-1", "x" * 300]
+    _, models = advise._files({"dispfl": group}, ["dispfl"], names, tmp_path / "models", [])
+    assert [path.read_text() for _, path in models] == [str(client) for client in range(len(names))]
+    files = [path.name.lower() for path in (tmp_path / "models").iterdir()]
+    assert len({*files}) == len(names) + 1
+    assert {"北京.onnx", "上海.onnx", "north.onnx", "dispfl-1.onnx"} <= {*files}
 
 
 def test_with_too_few_minutes_the_rounds_measured_are_kept_for_a_second_call_on_the_same_data(fedprune, clinics):
