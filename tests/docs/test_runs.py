@@ -62,7 +62,6 @@ def place(tmp_path_factory) -> Path:
         records.tofile(data / name)
     (data / "batches.meta.txt").write_text("\n".join("abcdefghij"))
     copy = copy_of_the_repository(folder / "fedprune")
-    (copy / "policy.toml").write_text("require-dp = true\n")
     return copy
 
 
