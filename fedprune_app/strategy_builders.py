@@ -14,7 +14,7 @@ from fedprune_app.learning.device import device_of
 from fedprune_app.learning.language_models import check_start_token, language_model, perplexities
 from fedprune_app.models.initial import initial_model, shared_names
 from fedprune_app.models.names import chosen_name
-from fedprune_app.models.vision import prunable_names, state_tensors
+from fedprune_app.models.vision import probe, prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
 from strategies.base import FederatedStrategy
 from strategies.fedspallm import FedSpaLLM
@@ -46,6 +46,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
             "layers_sha256": layers.hexdigest(),
+            "logits": probe(model, first.image_shape),
             "classes": first.num_classes,
             "image_shape": list(first.image_shape),
             **({"class_names": list(first.classes)} if first.classes else {}),

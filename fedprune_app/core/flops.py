@@ -83,7 +83,12 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
         below = sum(totals.get(f"{name}.{child}" if name else child, 0) for child, _ in module.named_children())
         totals[name] = counter.counts.get(f"{root}.{name}" if name else root, below)
         layers[name] = totals[name] - below
-    return {name: layers[name] for name, _ in model.named_modules() if layers[name]}
+    of_weights: dict[int, str] = {}  # of modules with one weight, the first has the FLOPs of all: the mask has its name
+    found: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if layers[name]:
+            found[of_weights.setdefault(id(getattr(module, "weight", module)), name)] += layers[name]
+    return dict(found)
 
 
 def sparse_flops(layer_flops: Mapping[str, int], masks: Tensors) -> float:

@@ -39,13 +39,20 @@ def _attributes(module: nn.Module) -> str:
 def traced(model: nn.Module) -> fx.Graph:
     """Return a network's operations in training, which may differ from those in evaluation; it is not changed.
 
-    A trace would hold one draw for ever, so a network that draws in Python, as stochastic depth does, has none.
+    A trace would hold one draw or count for ever, so a network that draws in Python, as stochastic depth does, or that
+    changes itself, has none.
     """
+    copy = deepcopy(model).train()
+
+    def state() -> Hashable:
+        buffers = [(id(buffer), buffer._version) for buffer in copy.buffers()]
+        return str([global_states(), buffers, *map(_attributes, copy.modules())])
+
     with global_draws_of(0):
-        before = global_states()
-        graph = fx.Tracer().trace(deepcopy(model).train())
-        if before != global_states():
-            raise ValueError("it draws random numbers in Python")
+        before = state()
+        graph = fx.Tracer().trace(copy)
+        if before != state():
+            raise ValueError("it draws random numbers in Python, or changes its attributes or buffers")
     return graph
 
 

@@ -39,11 +39,12 @@ from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.vision import (
+    PROBED,
     Build,
     architecture,
+    computes,
     load_state_tensors,
     named_tensors,
-    outputs,
     parameter_names,
 )
 
@@ -53,7 +54,6 @@ MAX_FILE_BYTES = 1 << 31
 _MAX_SIDE = 1 << 12  # of an image, in pixels or channels
 _MAX_CLASSES = 1 << 20
 _MAX_NAME = 1 << 10
-_PROBED = 16
 
 
 @dataclass(frozen=True)
@@ -190,21 +190,12 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
         for buffer in model.buffers():
             buffer.zero_()  # counters are in no file
     load_state_tensors(model, payload.tensors)
-    if info.logits:
-        expected, actual = torch.tensor(info.logits), torch.tensor(probe(model, info.image_shape))
-        if not torch.allclose(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max())):
-            raise ValueError(
-                f"model {info.model!r} made anew computes something else than the run's own, allowed: the run's code, "
-                "and networks that keep what they draw and change in floating-point tensors of their state"
-            )
+    if info.logits and not computes(model, info.image_shape, info.logits):
+        raise ValueError(
+            f"model {info.model!r} made anew computes something else than the run's own, allowed: the run's code, and "
+            "networks that keep what they draw and change in floating-point tensors of their state"
+        )
     return model
-
-
-def probe(model: nn.Module, image_shape: tuple[int, int, int]) -> tuple[float, ...]:
-    """Return some logits of a network for four images of noise, to five digits, which identify the network."""
-    images = torch.rand(4, *image_shape, generator=torch.Generator().manual_seed(0))
-    logits = outputs(model, images).t().flatten()[:_PROBED].nan_to_num()
-    return tuple(float(f"{logit:.5g}") for logit in logits.tolist())
 
 
 def full_density(model: nn.Module, payload: Payload) -> float:
@@ -321,7 +312,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "class_names": (_is_names, "a list of names"),
     "features": (_is_names, "a list of names"),
-    "logits": (lambda v: _is_list(v, _is_number) and len(v) <= _PROBED, f"at most {_PROBED} numbers"),
+    "logits": (lambda v: _is_list(v, _is_number) and len(v) <= PROBED, f"at most {PROBED} numbers"),
     "seed": (lambda v: _is_whole(v, 0, 2**62), "a number from 0 to 2**62"),
     "image_fit": (lambda v: v in ("crop", "stretch"), "crop, stretch"),
 }

@@ -1,7 +1,7 @@
 """Find the model to export in a run's folder, and make its smallest real network."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,13 +22,13 @@ from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.names import LOADERS
 from fedprune_app.data.splits import data_config, dataset_of
 from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
-from fedprune_app.exports.file import ExportInfo, full_density, network_of, probe
+from fedprune_app.exports.file import ExportInfo, full_density, network_of
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.files import scratch_folder
 from fedprune_app.models.initial import channels_of, initial_model, seed_of_builder
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sources import resolve_checkpoint
-from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
+from fedprune_app.models.vision import computes, load_state_tensors, probe, prunable_names, state_tensors
 from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
@@ -92,13 +92,14 @@ def find_model(
     if client is None:
         state = _global_state(run, info, config)
     elif issubclass(prepared.system.client, FineTuned):
-        has_norms = config.batch_norm == "local" and str(client) in info["state_rounds"]
-        own = _client_state(run, info, config, client, state_dir)[1] if has_norms else State()
+        has_state = str(client) in info["state_rounds"]
+        own = _client_state(run, info, config, client, state_dir)[1] if has_state else State()
         state = _fine_tuned(run, info, replace(config, data_dir=data_dir or config.data_dir), client, own)
     else:
         round, state = _client_state(run, info, config, client, state_dir)
         digest = info.get("model_digests", {}).get(str(client), "")
-    return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state, digest)
+    inputs, began_with = _inputs(run, info, config, state, data_dir), (info.get("model") or {}).get("logits")
+    return _exportable(run, config, inputs, client, round, state, digest, began_with)
 
 
 def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str) -> ValueDict:
@@ -251,10 +252,19 @@ def _as_tested(run: Path, state: State, of_server: Iterable[str], prunable: Iter
 
 
 def _exportable(
-    run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State, digest: str
+    run: Path,
+    config: Config,
+    inputs: Values,
+    client: int | None,
+    round: int,
+    state: State,
+    digest: str,
+    began_with: Sequence[float] | None,
 ) -> Exportable:
     shape, classes = inputs["image_shape"], inputs["num_classes"]
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
+    if began_with and not computes(full, shape, began_with):
+        raise ValueError(f"run {str(run)!r} had another network, though with this name and shape")
     names, prunable = list(state_tensors(full, include_buffers=True)), prunable_names(full)
     weights, kept = state.group("weights"), state.group("channels")
     kind = SYSTEMS[config.system].client

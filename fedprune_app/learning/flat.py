@@ -114,17 +114,12 @@ class FlatParameters:
         self._trained = {name: parameters[name] for name in flat.layout.names}
         self._frozen = [p for name, p in parameters.items() if name not in self._trained and p.requires_grad]
 
-    def bind_gradients(self) -> None:
-        """Make autograd accumulate into ``gradients``, also after a call of ``model.zero_grad()``."""
-        for name, parameter in self._trained.items():
-            parameter.grad = self.named_gradients[name]
-
     def __enter__(self) -> Self:
         self._own_memory = {name: parameter.data for name, parameter in self._trained.items()}
         for name, parameter in self._trained.items():
             self.named_values[name].copy_(parameter.data)
             parameter.data = self.named_values[name]
-        self.bind_gradients()
+            parameter.grad = self.named_gradients[name]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
         return self

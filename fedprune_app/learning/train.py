@@ -200,7 +200,7 @@ class _Learner:
     def take_place(self, flat: Flat, number: int, stack: ExitStack) -> None:
         """Copy values and masks into the flat tensors; weights whose mask in ``masks`` is False become 0."""
         training = self.training
-        self._flat = stack.enter_context(FlatParameters(training.model, flat, number))
+        stack.enter_context(FlatParameters(training.model, flat, number))
         if flat.kept is not None:
             kept = flat.layout.views(flat.kept, number)
             for name in kept.keys() & training.kept.keys():
@@ -222,6 +222,5 @@ class _Learner:
     def end_epoch(self, epoch: int, loss_sums: Tensor, number: int) -> None:
         training = self.training
         self.call(training.after_epoch, epoch)
-        self._flat.bind_gradients()
         if epoch == training.sgd.epochs - 1:
             self.result = training.result(float(loss_sums[number]))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fedprune_app.core.graphs import CudaGraphs
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.learning.evaluate import check_examples
-from fedprune_app.learning.flat import check_masks, check_names
+from fedprune_app.learning.flat import check_masks, check_names, trained_names
 from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
 from fedprune_app.learning.parts import Network, Part
 from fedprune_app.learning.sgd import SGD
@@ -251,6 +251,6 @@ class Training:
             and self.form is other.form
             and self.sgd == other.sgd
             and self.batch_size == other.batch_size
-            and set(self.frozen) == set(other.frozen)
+            and trained_names(self.model, self.frozen) == trained_names(other.model, other.frozen)
             and self.device == other.device
         )

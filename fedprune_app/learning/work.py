@@ -35,6 +35,7 @@ class SingleClient:
             named_kept={} if flat.kept is None else layout.views(flat.kept),
         )
         self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
+        self._parameters = dict(training.model.named_parameters())
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # by size of the batch
         if (private := training.private) is not None:
             whole, shape = self._whole, training.images.shape[1:]
@@ -92,6 +93,9 @@ class SingleClient:
         training = self._training
         with computing(training.device, training.precision):
             loss = training.objective(work.network, images, labels)
+        for name, gradient in self._whole.named_gradients.items():
+            if self._parameters[name].grad is None:  # the objective or a hook has called zero_grad()
+                self._parameters[name].grad = gradient.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sums.add_(loss.detach(), alpha=len(labels))
 

@@ -57,6 +57,7 @@ _CONV_NETS: dict[str, ValueDict] = {  # arguments of conv_net
     "vgg11-bn": {**_VGG11, "norm": "bn"},
 }
 _VARIATIONAL = ("cnn-fedp3", "cnn-fedp3-fmnist", "mlp4", "cnn-small")  # those with a variational version, -cr
+PROBED = 16  # logits that identify a network
 _KAIMING = ("vgg11-gn", "vgg11-bn")  # only the released VGG-11 draws its own initial weights
 
 
@@ -207,6 +208,19 @@ def outputs(model: nn.Module, images: Tensor) -> Tensor:
     return logits
 
 
+def probe(model: nn.Module, image_shape: ImageShape) -> tuple[float, ...]:
+    """Return some logits of a network for four images of noise, to five digits, which identify the network."""
+    images = torch.rand(4, *image_shape, generator=torch.Generator().manual_seed(0))
+    logits = outputs(model, images).t().flatten()[:PROBED].nan_to_num()
+    return tuple(float(f"{logit:.5g}") for logit in logits.tolist())
+
+
+def computes(model: nn.Module, image_shape: ImageShape, logits: Sequence[float]) -> bool:
+    """Return whether a network has these logits of :func:`probe`, but for the last digits of another machine."""
+    expected, actual = torch.tensor(logits), torch.tensor(probe(model, image_shape))
+    return torch.allclose(actual, expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
+
+
 def architecture(
     name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None, *, seed: int = 0
 ) -> nn.Module:
@@ -281,6 +295,18 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
             raise ValueError(
                 f"model '{name}' returns {shape} for {images}, allowed: logits of shape {count}x{num_classes}"
             )
+    copy, values = deepcopy(model), [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+        of_copy = outputs(copy, torch.zeros(1, *image_shape))
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+    if not torch.allclose(of_copy, logits, rtol=0, atol=0, equal_nan=True):
+        raise ValueError(
+            f"model '{name}' has a function that computes with the network it was made in, also in copies, allowed: "
+            "methods, and no lambda that holds self"
+        )
     return model.train()
 
 

@@ -156,8 +156,8 @@ def _identity(target: str) -> str:
     top = target.partition(".")[0]
     for distribution in importlib.metadata.packages_distributions().get(top, []):
         return f"{distribution} {importlib.metadata.version(distribution)}"
-    file = getattr(sys.modules.get(target), "__file__", None)
-    return f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()}" if file else "unknown"
+    file = Path(getattr(sys.modules.get(target), "__file__", None) or "")  # "<stdin>" of a script that is piped in
+    return f"sha256 {hashlib.sha256(file.read_bytes()).hexdigest()}" if file.is_file() else "unknown"
 
 
 def _module_of(code: Code) -> ModuleType:

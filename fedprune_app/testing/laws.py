@@ -183,7 +183,7 @@ class _Laws:
                 )
 
     def is_deterministic(self) -> None:
-        for cohort in (0, 2):
+        for cohort in (0, 1):
             sha256 = self._run({"cohort": cohort}).sha256
             _must(sha256 == self._whole.sha256, "the same settings give the same models", f"not with cohort={cohort}")
 

@@ -132,6 +132,13 @@ def test_a_single_layer_counts_as_the_root():
     assert forward_flops(nn.Linear(3, 4), (3,)) == {"": 24}
 
 
+def test_layers_of_one_weight_count_by_its_mask():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    assert forward_flops(model, (4,)) == {"0": 64}
+    assert sparse_flops({"0": 64}, {"0.weight": torch.zeros(4, 4, dtype=torch.bool)}) == 0
+
+
 def test_sparse_flops_weigh_each_layer_by_the_kept_share_of_its_own_weight():
     mask = torch.zeros(84, 120, dtype=torch.bool)
     mask[:21] = True  # a quarter

@@ -61,8 +61,7 @@ def place(tmp_path_factory) -> Path:
         records[:, 0] = np.arange(10_000) % 10
         records.tofile(data / name)
     (data / "batches.meta.txt").write_text("\n".join("abcdefghij"))
-    copy = copy_of_the_repository(folder / "fedprune")
-    return copy
+    return copy_of_the_repository(folder / "fedprune")
 
 
 def environment(place: Path) -> dict[str, str]:

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
 import fedprune_app
 from clients.context import NodeContext
 from clients.fedavg_ft import FineTuned
 from clients.task import Task
-from fedprune_app import cli, client_app, server_app
+from fedprune_app import cli, client_app, extend, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
@@ -29,7 +30,7 @@ from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.exports.predict import predictions
 from fedprune_app.files import sha256_of
 from fedprune_app.models.saving import load_packed
-from fedprune_app.models.vision import build_model, load_state_tensors
+from fedprune_app.models.vision import build_model, load_state_tensors, state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
@@ -487,6 +488,45 @@ def test_a_fine_tuned_model_is_the_one_that_was_tested(tmp_path, batch_norm):
         data = splits.client_data(splits.data_config(parse_config(run.info["config"])), client, 4)
         found = fedprune_app.model(run, client=client)(data.test_images).argmax(1) == data.test_labels
         assert row["accuracy_personal"] == pytest.approx(found.double().mean().item(), abs=1e-9)
+
+
+@pytest.mark.usefixtures("no_plugins")
+def test_a_model_is_made_of_the_runs_network_and_of_no_other_with_its_name(tmp_path):
+    """A notebook's cell is edited and run again."""
+
+    def network(activation):
+        return lambda shape, classes: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), activation(), nn.Linear(8, classes))
+
+    quick = {"num_server_rounds": 1, "engine": "inprocess", "progress": False, "clients": 3}
+    extend.register_model("mine", network(nn.ReLU), "a network")
+    run = fedprune_app.run(system="fedavg", model="mine", out=tmp_path / "run", **quick)
+    assert fedprune_app.model(run)
+    extend.register_model("mine", network(nn.Softplus), "a network")
+    with pytest.raises(ValueError, match="had another network, though with this name and shape"):
+        fedprune_app.model(run)
+
+
+FINE_TUNED_WITH_A_HEAD = """
+from fedprune_app import extend as fp
+
+class Client(fp.FedAvgFTClient):
+    def begin(self, task, state):
+        head = {name: tensor for name, tensor in state.group("weights").items() if name.startswith("fc")}
+        return {**super().begin(task, state), **head}
+
+fp.register_system("headed", strategy=fp.FedAvgFT, client=Client, summary="FedAvg-FT with heads that stay")
+"""
+
+
+@pytest.mark.usefixtures("no_plugins")
+def test_a_fine_tuned_model_of_a_plugin_begins_from_the_clients_state(tmp_path):
+    plugin = tmp_path / "headed.py"
+    plugin.write_text(FINE_TUNED_WITH_A_HEAD)
+    quick = {"num_server_rounds": 2, "fraction_train": 1.0, "engine": "inprocess", "progress": False, "clients": 3}
+    run = fedprune_app.run(system="headed", plugins=str(plugin), out=tmp_path / "run", **quick)
+    for client, digest in run.info["model_digests"].items():
+        network = fedprune_app.model(run, client=int(client), plugins=str(plugin))
+        assert Payload(state_tensors(network, include_buffers=True)).digest() == digest
 
 
 @pytest.mark.parametrize("system", ["fedper", "fedbn"])

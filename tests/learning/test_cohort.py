@@ -131,6 +131,17 @@ def test_a_client_that_is_not_grouped_trains_its_network_as_it_is_in_any_company
         assert_same(beside[client], training_of(client))
 
 
+@pytest.mark.parametrize("freezes", [{0, 2}, {1}])
+def test_a_client_that_freezes_layers_itself_freezes_them_for_nobody_else(freezes):
+    def frozen(client, model, _):
+        model.conv1.requires_grad_(client not in freezes)
+        return ()
+
+    work = [functools.partial(training_of, client, frozen=frozen) for client in range(3)]
+    for found, each in zip(in_cohort(work), work, strict=True):
+        assert_same(found, each())
+
+
 def test_masked_weights_stay_zero_in_a_cohort():
     found = in_cohort([functools.partial(training_of, client, **WAYS["masks"]) for client in range(3)])
     for client, (_, tensors) in enumerate(found):
@@ -253,6 +264,10 @@ class Branching(nn.Module):
     def __init__(self, how):
         super().__init__()
         self.first, self.second, self.how = nn.Linear(12, 12), nn.Linear(12, 2), how
+        if how == "counts in a buffer":
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        else:
+            self.steps = 0
 
     def forward(self, images):
         hidden = torch.relu(self.first(torch.flatten(images, 1)))
@@ -262,6 +277,9 @@ class Branching(nn.Module):
             return self.second(hidden * 2)
         if self.how == "draws" and self.training and random.random() < 0.0:
             return self.second(hidden * 0)
+        if self.how in ("counts", "counts in a buffer"):
+            self.steps += 1
+            return self.second(hidden * (2 if self.steps > 2 else 1))
         return self.second(hidden)
 
 
@@ -276,8 +294,9 @@ def test_networks_of_one_text_that_compute_otherwise_have_forms_of_their_own():
     with pytest.raises(NoGroupedForm):
         grouped_form(Branching("scales in training").eval(), (3, 2, 2))
     state = random.getstate()
-    with pytest.raises(NoGroupedForm, match=r"torch\.fx cannot follow"):
-        grouped_form(Branching("draws"), (3, 2, 2))  # its form would have one draw for ever
+    for how in ("draws", "counts", "counts in a buffer"):  # its form would have one draw or count for ever
+        with pytest.raises(NoGroupedForm, match=r"torch\.fx cannot follow"):
+            grouped_form(Branching(how), (3, 2, 2))
     assert random.getstate() == state
 
 

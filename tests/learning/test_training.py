@@ -289,6 +289,34 @@ def test_weights_can_be_read_after_every_epoch_and_gradients_reset_by_the_reader
         assert all(torch.equal(state[name], tensor) for name, tensor in state_tensors(same).items())
 
 
+def test_an_objective_may_go_backward_and_reset_the_gradients_itself():
+    """As sharpness-aware minimisation does: the gradient is that of the loss at a point near the weights."""
+
+    def sharp(network, images, labels):
+        weights = list(network.parameters())
+        F.cross_entropy(network(images), labels).backward()
+        steps = [0.1 * weight.grad for weight in weights]
+        network.zero_grad()
+        with torch.no_grad():
+            torch._foreach_add_(weights, steps)
+        loss = F.cross_entropy(network(images), labels)
+        with torch.no_grad():
+            torch._foreach_sub_([weight.data for weight in weights], steps)
+        return loss
+
+    model, other = new_model(), new_model()
+    images, labels = new_data()
+    train(model, images, labels, SGD(0.05, batch_size=8, epochs=2), rng=generator(), objective=sharp)
+    optimizer, rng = torch.optim.SGD(other.parameters(), 0.05), generator()
+    for _ in range(2):
+        for batch in torch.split(torch.randperm(len(labels), generator=rng), 8):
+            optimizer.zero_grad()
+            sharp(other, images[batch], labels[batch]).backward()
+            optimizer.step()
+    for name, tensor in state_tensors(model).items():
+        torch.testing.assert_close(tensor, state_tensors(other)[name], rtol=1e-4, atol=1e-6)
+
+
 def test_a_proximal_term_can_be_added_to_the_gradients():
     model, reference = new_model("lenet5"), new_model("lenet5")
     images, labels = new_data("lenet5")

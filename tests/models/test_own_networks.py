@@ -50,6 +50,23 @@ def test_a_network_is_trained_without_what_is_wrapped_around_it(build):
     assert not any("OptimizedModule" in type(part).__name__ for part in network.modules())
 
 
+def test_a_network_whose_copies_compute_with_its_own_weights_is_refused():
+    class Held(nn.Module):
+        def __init__(self, classes):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 8), nn.Linear(8, classes)
+            self.hidden = lambda images: self.first(images.flatten(1)).relu()
+
+        def forward(self, images):
+            return self.last(self.hidden(images))
+
+    network = Held(10)
+    before = network.first.weight.clone()
+    with pytest.raises(ValueError, match="computes with the network it was made in, also in copies"):
+        architecture("mine", SHAPE, 10, lambda *_: network)
+    assert torch.equal(network.first.weight, before)
+
+
 def test_a_network_is_made_once_as_its_function_makes_it():
     def build(shape, classes):
         network = plain(shape, classes, inner=[nn.Dropout(torch.linspace(0, 0.2, 3)[1].item())]).to("cpu")

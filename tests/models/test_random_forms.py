@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import shrink
-from fedprune_app.exports.file import ExportInfo, encode_export, load_model, probe
+from fedprune_app.exports.file import ExportInfo, encode_export, load_model
 from fedprune_app.models.initial import channel_groups
-from fedprune_app.models.vision import architecture, named_tensors, outputs
+from fedprune_app.models.vision import architecture, named_tensors, outputs, probe
 from tests.learning.test_strange_networks import CLASSES, SHAPE, Network
 
 SEED = 7  # of what a builder draws
