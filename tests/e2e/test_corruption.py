@@ -19,7 +19,6 @@ from fedprune_app.engine.simulated_grid import run_in_process
 from fedprune_app.exports.find import find_model
 from fedprune_app.results.reader import Run, load_run
 from tests.conftest import Finished, tampered_app, wrapped_app
-from tests.examples import full
 from tests.refusing import refuses
 from tests.strategies.conftest import TINY
 
@@ -204,7 +203,8 @@ def try_out(runs, system: str, seed: int, root: Path, uses: tuple[str, ...]) -> 
     return found
 
 
-@pytest.mark.parametrize("use", ["resume", full("report"), full("export")])
+@pytest.mark.full
+@pytest.mark.parametrize("use", ["resume", "report", "export"])
 def test_no_damage_to_a_run_folder_passes_in_silence(runs, tmp_path, use):
     """A sample of what the slow test does."""
     for seed in range(6 if use == "resume" else 17):

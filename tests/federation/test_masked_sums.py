@@ -53,7 +53,8 @@ def test_clients_that_are_lost_before_their_masks_came_are_left_out_of_both_sums
     assert [row["replies"] for row in secure.rounds] == [4, 6]
 
 
-@pytest.mark.parametrize(("lost", "personal_head"), in_test([({1, 4}, False), (set(), True)], ({1, 4}, False)))
+@pytest.mark.full
+@pytest.mark.parametrize(("lost", "personal_head"), [({1, 4}, False), (set(), True)])
 def test_layers_are_summed_that_enough_clients_send(federate, lost, personal_head):
     """Of six clients three send each of the two layers; of the four that are left in round 1 two. All send the last."""
     settings = {"system": "fedp3", "local_epochs": 1, "fraction_train": 1.0, "num_server_rounds": 2, "min_holders": 3}

@@ -38,7 +38,6 @@ from fedprune_app.launching import credentials, local, processes
 from fedprune_app.launching.credentials import certificates_in, make_certificates, make_node_key, valid_until
 from fedprune_app.launching.local import node_config_text
 from fedprune_app.preflight.node import node_settings
-from tests.examples import full
 from tests.refusing import refuses
 
 
@@ -125,7 +124,8 @@ def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
         credentials.log_in("a.example.org:8000", secret, home)
 
 
-@pytest.mark.parametrize("content", [b"", full(b" \n"), full(b"fifteen letters"), full("sechzehn Zeichen: ü".encode())])
+@pytest.mark.full
+@pytest.mark.parametrize("content", [b"", b" \n", b"fifteen letters", "sechzehn Zeichen: ü".encode()])
 def test_a_secret_that_opens_the_control_api_to_strangers_is_refused(tmp_path, monkeypatch, content):
     """An empty one is what a call without any token shows."""
     secret = tmp_path / "control.secret"

@@ -98,6 +98,7 @@ def test_a_sweep_compares_it_with_others(fedprune, files):
     assert (code, " ".join(said.split()).count("is not the code that the run began with")) == (0, 2), said
 
 
+@pytest.mark.full
 def test_a_search_draws_its_options(fedprune, files):
     search = "common: {system: my-prox, num-server-rounds: 1}\nsearch: {trials: 1, space: {my-prox.mu: [0.5]}}\n"
     write(files / "search.yaml", search)

@@ -513,6 +513,7 @@ def test_a_private_run_may_take_as_labels_only_what_the_operator_of_a_table_allo
     assert node_settings(open_run, node)[0].label_column == "income"
 
 
+@pytest.mark.full
 def test_a_run_that_deals_anew_begins_no_fresh_ledger_on_a_node_with_a_budget(nodes, tmp_path):
     """Whoever starts runs chooses the dealing, so a node's budget counts what all dealings cost."""
     place = {"ledger-dir": str(tmp_path / "ledgers")}

@@ -164,6 +164,7 @@ def planted_sampling(self, num_examples):
     return iter([torch.arange(num_examples) for _ in range(self.steps_per_epoch)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [

@@ -76,6 +76,7 @@ def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypa
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "place",
     [

@@ -158,7 +158,8 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
-@pytest.mark.parametrize("more", [{}, full(ITERATIVE | PRIVATE)], ids=["one-shot", "private"])
+@pytest.mark.full
+@pytest.mark.parametrize("more", [{}, ITERATIVE | PRIVATE], ids=["one-shot", "private"])
 def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more):
     base = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3}
     for seed in range(1, 9):  # which round is the best depends on how a processor rounds

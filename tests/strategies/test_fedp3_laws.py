@@ -215,6 +215,7 @@ def test_a_personal_head_is_not_charged(federation):
     assert whole["paper_bytes_down"] - run["paper_bytes_down"] == head
 
 
+@pytest.mark.full
 def test_a_run_notes_layers_that_no_client_owns(federation):
     run = federation(**{**GN, "clients": 2}, fedp3_layer_set="lowerb", fraction_train=1.0)
     assert run.info["notes"] == ["no client owns conv3, so the server never changes these layers"]
