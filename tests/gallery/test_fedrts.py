@@ -22,6 +22,7 @@ def flat(tensor):
     return tensor.abs().view(-1).tolist()
 
 
+@pytest.mark.full
 def test_it_is_the_papers_algorithm(tmp_path):
     config = small.config_of("fedrts", **SETTINGS)
     finished = small.run(tmp_path, "fedrts", **SETTINGS)

@@ -98,6 +98,7 @@ def test_a_run_says_if_its_plugin_has_changed_since_it_began(fedprune, files):
     assert since[began_with[0]] != began_with[1]
 
 
+@pytest.mark.full
 def test_a_network_whose_layers_have_changed_leaves_a_completed_run_as_it_was(fedprune, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     net = "from torch import nn\ndef net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"

@@ -318,6 +318,7 @@ def introduced():
 SHARES = [0.01, 0.2, 0.5, 0.8, 0.99]
 
 
+@pytest.mark.full
 def test_the_numbers_of_a_private_node_do_not_count_rows_that_a_run_makes_equal(introduced, tmp_path):
     """Rows without the ignored column are equal but for who is positive: 3 rows in one world, and 4 in the other."""
     told = []

@@ -101,6 +101,7 @@ def test_a_client_answers_for_its_own_lower_layers_under_the_averaged_upper_ones
         assert all(torch.equal(exported[name], tensor) for name, tensor in model.items())
 
 
+@pytest.mark.full
 def test_lg_fedavg_after_rounds_of_fedavg_begins_from_fedavgs_model(federation):
     """Two rounds of FedAvg, then two in which the lower layers stay at home."""
     fedavg = federation(system="fedavg", num_server_rounds=2, **ALL)
