@@ -53,7 +53,6 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
             ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=1e-4", "dp.accuracies=none"],
             "dp.target-epsilon is 0.0001",
         ),
-        full(["system=fedcr", "model=cnn-small-cr"], "max-grad-norm is 0.0"),
         full(["system=fedspa", "fedspa.share=1e-6"], "fedspa.share is 1e-06"),
         full(["system=fedp3", "fedp3.layer-set=none"], "fedp3.layer-set is 'none'"),
         full(["system=fedltp", "validation-fraction=0", "fedltp.public-samples=1"], ""),

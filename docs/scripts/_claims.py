@@ -143,7 +143,8 @@ COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
         "ditto.personal-epochs", "ditto.pull", "dispfl.prune-rate", "subfedavg.accuracy-threshold",
-        "dadpfl.threshold", "fedrts.adjusted", "fedrts.rounds-between", "lpft.head-epochs", "sparsyfed.exponent",
+        "dadpfl.threshold", "dadpfl.waves", "dadpfl.least-density", "lpft.head-epochs", "sparsyfed.exponent",
+        "fedrts.adjusted", "fedrts.rounds-between", "fedrts.scale", "fedrts.trust",
         "fedper.personal-layers", "apfl.alpha", "apfl.adaptive", "feddst.prune-rate", "feddst.rounds-between",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",

@@ -349,17 +349,17 @@ def claims_table(*, whole: bool = False) -> str:
             numbers = [f"{100 * apart.mean:+.2f}", *intervals, by_seed]
         verdicts.append(said)
         said = f"**{said}**" if claim.name in strong else said
-        if not whole and (apart is None or claim.data == TUNED_LAST):
-            superseded += apart is not None
+        if not whole and (said.startswith("open: ") or claim.data == TUNED_LAST):
+            superseded += not said.startswith("open: ")
             continue
         between = numbers[:2] if whole else [f"{numbers[0]} ({numbers[1]})"]
         cells = [claim.name, claim.text, claim.in_paper, *between, said]
         cells += [*numbers[2:], claim.source, claim.known or "–"] if whole else []
         lines.append(f"| {' | '.join(cells)} |")
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
-    waiting = sum(said.startswith("open: 0 ") for said in verdicts)
+    waiting = sum(said.startswith("open: ") for said in verdicts)
     left = len(CLAIMS) - shown - not_here - waiting
-    apart_from = {"without a run yet": waiting, "of an earlier search": superseded}
+    apart_from = {"without all their runs yet": waiting, "of an earlier search": superseded}
     told = [f"{number} {which}" for which, number in apart_from.items() if number]
     runs = f" In the file alone: {', '.join(told)}." if told else ""
     lines += [

@@ -110,11 +110,10 @@ def _summed(
 
     Raises :class:`fedprune_app.engine.exchange.TooFewReplies` too where the sum is rejected.
     """
-    log, context = round.log, channel_of(round).context
+    log, inputs, context = round.log, list(outgoing), channel_of(round).context
+    threshold, members = context.config.secure_sums_threshold, [message.client for message in inputs]
     # members refuse to open a sum of other members for the same message: a repeated round has the same ones
     earlier, key = context.recorder.info.get("sum_members", {}), f"{round.number}: {name}"
-    inputs = [message for message in outgoing if message.client in earlier.get(key, [message.client])]
-    threshold, members = context.config.secure_sums_threshold, [message.client for message in inputs]
     schema = expect(round, members[0])
     if schema.masked and HOLDERS not in into.terms:
         raise ValueError("replies have masks, allowed in a secure sum: none, since one client's weights would be alone")
@@ -134,9 +133,12 @@ def _summed(
     ]
     total, num_failures = Reply(-1, 0, name, counts=True), len(log.failures)
     for reply in _one_by_one(round, inputs, lambda *_: schema, name, kind, 0):
-        secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
-        total.num_examples += reply.num_examples
-        total.rows[reply.client], reply.row = reply.row, {}
+        with log.rejecting(reply):
+            if reply.client not in earlier.get(key, members):
+                raise ValueError("it was lost when the server lost this sum, allowed: the same members")
+            secure.add(reply.client, reply.update.tensors[MASKED].numpy().view(np.uint64))
+            total.num_examples += reply.num_examples
+            total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
     if secure.survivors != members:
         context.recorder.annotate(sum_members={**earlier, key: secure.survivors})
