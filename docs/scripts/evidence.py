@@ -374,7 +374,7 @@ def left_table() -> str:
     """The runs of all matrices that have no row, and their hours, judged by those of their kind that have one."""
     said = "We estimate the hours from finished runs of the same settings, or else from the mean of the table's rows."
     lines = [
-        f"{said} They are hours of one core.",
+        said,
         "",
         "| runs | matrix | without a row | hours of one core |",
         "| --- | --- | ---: | ---: |",
