@@ -113,6 +113,7 @@ def test_an_encoder_layer_has_the_products_of_its_attention_and_of_both_linear_l
     assert (torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled) == was_fast
 
 
+@pytest.mark.full
 def test_counting_imports_no_compiler():
     program = (
         "import sys\nfrom torch import nn\nfrom fedprune_app.core.flops import forward_flops\n"

@@ -85,6 +85,7 @@ def test_a_function_that_leaves_the_program_or_returns_no_indices_is_an_error(fe
     assert said in " ".join(found.split())
 
 
+@pytest.mark.full
 def test_a_run_says_if_its_plugin_has_changed_since_it_began(fedprune, files):
     fedprune("run", "model=mine.py:net", "system=fedavg", *QUICK, "--out", "run")
     (files / "mine.py").write_text(FILES["mine.py"] + "\n# changed\n")

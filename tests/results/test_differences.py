@@ -76,6 +76,7 @@ def test_an_interval_of_other_seeds_holds_the_truth_as_often_as_it_says(seeds, s
     assert 0.92 <= held / 400 <= 0.98
 
 
+@pytest.mark.full
 def test_an_interval_of_these_seeds_is_too_narrow_for_others():
     rng, held = np.random.default_rng(0), 0
     for _ in range(100):

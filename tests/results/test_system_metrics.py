@@ -50,6 +50,7 @@ def run(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.full
 def test_numbers_of_ones_own_are_recorded_and_shown_where_the_plug_in_is_not(run, tmp_path):
     drifted = run(fraction_train=0.6)
     first, last = drifted.rounds

@@ -193,6 +193,7 @@ def test_what_the_server_pruned_stays_zero(federation):
         assert not away.any()
 
 
+@pytest.mark.full
 def test_with_a_personal_head_the_last_layer_never_travels_and_differs_between_clients(federation):
     run = federation(**GN, fedp3_personal_head=True, fraction_train=1.0)
     for message in run.wiretap.messages:

@@ -190,6 +190,7 @@ def test_the_records_read_back(run):
     assert read.masks is not None
 
 
+@pytest.mark.full
 def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansion(run):
     for density in (0.5, 0.3):
         result = run(density=density)
@@ -259,6 +260,7 @@ def test_in_the_first_round_only_numbers_go_down_and_packed_layers_come_up(run):
     assert row["replies"] == 2 * CLIENTS
 
 
+@pytest.mark.full
 def test_later_rounds_send_the_pruned_layer_and_go_on_from_it(run):
     result = run(num_server_rounds=2)
     first = global_layers(run())
