@@ -415,7 +415,8 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
     for name, measure in ((TUNED, "personal"), (TUNED_AGAIN, LAST[0])):
         if found := _costs(name, measure):
-            yield name, drawn.costs(found)
+            most = max(len(cost.reached) for cost in found)
+            yield name, drawn.costs([cost for cost in found if len(cost.reached) == most])
     for name in (name for name in MATRICES if name not in (TUNED, TUNED_AGAIN) and not name.startswith("fresh-")):
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
@@ -568,6 +569,7 @@ def ranked_table(table: str) -> str:
     reference = paired(names[0], chosen(by_name[names[0]], TEN), measure)
 
     found = [(name, each) for name, rows in by_name.items() for each in _of_settings(rows).values()]
+    found = [each for each in found if len(each[1]) == max(len(rows) for _, rows in found)]  # the others wait for seeds
     found.sort(key=lambda each: -fmean(float(row[measure]) for row in each[1]))
     for name, of_setting in found:
         system, own = of_setting[0]["system"], {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
