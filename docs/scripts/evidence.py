@@ -327,7 +327,7 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
 def claims_table(*, whole: bool = False) -> str:
     """Claims with differences and verdicts.
 
-    The ``whole`` table has more columns, and the claims without a run and of runs that a longer search superseded.
+    The ``whole`` table has more columns, and the claims that lack runs or whose runs a longer search superseded.
     """
     more = ["in these seeds", "by seed", "from", "known before"] if whole else []
     interval = ["difference", "95 %"] if whole else ["difference (95 %)"]
@@ -415,8 +415,7 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
     for name, measure in ((TUNED, "personal"), (TUNED_AGAIN, LAST[0])):
         if found := _costs(name, measure):
-            most = max(len(cost.reached) for cost in found)
-            yield name, drawn.costs([cost for cost in found if len(cost.reached) == most])
+            yield name, drawn.costs(found)
     for name in (name for name in MATRICES if name not in (TUNED, TUNED_AGAIN) and not name.startswith("fresh-")):
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
@@ -424,7 +423,7 @@ def figures() -> Iterable[tuple[str, Figure]]:
 
 
 def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
-    """What the runs of a data file cost and reached, by setting."""
+    """What the runs of a data file cost and reached, by setting; without settings that wait for seeds."""
     rows = sorted(read(name), key=_by_setting)
     axes = {"MB sent up by all clients": "megabytes_up", "operations of training, 10¹²": "teraflops"}
     found: dict[str, drawn.Cost] = {}
@@ -434,7 +433,8 @@ def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
         for axis, column in axes.items():
             cost.spent[axis].append(charged(row, column))
         cost.reached.append(float(row[measure]))
-    return list(found.values())
+    most = max((len(cost.reached) for cost in found.values()), default=0)
+    return [cost for cost in found.values() if len(cost.reached) == most]
 
 
 def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]]:
@@ -569,7 +569,8 @@ def ranked_table(table: str) -> str:
     reference = paired(names[0], chosen(by_name[names[0]], TEN), measure)
 
     found = [(name, each) for name, rows in by_name.items() for each in _of_settings(rows).values()]
-    found = [each for each in found if len(each[1]) == max(len(rows) for _, rows in found)]  # the others wait for seeds
+    most = max(len(rows) for _, rows in found)
+    found = [each for each in found if len(each[1]) == most]  # the others wait for seeds
     found.sort(key=lambda each: -fmean(float(row[measure]) for row in each[1]))
     for name, of_setting in found:
         system, own = of_setting[0]["system"], {**DEFAULTS, **json.loads(of_setting[0]["settings"])}

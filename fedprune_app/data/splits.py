@@ -244,8 +244,8 @@ def unread(config: DataConfig) -> list[str]:
     data = _pool(config).dataset
     owners = np.zeros(0) if data.owners is None else data.owners
     deals_tests = config.test_split == "holdout" and not config.is_own and config.dataset not in PUBLISHED
-    test_owners = data.test_labels if data.test_owners is None else data.test_owners  # labels are 0 or more
-    num_dealt = int((test_owners >= 0).sum()) if deals_tests else 0
+    test_owners = np.zeros(0) if data.test_owners is None else data.test_owners
+    num_dealt = len(data.test_labels) - np.count_nonzero(test_owners < 0) if deals_tests else 0
     counts = {
         "training examples are nobody's; partition 'owners' leaves them out": int((owners < 0).sum()),
         "examples have no group: each is a group of its own": _pool(config).groups.count(""),

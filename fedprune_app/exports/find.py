@@ -1,7 +1,7 @@
 """Find the model to export in a run's folder, and make its smallest real network."""
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,14 +98,14 @@ def find_model(
     else:
         round, state = _client_state(run, info, config, client, state_dir)
         digest = info.get("model_digests", {}).get(str(client), "")
-    inputs, began_with = _inputs(run, info, config, state, data_dir), (info.get("model") or {}).get("logits")
-    return _exportable(run, config, inputs, client, round, state, digest, began_with)
+    return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state, digest)
 
 
 def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str) -> ValueDict:
     """Return shape, classes and normalisation of the models' inputs, as recorded, or else from the present data.
 
-    A client's state has the normalisation of that client's images; run.json has it for dealt data.
+    With them are the ``logits`` that identify the run's initial network, or None in an older run. A client's state has
+    the normalisation of that client's images; run.json has it for dealt data.
     """
     model = info.get("model") or {}
     normalisation = state.meta.get("normalisation") or model.get("normalisation")
@@ -121,7 +121,7 @@ def _inputs(run: Path, info: Values, config: Config, state: State, data_dir: str
         **{f"normalisation-{name}": values for name, values in normalisation.items()},
     }
     try:
-        return ImageClientInfo.facts(fields)
+        return {**ImageClientInfo.facts(fields), "logits": model.get("logits")}
     except ValueError as error:
         raise ValueError(f"run {str(run)!r} says of its images what cannot be: {error}") from None
 
@@ -252,18 +252,11 @@ def _as_tested(run: Path, state: State, of_server: Iterable[str], prunable: Iter
 
 
 def _exportable(
-    run: Path,
-    config: Config,
-    inputs: Values,
-    client: int | None,
-    round: int,
-    state: State,
-    digest: str,
-    began_with: Sequence[float] | None,
+    run: Path, config: Config, inputs: Values, client: int | None, round: int, state: State, digest: str
 ) -> Exportable:
     shape, classes = inputs["image_shape"], inputs["num_classes"]
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
-    if began_with and not computes(full, shape, began_with):
+    if inputs["logits"] and not computes(full, shape, inputs["logits"]):
         raise ValueError(f"run {str(run)!r} had another network, though with this name and shape")
     names, prunable = list(state_tensors(full, include_buffers=True)), prunable_names(full)
     weights, kept = state.group("weights"), state.group("channels")
