@@ -95,8 +95,9 @@ FASHION, LANGUAGE, TUNED = "fedp3-fashion", "fedspallm-merges", "tuned"
 TUNED_GALLERY = "tuned-gallery"  # rows of gallery/tuned.yaml, of which there are no claims
 TUNED_LAST = "tuned-last"  # rows of tuned_last.yaml, of the configurations and of the gallery
 TUNED_AGAIN = "again"  # rows of again.yaml, of the configurations and of the gallery
+AGAIN_CLASSES = "again-classes"  # rows of again_classes.yaml, of both too
 WATCH = "natural-watch"
-IN_GALLERY = (TUNED_LAST, TUNED_AGAIN, WATCH)
+IN_GALLERY = (TUNED_LAST, TUNED_AGAIN, AGAIN_CLASSES, WATCH)
 """The rows of these data files come from a matrix of the gallery too, which has the same name."""
 AGAIN = {"3c": "fedp3-layers", "3g": "fedp3-fashion", "3i": "fedp3-fashion", "5b": "fedspallm"}
 """Open claims that are tested once more on seeds 11 to 15, which no run had: by claim, the name of their matrix."""
@@ -113,6 +114,7 @@ MATRICES = {
     TUNED: ("tuned",),
     TUNED_LAST: ("tuned_last",),
     TUNED_AGAIN: ("again",),
+    AGAIN_CLASSES: ("again_classes",),
     WATCH: ("natural_watch",),
     **{f"fresh-{name}": (f"fresh_{name.replace('-', '_')}",) for name in AGAIN.values()},
 }
@@ -534,13 +536,21 @@ OF_AGAIN = (
         )
     ),
 )  # fmt: skip
+OF_CLASSES = (
+    ("w", "FedAvg-FT beats training alone", FEDAVG_FT, STANDALONE, 0.0, "without tuning, 1p: Dis-PFL -2.49"),
+    ("x", "FedRTS at density 0.5 is at most one point behind FedAvg-FT", FEDRTS, FEDAVG_FT, 1.0, "9j: +0.74"),
+    ("y", "FedAvg-FT beats FedRep", FEDAVG_FT, {"system": "fedper", **FEDREP}, 0.0, "9k: +8.64"),
+    ("z", "FedAvg-FT beats Sub-FedAvg", FEDAVG_FT, SUBFEDAVG, 0.0, "9s: +2.68"),
+)
+"""Claims with two classes per client, where the settings are those of the search with Dirichlet data."""
 OF_PAPER = dict.fromkeys("bcuv", "Dis-PFL, Table 1") | {"f": "Dis-PFL, Tables 1 and 3"}
 AGAIN_TUNED = tuple(
     Claim(
-        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew, after a last phase: {text}", TUNED_AGAIN,
+        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew, after a last phase{of}: {text}", data,
         better, worse, seeds=5, first_seed=21, margin=margin, measure="last_phase", known=known,
     )
-    for letter, text, better, worse, margin, known in OF_AGAIN
+    for data, of, claims in ((TUNED_AGAIN, "", OF_AGAIN), (AGAIN_CLASSES, ", two classes per client", OF_CLASSES))
+    for letter, text, better, worse, margin, known in claims
 )  # fmt: skip
 """These claims are of a search and of seeds of their own; the verdicts of the earlier search were known."""
 CLAIMS = (*FIRST, *ONCE_MORE, *NATURAL, *AGAIN_TUNED)
