@@ -123,7 +123,7 @@ SECTIONS = {
     "1": "1. Dis-PFL", "2": "2. Sub-FedAvg", "3": "3. FedP3", "4": "4. Fed-LTP",
     "5": "5. FedSpaLLM (a point is a hundredth of the logarithm of perplexity)",
     "6": "6. Tuned alike", "7": "7. Once more, on fresh seeds",
-    "8": "8. Natural clients", "9": "9. Tuned anew, after a last phase",
+    "8": "8. Natural clients, after a last phase", "9": "9. Tuned anew, after a last phase",
 }  # fmt: skip
 """The sections of the page, by the digit with which a claim's name begins."""
 IN_PAPER = {
@@ -499,7 +499,7 @@ OF_NATURAL = (
 )
 NATURAL = tuple(
     Claim(
-        f"8{letter}", "not in the paper", f"Watches, tuned, after a last phase: {text}", WATCH, better, worse,
+        f"8{letter}", "not in the paper", f"Watches, tuned: {text}", WATCH, better, worse,
         seeds=5, first_seed=1, margin=margin, measure="last_phase",
     )
     for letter, text, better, worse, margin in OF_NATURAL
@@ -546,7 +546,7 @@ OF_CLASSES = (
 OF_PAPER = dict.fromkeys("bcuv", "Dis-PFL, Table 1") | {"f": "Dis-PFL, Tables 1 and 3"}
 AGAIN_TUNED = tuple(
     Claim(
-        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew, after a last phase{of}: {text}", data,
+        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew{of}: {text}", data,
         better, worse, seeds=5, first_seed=21, margin=margin, measure="last_phase", known=known,
     )
     for data, of, claims in ((TUNED_AGAIN, "", OF_AGAIN), (AGAIN_CLASSES, ", two classes per client", OF_CLASSES))

@@ -7,11 +7,15 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 mpl.rcParams.update(
     {
@@ -29,6 +33,7 @@ mpl.rcParams.update(
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#6699cc")
 """Colours that readers with any colour vision can tell apart (Okabe and Ito, then Tol)."""
 OF_VERDICT = {"shown": "#009e73", "does not hold here": "#d55e00", "open": "#777777"}
+PRUNES = {True: "#0072b2", False: "#555555"}
 DOT_STYLE = {"linestyle": "none", "markersize": 4, "alpha": 0.6}
 
 
@@ -62,6 +67,7 @@ class Cost:
     label: str
     spent: dict[str, list[float]]
     reached: list[float]
+    prunes: bool = False
 
 
 def costs(found: Sequence[Cost]) -> Figure:
@@ -80,6 +86,54 @@ def costs(found: Sequence[Cost]) -> Figure:
     panels[0].set_ylabel("clients' own models, accuracy, %")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     return figure
+
+
+def ranks(found: Sequence[Cost]) -> Figure:
+    """The means of many systems, each with its name: accuracy against each cost, and the seeds' standard deviation."""
+    axes = list(found[0].spent)
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(axes), sharey=True)
+    for panel, axis in zip(panels, axes, strict=True):
+        panel.set_xlabel(axis)
+        least = min(value for cost in found if (value := fmean(cost.spent[axis])))
+        panel.set_xscale("symlog", linthresh=least)  # training alone sends nothing
+        panel.xaxis.set_major_formatter("{x:g}")
+        for cost in found:
+            place, spread = (fmean(cost.spent[axis]), fmean(cost.reached)), stdev(cost.reached)
+            panel.errorbar(*place, spread, color=PRUNES[cost.prunes], fmt="D", markersize=5, elinewidth=0.8)
+        panel.margins(x=0.14)
+    panels[0].set_ylabel("clients' own models, accuracy, %")
+    marks = [
+        mpl.lines.Line2D([], [], color=colour, marker="D", linestyle="none", label="pruned" if prunes else "dense")
+        for prunes, colour in PRUNES.items()
+    ]
+    figure.legend(handles=marks, loc="outside upper center", ncols=2, fontsize=8)
+    figure.draw_without_rendering()  # the panels have their places
+    for panel, axis in zip(panels, axes, strict=True):
+        _name_marks(panel, [(fmean(cost.spent[axis]), fmean(cost.reached), cost) for cost in found])
+    return figure
+
+
+def _name_marks(panel: Axes, marks: Sequence[tuple[float, float, Cost]]) -> None:
+    """Write each mark's name where it covers no mark and no other name: beside it, or else above or below."""
+    taken = [Bbox.from_bounds(*(panel.transData.transform(mark[:2]) - 5), 10, 10) for mark in marks]
+    for *place, cost in sorted(marks, key=lambda mark: -mark[1]):
+        for up, (across, side) in product((0, 8, -8, 16, -16, 24, -24, 32, -32), ((7, "left"), (-7, "right"))):
+            name = panel.annotate(
+                cost.label, place, (across, up), textcoords="offset points", ha=side, va="center", fontsize=7.5,
+                color=PRUNES[cost.prunes],
+            )  # fmt: skip
+            covered = name.get_window_extent()
+            inside = panel.bbox.x0 <= covered.x0 and covered.x1 <= panel.bbox.x1
+            if inside and not any(covered.overlaps(other) for other in taken):
+                break
+            name.remove()
+        else:
+            raise ValueError(f"no place for the name {cost.label!r}")
+        taken.append(covered)
+        if abs(up) > 8:
+            line = {"arrowstyle": "-", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+            panel.annotate("", place, (across, up), textcoords="offset points", arrowprops=line)
 
 
 def claims(sections: Mapping[str, Sequence[Bar]]) -> Figure:

@@ -413,9 +413,8 @@ def figures() -> Iterable[tuple[str, Figure]]:
     yield "papers", drawn.papers([(shown[name], points) for name, points in papers.items() if name in shown])
     yield "costs", drawn.costs(_costs("subfedavg-rounds"))
     yield "spent", drawn.spent(_budgets("fedltp-fashion"))
-    for name, measure in ((TUNED, "personal"), (TUNED_AGAIN, LAST[0])):
-        if found := _costs(name, measure):
-            yield name, drawn.costs(found)
+    yield TUNED, drawn.costs(_costs(TUNED))
+    yield TUNED_AGAIN, drawn.ranks(_costs(TUNED_AGAIN, LAST[0]))
     for name in (name for name in MATRICES if name not in (TUNED, TUNED_AGAIN) and not name.startswith("fresh-")):
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
@@ -428,8 +427,9 @@ def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
     axes = {"MB sent up by all clients": "megabytes_up", "operations of training, 10¹²": "teraflops"}
     found: dict[str, drawn.Cost] = {}
     for row, settings in zip(rows, differing(rows), strict=True):
-        label = _label(row, settings)
-        cost = found.setdefault(row["settings"], drawn.Cost(label, {axis: [] for axis in axes}, []))
+        label = _method(row) if name == TUNED_AGAIN else _label(row, settings)
+        cost = drawn.Cost(label, {axis: [] for axis in axes}, [], prunes=float(row["kept"] or 1) < 1)
+        cost = found.setdefault(row["settings"], cost)
         for axis, column in axes.items():
             cost.spent[axis].append(charged(row, column))
         cost.reached.append(float(row[measure]))
@@ -473,6 +473,10 @@ def _series(name: str) -> list[drawn.Series]:
 
 def _label(row: Row, settings: Iterable[tuple[str, Any]]) -> str:
     return ", ".join([row["system"], *(f"{key.rpartition('.')[2]} {value}" for key, value in settings if value)])
+
+
+def _method(row: Row) -> str:
+    return "fedrep" if json.loads(row["settings"]).get("fedper.head-epochs") else row["system"]
 
 
 def _by_setting(row: Row) -> tuple[str, str, int]:
@@ -573,11 +577,11 @@ def ranked_table(table: str) -> str:
     found = [each for each in found if len(each[1]) == most]  # the others wait for seeds
     found.sort(key=lambda each: -fmean(float(row[measure]) for row in each[1]))
     for name, of_setting in found:
-        system, own = of_setting[0]["system"], {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
+        own = {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
         apart = difference(paired(name, of_setting, measure), reference, of_other_seeds=True)
         points = [100 * value for value in (apart.mean, apart.low, apart.high)] if apart else []
         cells = [
-            "fedrep" if own.get("fedper.head-epochs") else system,
+            _method(of_setting[0]),
             f"{float(own['fraction-train']) * int(of_setting[0]['clients']):.0f}",
             _spread([row[measure] for row in of_setting], 2),
             "{:+.2f} ({:+.2f} to {:+.2f})".format(*points) if points and any(points) else "–",
