@@ -5,6 +5,7 @@ train or is done. Once all remaining clients wait, they are trained together and
 cohorts. On a CPU a client's result does not depend on the others of its cohort.
 """
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -89,11 +90,17 @@ class _Member(Generic[Result]):
         self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
 
     def resume(self) -> None:
-        if self._thread.ident is None:
-            self._thread.start()
-        else:
-            self._may_go.release()
-        self._stopped.acquire()
+        try:
+            if self._thread.ident is None:
+                self._thread.start()
+            else:
+                self._may_go.release()
+            self._stopped.acquire()
+        except KeyboardInterrupt as error:  # a thread that is inside torch when the process ends would abort it
+            thread, raised = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(type(error))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
+            self._stopped.acquire(timeout=10)
+            raise
 
     def outcome(self) -> Result:
         self._thread.join()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import signal
 import threading
+import time
 import weakref
 
 import pytest
@@ -342,3 +344,23 @@ def test_a_residual_network_has_a_grouped_form():
         weights[name] = torch.stack(both) if first.dim() == 2 else torch.cat(both)
     found = grouped_form(models[0], shape)(weights, images)
     torch.testing.assert_close(found, torch.stack([model(images[k]) for k, model in enumerate(models)]))
+
+
+def test_an_interrupt_ends_the_client_that_works_too():
+    """A thread that is inside torch when its process ends would abort the process: exit code 134 in place of 130."""
+    main = threading.main_thread().ident
+
+    def work():
+        signal.pthread_kill(main, signal.SIGINT)
+        while True:
+            time.sleep(0.001)
+
+    before, others = signal.signal(signal.SIGINT, signal.default_int_handler), set(threading.enumerate())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            in_cohort([work, work])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+        assert not thread.is_alive()
