@@ -10,9 +10,10 @@ with the largest draws from their distributions stay. K − κ falls by a cosine
 
 From the released code (FedPruning): λ = 10, γ = 0.5, when masks move and when no more (300 of 500 rounds), the initial
 mask by magnitude, and the gradient of one batch after the local epochs. The share is 0.2 there and 0.4 in the paper,
-and α and β begin anew after each move there. Deviations: the mask travels with each model down; what clients send is
-values alone, and in the rounds that move the mask one mask more. Weights that grow begin at 0. After the last move
-outcomes are counted no more.
+and α and β begin anew after each move there. There, too, K − κ kept weights leave by one draw and as many enter by
+another, the prior is their share, and the mean of dense gradients votes. Deviations: the mask travels with each model
+down; what clients send is values alone, and in the rounds that move the mask one mask more. Weights that grow begin at
+0. After the last move outcomes are counted no more.
 """
 
 from __future__ import annotations

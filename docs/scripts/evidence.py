@@ -542,23 +542,35 @@ def costs_table(name: str) -> str:
 
 RANKED = {
     TUNED: ((TUNED, TUNED_GALLERY), {"personal": "personal, %", "received": "received, %"}),
-    TUNED_AGAIN: ((TUNED_AGAIN,), {LAST[0]: "after a last phase, %", "personal": "as its paper ends, %"}),
+    TUNED_AGAIN: (
+        (TUNED_AGAIN,),
+        {LAST[0]: "after a last phase, %", "personal": "own model before, %", "received": "received, %"},
+    ),
 }
-"""By name of a table: its data files, of which the first has FedAvg-FT, the measure that ranks, and one more."""
+"""By name of a table: its data files, of which the first has FedAvg-FT, the measure that ranks, and others."""
 
 
 def charged(row: Row, column: str) -> float:
-    """What a run cost: ``megabytes_up`` or ``teraflops``, with what its clients do before the last test.
+    """What a run cost: its megabytes or ``teraflops``, with what its clients do before the last test.
 
-    A system that fine-tunes is charged its clients' last fine-tuning, which is one round of all clients, and D-PSGD-FT
-    also the round in which all models travel for their mean. The others are charged their last phase, if they have one.
+    A system that fine-tunes is charged the operations of its clients' last fine-tuning, which is one round of all
+    clients, and D-PSGD-FT the bytes of the round in which all models travel for their mean. The others are charged the
+    operations of their last phase, if they have one: like a fine-tuning, it has to send nothing back.
     """
     own, again = {**DEFAULTS, **json.loads(row["settings"])}, 1 / int(row["rounds"])
     if column == "teraflops":
         more = again / float(own["fraction-train"]) if row["system"] in FINE_TUNED else 0
-    else:
-        more = again if row["system"] == "dpsgd-ft" else 0
-    return (1 + more) * float(row[column]) + float(row.get(f"last_{column}") or 0)
+        return (1 + more) * float(row[column]) + float(row.get(f"last_{column}") or 0)
+    return (1 + (again if row["system"] == "dpsgd-ft" else 0)) * float(row[column])
+
+
+def _epochs(row: Row) -> str:
+    """A client's local epochs in a round: where it trains twice, both."""
+    own = {**DEFAULTS, **json.loads(row["settings"])}
+    if row["system"] == "ditto":
+        return f"{own['ditto.global-epochs']}+{own['ditto.personal-epochs']}"
+    of_head = own.get("fedper.head-epochs") or (own.get("lpft.head-epochs", 1) if row["system"] == "lpft" else 0)
+    return f"{of_head}+{own['local-epochs']}" if of_head else f"{own['local-epochs']}"
 
 
 def ranked_table(table: str) -> str:
@@ -566,9 +578,10 @@ def ranked_table(table: str) -> str:
 
     Costs are as :func:`charged`.
     """
-    names, ((measure, title), (other, other_title)) = RANKED[table][0], RANKED[table][1].items()
+    names, ((measure, title), *others) = RANKED[table][0], RANKED[table][1].items()
     by_name = {name: sorted(read(name), key=_by_setting) for name in names}
-    titles = ("clients a round", title, "ahead (95 %)", other_title, "kept", "MB up", "FLOPs, 10¹²")
+    costs = {"megabytes_up": "MB up", "megabytes_down": "MB down", "teraflops": "FLOPs, 10¹²"}
+    titles = ("clients a round", "epochs", title, "ahead (95 %)", *dict(others).values(), "kept", *costs.values())
     lines = [f"| system | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     reference = paired(names[0], chosen(by_name[names[0]], TEN), measure)
 
@@ -583,11 +596,12 @@ def ranked_table(table: str) -> str:
         cells = [
             _method(of_setting[0]),
             f"{float(own['fraction-train']) * int(of_setting[0]['clients']):.0f}",
+            _epochs(of_setting[0]),
             _spread([row[measure] for row in of_setting], 2),
             "{:+.2f} ({:+.2f} to {:+.2f})".format(*points) if points and any(points) else "–",
-            _spread([row[other] for row in of_setting], 2),
+            *(_spread([row[other] for row in of_setting], 2).partition(" ±")[0] for other, _ in others),
             _spread([row["kept"] for row in of_setting], 2),
-            *(f"{fmean(charged(row, cost) for row in of_setting):.1f}" for cost in ("megabytes_up", "teraflops")),
+            *(f"{fmean(charged(row, cost) for row in of_setting):.1f}" for cost in costs),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

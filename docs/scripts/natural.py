@@ -39,7 +39,10 @@ def write_typefaces(fonts: Path, out: Path) -> list[str]:
     """Write digits and capitals in each file of each family, as ``family/character/file.png``; return the families."""
     families: dict[str, dict[str, Path]] = defaultdict(dict)
     for path in sorted([*fonts.rglob("*.ttf"), *fonts.rglob("*.otf")]):
-        family, style = ImageFont.truetype(path, POINTS).getname()
+        try:
+            family, style = ImageFont.truetype(path, POINTS).getname()
+        except OSError:  # bitmaps, and links into other packages
+            continue
         families[_slug(family or path.stem)].setdefault(style or path.stem, path)
     written = []
     for family, styles in sorted(families.items()):

@@ -345,7 +345,7 @@ def test_tuned_systems_are_compared_with_ten_clients_and_charged_what_they_do_at
     def rows_of(system, share, personal):
         settings = json.dumps({"fraction-train": share})
         same = {"system": system, "settings": settings, "rounds": "100", "clients": "20", "received": "9.0"}
-        costs = {"kept": "1.0", "megabytes_up": "50.0", "teraflops": "10.0"}
+        costs = {"kept": "1.0", "megabytes_up": "50.0", "megabytes_down": "40.0", "teraflops": "10.0"}
         runs = [{**same, **costs, "seed": str(seed), "personal": str(value)} for seed, value in enumerate(personal, 1)]
         of_clients = [
             {**run, "client": client, "personal": float(run["personal"]) / 100} for run in runs for client in "01"
@@ -359,20 +359,20 @@ def test_tuned_systems_are_compared_with_ten_clients_and_charged_what_they_do_at
             read[name + kind] = [row for rows in each for row in rows]
     monkeypatch.setattr(evidence, "read", lambda name: read[name])
     assert evidence.ranked_table("tuned").splitlines()[2:] == [
-        "| dpsgd-ft | 20 | 64.00 ± 1.41 | +3.00 (+3.00 to +3.00) | 9.00 | 1.00 | 50.5 | 10.1 |",
-        "| fedavg-ft | 2 | 61.00 ± 1.41 | – | 9.00 | 1.00 | 50.0 | 11.0 |",
-        "| ditto | 2 | 52.00 ± 2.83 | -9.00 (-21.71 to +3.71) | 9.00 | 1.00 | 50.0 | 10.0 |",
+        "| dpsgd-ft | 20 | 5 | 64.00 ± 1.41 | +3.00 (+3.00 to +3.00) | 9.00 | 1.00 | 50.5 | 40.4 | 10.1 |",
+        "| fedavg-ft | 2 | 5 | 61.00 ± 1.41 | – | 9.00 | 1.00 | 50.0 | 40.0 | 11.0 |",
+        "| ditto | 2 | 2+3 | 52.00 ± 2.83 | -9.00 (-21.71 to +3.71) | 9.00 | 1.00 | 50.0 | 40.0 | 10.0 |",
     ]
-    for kind in ("", ".clients"):  # ditto gains ten points by a last phase, and pays for it
+    for kind in ("", ".clients"):  # ditto gains ten points by a last phase, and pays for its operations
         rows = [{**row, "last_phase": row["personal"]} for row in read[evidence.TUNED + kind]]
         read[evidence.TUNED_AGAIN + kind] = rows
         for row in read[evidence.TUNED_GALLERY + kind]:
             gained = {"last_phase": float(row["personal"]) + (0.1 if kind else 10), "last_megabytes_up": "2.5"}
             rows.append({**row, **gained, "last_teraflops": "0.5"})
     assert evidence.ranked_table("again").splitlines()[2:] == [
-        "| dpsgd-ft | 20 | 64.00 ± 1.41 | +3.00 (+3.00 to +3.00) | 64.00 ± 1.41 | 1.00 | 50.5 | 10.1 |",
-        "| ditto | 2 | 62.00 ± 2.83 | +1.00 (-11.71 to +13.71) | 52.00 ± 2.83 | 1.00 | 52.5 | 10.5 |",
-        "| fedavg-ft | 2 | 61.00 ± 1.41 | – | 61.00 ± 1.41 | 1.00 | 50.0 | 11.0 |",
+        "| dpsgd-ft | 20 | 5 | 64.00 ± 1.41 | +3.00 (+3.00 to +3.00) | 64.00 | 9.00 | 1.00 | 50.5 | 40.4 | 10.1 |",
+        "| ditto | 2 | 2+3 | 62.00 ± 2.83 | +1.00 (-11.71 to +13.71) | 52.00 | 9.00 | 1.00 | 50.0 | 40.0 | 10.5 |",
+        "| fedavg-ft | 2 | 5 | 61.00 ± 1.41 | – | 61.00 | 9.00 | 1.00 | 50.0 | 40.0 | 11.0 |",
     ]
 
 
