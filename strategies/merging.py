@@ -138,6 +138,9 @@ class Compression:
             return self.cut.layer(dense, hessian_of)
         pattern = self.options.n_of_m()
         density = None if pattern else self.config.density
+        if density == 1.0:  # zeros that a dense model has are weights as others
+            kept = {name: dense[name] for name in self.dense.prunable(layer)}
+            return Payload(kept, {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in kept.items()})
         for names in self.groups:
             weights = [dense[name].to(self.dense.device) for name in names]
             if self.options.hessian_form == "diagonal":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import NodeContext
@@ -99,6 +100,20 @@ def test_a_model_of_kept_sums_is_the_one_that_a_run_with_its_settings_makes(run,
     assert load_run(tmp_path / "new").flaw == ""
     if kinds:
         assert check_codes(tmp_path / "new") == check_codes(own.folder) == kinds
+
+
+def test_zeros_that_a_dense_model_has_are_not_pruned_weights(run, llm, tmp_path):
+    """With density 1 they once took the minimums from the grid: a model from a Q4_1 file was rounded to Q4_0."""
+    folder = shutil.copytree(llm, tmp_path / "llm")
+    path = next(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensor[0, ::3] = 0
+    save_file(tensors, path, metadata={"format": "pt"})
+    result = run(model=str(folder), density=1.0, fedspallm_bits=4)
+    assert check_codes(result.folder) == {"Q4_1"}
+    assert result.rounds[-1]["density_mean"] == 1.0
 
 
 def test_the_sums_of_all_layers_are_those_of_the_dense_model(run, llm):
