@@ -355,8 +355,8 @@ def claims_table() -> str:
     for claim in CLAIMS:
         numbers = ["–"] * 2
         if (apart := compared(claim)) is not None:
-            interval = f"{100 * apart.low:+.1f} to {100 * apart.high:+.1f}" if len(apart.by_seed) > 1 else "–"
-            numbers = [f"{100 * apart.mean:+.1f}", interval]
+            mean, low, high = (f"{100 * (each - log(claim.share)):+.1f}" for each in (apart.mean, apart.low, apart.high))
+            numbers = [mean, f"{low} to {high}" if len(apart.by_seed) > 1 else "–"]
         lines.append(f"| {' | '.join([claim.name, claim.text, *numbers, verdict(apart)])} |")
     return "\n".join(lines)
 
@@ -396,28 +396,23 @@ def gemma_table() -> str:
 
 
 def exchanges_table() -> str:
-    """Perplexity on WikiText-2 of seed 0's SparseGPT by summed Hessians, by sparsity and number of exchanges."""
-    of_text = [row for row in read_rows(DATA) if (row["seed"], row["text"]) == ("0", TEXT)]
-    found = {row["model"]: float(row["perplexity"]) for row in of_text}
-    found["density-0.5"] = found["sums"]
+    """Seed 0's perplexities of SparseGPT by summed Hessians, by sparsity and number of exchanges, beside the mean."""
+    found = {(row["model"], row["text"]): float(row["perplexity"]) for row in read_rows(DATA) if row["seed"] == "0"}
+    found |= {("density-0.5", text): found["sums", text] for text in TEXTS}
+    by_rule = {"hessians": f"exchanges-{LAYERS}", "mean": "mean"}
     for row in read_rows(BY_LAYER):
-        if (row["rule"], row["deal"], row["clients"], row["seed"], row["text"]) == (
-            "hessians",
-            "articles",
-            "4",
-            "0",
-            TEXT,
-        ):
-            found[f"exchanges-{LAYERS}-{row['density']}"] = float(row["global"])
-    lines = ["| sparsity | 1 exchange | 3 | 10 | 30: the paper's way |", "| ---: | ---: | ---: | ---: | ---: |"]
+        if (row["deal"], row["clients"], row["seed"]) == ("articles", "4", "0") and row["rule"] in by_rule:
+            found[f"{by_rule[row['rule']]}-{row['density']}", row["text"]] = float(row["global"])
+    lines = ["| sparsity | 1 exchange | 3 | 10 | 30 | the paper's mean |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]
     for density in DENSITIES:
-        names = [f"density-{density}", *(f"exchanges-{number}-{density}" for number in (3, 10, LAYERS))]
-        cells = [f"{found[name]:.1f}" if name in found else "–" for name in names]
+        of_exchanges = (f"exchanges-{number}-{density}" for number in (3, 10, LAYERS))
+        names = [f"density-{density}", *of_exchanges, f"mean-{density}"]
+        cells = [", ".join(f"{found[name, text]:.1f}" for text in TEXTS) for name in names]
         lines.append(f"| {1 - float(density):.0%} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-TEXT, NEAREST = "wikitext-2", "-nearest"
+TEXTS, NEAREST = ("wikitext-2", "ptb"), "-nearest"
 SHAPES = (DENSE, TRAINED, HALF, SMALLER, RECOVERED)
 COLUMNS = ("model", "bits", "wikitext-2, ptb", "MB", "64 windows", "a token")
 TABLES = {

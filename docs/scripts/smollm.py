@@ -285,8 +285,10 @@ def claims_table() -> str:
     for claim in sorted(CLAIMS, key=lambda claim: claim.name):
         numbers = ["–"] * 3
         if (apart := compared(claim)) is not None:
-            interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}" if len(apart.by_seed) > 1 else "–"
-            numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
+            mean, low, high, *by_seed = (
+                f"{100 * (each - claim.margin):+.2f}" for each in (apart.mean, apart.low, apart.high, *apart.by_seed)
+            )
+            numbers = [mean, f"{low} to {high}" if len(by_seed) > 1 else "–", ", ".join(by_seed)]
         where = f"{claim.clients}, {claim.deal}"
         said = f"**{verdict(apart)}**" if claim.name in strong else verdict(apart)
         lines.append(f"| {' | '.join([claim.name, where, claim.text, claim.in_paper, *numbers, said])} |")
@@ -305,7 +307,10 @@ def verdicts_table() -> str:
     for (where, said), claims in of_kind.items():
         found = [compared(claim) for claim in claims]
         percents = ", ".join(f"{1 - claim.density:.0%}" for claim in claims)
-        points = ", ".join("–" if apart is None else f"{100 * apart.mean:+.1f}" for apart in found)
+        points = ", ".join(
+            "–" if apart is None else f"{100 * (apart.mean - claim.margin):+.1f}"
+            for claim, apart in zip(claims, found, strict=True)
+        )
         counts = ", ".join(f"{number} {word}" for word, number in Counter(map(verdict, found)).items())
         names = ", ".join(claim.name for claim in claims)
         lines.append(f"| {' | '.join([names, where, said, percents, points, counts])} |")
