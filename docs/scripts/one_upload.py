@@ -355,7 +355,9 @@ def claims_table() -> str:
     for claim in CLAIMS:
         numbers = ["–"] * 2
         if (apart := compared(claim)) is not None:
-            mean, low, high = (f"{100 * (each - log(claim.share)):+.1f}" for each in (apart.mean, apart.low, apart.high))
+            mean, low, high = (
+                f"{100 * (each - log(claim.share)):+.1f}" for each in (apart.mean, apart.low, apart.high)
+            )
             numbers = [mean, f"{low} to {high}" if len(apart.by_seed) > 1 else "–"]
         lines.append(f"| {' | '.join([claim.name, claim.text, *numbers, verdict(apart)])} |")
     return "\n".join(lines)
@@ -403,7 +405,10 @@ def exchanges_table() -> str:
     for row in read_rows(BY_LAYER):
         if (row["deal"], row["clients"], row["seed"]) == ("articles", "4", "0") and row["rule"] in by_rule:
             found[f"{by_rule[row['rule']]}-{row['density']}", row["text"]] = float(row["global"])
-    lines = ["| sparsity | 1 exchange | 3 | 10 | 30 | the paper's mean |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| sparsity | 1 exchange | 3 | 10 | 30 | the paper's mean |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for density in DENSITIES:
         of_exchanges = (f"exchanges-{number}-{density}" for number in (3, 10, LAYERS))
         names = [f"density-{density}", *of_exchanges, f"mean-{density}"]
