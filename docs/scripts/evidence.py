@@ -20,6 +20,7 @@ import argparse
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, product
 from pathlib import Path
@@ -48,6 +49,7 @@ from _claims import (
     TUNED_AGAIN,
     TUNED_GALLERY,
     TUNED_LAST,
+    WATCH,
     Claim,
     of_merge,
 )
@@ -327,7 +329,7 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
 def claims_table(*, whole: bool = False) -> str:
     """Claims with differences and verdicts.
 
-    The ``whole`` table has more columns, and the claims that lack runs or whose runs a longer search superseded.
+    The ``whole`` table has more columns, and the claims that lack runs or are in the file alone.
     """
     more = ["in these seeds", "by seed", "from", "known before"] if whole else []
     interval = ["difference", "95 %"] if whole else ["difference (95 %)"]
@@ -349,7 +351,7 @@ def claims_table(*, whole: bool = False) -> str:
             numbers = [f"{100 * apart.mean:+.2f}", *intervals, by_seed]
         verdicts.append(said)
         said = f"**{said}**" if claim.name in strong else said
-        if not whole and (said.startswith("open: ") or claim.data == TUNED_LAST):
+        if not whole and (said.startswith("open: ") or claim.data in IN_FILE_ALONE):
             superseded += not said.startswith("open: ")
             continue
         between = numbers[:2] if whole else [f"{numbers[0]} ({numbers[1]})"]
@@ -359,12 +361,17 @@ def claims_table(*, whole: bool = False) -> str:
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
     waiting = sum(said.startswith("open: ") for said in verdicts)
     left = len(CLAIMS) - shown - not_here - waiting
-    apart_from = {"without all their runs yet": waiting, "of an earlier search": superseded}
+    apart_from = {"without all their runs yet": waiting, "of an earlier search or of watches": superseded}
     told = [f"{number} {which}" for which, number in apart_from.items() if number]
     runs = f" In the file alone: {', '.join(told)}." if told else ""
+    of_papers = Counter(said for claim, said in zip(CLAIMS, verdicts, strict=True) if claim.source != OURS)
+    own = "{} are shown, {} do not hold here, and {} are open".format(
+        *(of_papers[each] for each in ("shown", "does not hold here", "open"))
+    )
     lines += [
         "",
-        f"{shown} claims are shown, {not_here} do not hold here, and {left} are open.{runs} Of the "
+        f"{shown} claims are shown, {not_here} do not hold here, and {left} are open. Of the papers' own {own}; the "
+        f"others are ours.{runs} Of the "
         f"{shown + not_here} verdicts Holm's correction for {tests} tests leaves {len(strong)} at 5 %: they are bold.",
     ]
     return "\n".join(lines)
@@ -540,6 +547,7 @@ def costs_table(name: str) -> str:
     return settings_table(name, COSTS, rising=COSTS[0])
 
 
+IN_FILE_ALONE, OURS = (TUNED, TUNED_LAST, WATCH), "not in the paper"
 RANKED = {
     TUNED: ((TUNED, TUNED_GALLERY), {"personal": "personal, %", "received": "received, %"}),
     TUNED_AGAIN: (
