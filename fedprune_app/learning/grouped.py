@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.modules import computation_key, generic_copy, traced
-from fedprune_app.core.named import Tensors
+from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.learning.device import fast_layout
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 
@@ -71,15 +71,16 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     """Return the grouped form of a network that maps a batch of such examples to logits.
 
     The form is derived from the network's operations by rules, and compared with the network once: losses and gradients
-    of two clients must agree. Networks that compute the same share a form. Raises :class:`NoGroupedForm` for a network
-    with other parts than convolutions, linear layers, group norms, pooling, activations, flattening and sums, for one
-    with hooks, and if the comparison fails.
+    of two clients must agree, and on a CPU each client's have the same bits beside others as alone. Networks that
+    compute the same share a form. Raises :class:`NoGroupedForm` for a network with other parts than convolutions,
+    linear layers, group norms, pooling, activations, flattening and sums, for one with hooks, and if a comparison
+    fails.
     """
     if any(_has_hooks(module) for module in model.modules()):
         raise NoGroupedForm("a part of it has hooks, which see no grouped form")
     if (computation := computation_key(model)) is None:
         raise NoGroupedForm("torch.fx cannot follow it")
-    key = computation, tuple(example_shape), next(model.parameters()).device
+    key = computation, tuple(example_shape), next(model.parameters()).device, torch.get_num_threads()
     if key not in _forms:
         _forms[key] = _derive_form(model, example_shape)
     form = _forms[key]
@@ -115,34 +116,50 @@ def _derive_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm 
 def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) -> None:
     """Raise :class:`NoGroupedForm` if a form has other losses or gradients than the network on random batches.
 
-    In float64 they differ by rounding alone, which no threshold in a network amplifies.
+    In float64 they differ by rounding alone, which no threshold in a network amplifies. In float32 a client's have to
+    be the same to the bit beside others and alone, but on a GPU.
     """
     draw = torch.Generator().manual_seed(0)
-    twins = [generic_copy(model, draw).double() for _ in range(2)]
-    images = torch.randn(2, _COMPARED, *example_shape, generator=draw, dtype=torch.float64)
+    twins = [generic_copy(model, draw).double() for _ in range(3)]
+    images = torch.randn(len(twins), _COMPARED, *example_shape, generator=draw, dtype=torch.float64)
     with ExitStack() as stack:
         for twin in twins:
             stack.enter_context(fast_layout(twin, example_shape))
-        flat = Flat(FlatLayout(twins[0], trained_names(twins[0]), len(twins)))
-        images = images.to(flat.layout.device)
-        example_losses = []
-        for number, twin in enumerate(twins):
-            stack.enter_context(FlatParameters(twin, flat, number))
-            logits = twin(images[number].clone())
+        names = trained_names(twins[0])
+        images = images.to(twins[0].get_parameter(names[0]).device)
+        expected = []
+        for twin, own_images in zip(twins, images, strict=True):
+            logits = twin(own_images.clone())
             labels = torch.arange(_COMPARED, device=logits.device) % logits.shape[1]
-            example_losses.append(F.cross_entropy(logits, labels, reduction="none"))
-            example_losses[-1].sum().backward()  # type: ignore[no-untyped-call]
-        stacked_weights = {name: flat.layout.stacked(flat.values, name, len(twins)) for name in flat.layout.names}
-        weights = {name: tensor.detach().requires_grad_() for name, tensor in stacked_weights.items()}
-        ones, all_labels = torch.ones(len(images), _COMPARED, device=images.device), labels.expand(len(images), -1)
-        losses, gradients = grouped_gradients(form, weights, list(weights.values()), images, all_labels, ones)
-        expected = [flat.layout.stacked(flat.gradients, name, len(twins)) for name in weights]
-        largest = max(float(gradient.abs().max()) for gradient in expected if gradient.numel())
-        for name, value, expected_value in zip(
-            ["loss", *weights], [losses, *gradients], [torch.stack(example_losses), *expected], strict=True
-        ):
-            if not torch.allclose(value, expected_value, rtol=1e-6, atol=1e-9 * largest):
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            weights = [twin.get_parameter(name) for name in names]
+            expected.append([losses, *torch.autograd.grad(losses.sum(), weights, materialize_grads=True)])
+        largest = max(float(gradient.abs().max()) for _, *each in expected for gradient in each if gradient.numel())
+        found = _computed(form, twins, images, labels)
+        for (name, rows), *own in zip(found.items(), *expected, strict=True):
+            if not torch.allclose(rows, torch.stack(own).flatten(1), rtol=1e-6, atol=1e-9 * largest):
                 raise NoGroupedForm(f"the rules for groups give another {name} than the network")
+        if images.device.type == "cpu":
+            twins, images = [twin.float() for twin in twins], images.float()
+            together = _computed(form, twins, images, labels)
+            for number, twin in enumerate(twins):
+                for name, rows in _computed(form, [twin], images[number : number + 1].clone(), labels).items():
+                    if not torch.equal(rows[0], together[name][number]):
+                        raise NoGroupedForm(f"a client's {name} has other bits beside others than alone")
+
+
+def _computed(form: GroupedForm, twins: Sequence[nn.Module], images: Tensor, labels: Tensor) -> TensorDict:
+    """Return the losses and gradients of some networks in their grouped form, by name: a row for each network."""
+    flat = Flat(FlatLayout(twins[0], trained_names(twins[0]), len(twins)))
+    for number, twin in enumerate(twins):
+        with FlatParameters(twin, flat, number):
+            pass  # its values are in the flat tensor now
+    stacked = {name: flat.layout.stacked(flat.values, name, len(twins)) for name in flat.layout.names}
+    weights = {name: tensor.detach().requires_grad_() for name, tensor in stacked.items()}
+    ones, all_labels = torch.ones(images.shape[:2], device=images.device), labels.expand(len(images), -1)
+    losses, gradients = grouped_gradients(form, weights, list(weights.values()), images, all_labels, ones)
+    rows = (each.reshape(len(twins), -1) for each in (losses, *gradients))
+    return dict(zip(["loss", *weights], rows, strict=True))
 
 
 _COMPARED = 3  # examples of each client, an odd number, to test that the form pads batches to even ones
@@ -258,7 +275,9 @@ def _align(vectors: Tensor) -> Tensor:
 
 
 def _linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    clients, outputs, _ = weight.shape
+    clients, outputs, inputs = weight.shape
+    if outputs * inputs % 4:  # each client's gradient of the weights begins at an aligned address, too
+        value, weight = (F.pad(each, (0, -inputs % 4)) for each in (value, weight))
     if bias is None:
         return torch.bmm(value, weight.transpose(1, 2))
     return torch.baddbmm(bias.reshape(clients, 1, outputs), value, weight.transpose(1, 2))

@@ -16,7 +16,7 @@ from torch import nn
 
 from fedprune_app.core import cohort
 from fedprune_app.data.augmentation import CropFlip
-from fedprune_app.learning import training
+from fedprune_app.learning import grouped, training
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
@@ -109,6 +109,42 @@ def test_a_clients_bits_are_the_same_alone_and_beside_any_others(name, way):
     for clients in ([0, 1], [3, 2, 1, 0], [4, 0, 1, 2, 3], [0, 3]):
         for client, found in zip(clients, in_cohort([work[client] for client in clients]), strict=True):
             assert_same(found, alone[client])
+
+
+@pytest.mark.parametrize(("name", "classes"), [("cnn5", 7), full("cnn5", 9), full("mlp", 10), full("lenet5", 3)])
+def test_layers_of_odd_sizes_have_the_same_bits_alone_and_beside_others(name, classes):
+    """Clients' gradients of the weights lie one after another, and so began at addresses that no tensor begins at."""
+
+    def work(client):
+        draw = generator(client)
+        shape = SHAPES.get(name, (1, 28, 28))
+        if name == "mlp":
+            model = nn.Sequential(nn.Flatten(), nn.Linear(784, 37), nn.ReLU(), nn.Linear(37, classes))
+            for parameter in model.parameters():
+                parameter.data.normal_(0, 0.05, generator=draw)
+        else:
+            model = build_model(name, shape, classes, rng=draw)
+        images, labels = torch.randn(20, *shape, generator=draw), torch.randint(0, classes, (20,), generator=draw)
+        grouped_form(model, shape)
+        result = train(model, images, labels, SGD(0.05, batch_size=10), rng=generator(client))
+        return result, state_tensors(model, include_buffers=True)
+
+    alone = [work(client) for client in range(8)]
+    for size in (2, 5, 8):
+        for client, found in enumerate(in_cohort([functools.partial(work, client) for client in range(size)])):
+            assert_same(found, alone[client])
+
+
+def test_a_form_whose_bits_depend_on_the_other_clients_is_refused(monkeypatch):
+    linear = grouped._linear
+
+    def of_others(value, *rest):
+        return linear(value, *rest) * (1 + 2**-22 * (len(value) > 1 and value.dtype == torch.float32))
+
+    monkeypatch.setattr(grouped, "_forms", {})
+    monkeypatch.setattr(grouped, "_linear", of_others)
+    with pytest.raises(NoGroupedForm, match="other bits beside others"):
+        grouped_form(build_model("lenet5", SHAPES["lenet5"], 10, rng=generator(0)), SHAPES["lenet5"])
 
 
 @pytest.mark.parametrize("name", in_test(SHAPES, "lenet5", "cnn-gn"))
