@@ -377,7 +377,7 @@ def models_table() -> str:
         measured = files.get(model.name)
         cells = [", ".join(f"{found[model.name, text]:.1f}" for text in texts)]
         cells.append(f"{measured['megabytes']} ({measured['type']})" if measured else "–")
-        cells += [measured[column] if measured else "–" for column in ("perplexity", "token")]
+        cells += [(measured and measured[column]) or "–" for column in ("perplexity", "token")]
         lines.append(f"| {' | '.join([model.shape, str(model.bits), *cells])} |")
     return "\n".join(lines)
 
