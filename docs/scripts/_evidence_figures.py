@@ -71,16 +71,16 @@ class Cost:
 
 
 def costs(found: Sequence[Cost]) -> Figure:
-    """Accuracy of the clients' own models against each cost: a large mark is the mean of the seeds, a dot a seed."""
+    """Accuracy of the clients' own models against each cost: a diamond is the mean of the seeds, a dot a seed."""
     axes = list(found[0].spent)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, len(axes), sharey=True)
     for panel, axis in zip(panels, axes, strict=True):
         for number, cost in enumerate(found):
-            colour, mark, spent = COLOURS[number % len(COLOURS)], "D^"[number // len(COLOURS)], cost.spent[axis]
+            colour, spent = COLOURS[number % len(COLOURS)], cost.spent[axis]
             means = [sum(values) / len(values) for values in (spent, cost.reached)]
             panel.plot(spent, cost.reached, marker="o", color=colour, **DOT_STYLE)
-            panel.plot(*([mean] for mean in means), marker=mark, color=colour, linestyle="none", label=cost.label)
+            panel.plot(*([mean] for mean in means), marker="D", color=colour, linestyle="none", label=cost.label)
         panel.set_xlabel(axis)
         panel.set_xlim(left=-0.03 * max(max(cost.spent[axis]) for cost in found))
     panels[0].set_ylabel("clients' own models, accuracy, %")

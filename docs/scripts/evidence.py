@@ -577,8 +577,8 @@ def _epochs(row: Row) -> str:
     own = {**DEFAULTS, **json.loads(row["settings"])}
     if row["system"] == "ditto":
         return f"{own['ditto.global-epochs']}+{own['ditto.personal-epochs']}"
-    of_head = own.get("fedper.head-epochs") or (own.get("lpft.head-epochs", 1) if row["system"] == "lpft" else 0)
-    return f"{of_head}+{own['local-epochs']}" if of_head else f"{own['local-epochs']}"
+    of_head = own.get("fedper.head-epochs") or own.get("lpft.head-epochs")
+    return f"{of_head}+{own['local-epochs']}" if of_head else str(own["local-epochs"])
 
 
 def ranked_table(table: str) -> str:

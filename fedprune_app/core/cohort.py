@@ -96,8 +96,8 @@ class _Member(Generic[Result]):
             else:
                 self._may_go.release()
             self._stopped.acquire()
-        except KeyboardInterrupt as error:  # a thread that is inside torch when the process ends would abort it
-            thread, raised = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(type(error))
+        except KeyboardInterrupt:  # a thread that is inside torch when the process ends would abort it
+            thread, raised = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, raised)
             self._stopped.acquire(timeout=10)
             raise

@@ -23,7 +23,7 @@ from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.modules import computation_key, generic_copy, traced
 from fedprune_app.core.named import TensorDict, Tensors
 from fedprune_app.learning.device import fast_layout
-from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
+from fedprune_app.learning.flat import FlatLayout, trained_names
 
 _Operation = Callable[[Tensors, int, Sequence[Tensor]], Tensor]
 _ALIGNED_ROWS = 16  # so many rows of any length are a multiple of 64 bytes
@@ -71,7 +71,7 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     """Return the grouped form of a network that maps a batch of such examples to logits.
 
     The form is derived from the network's operations by rules, and compared with the network once: losses and gradients
-    of two clients must agree, and on a CPU each client's have the same bits beside others as alone. Networks that
+    of three clients must agree, and on a CPU each client's have the same bits beside others as alone. Networks that
     compute the same share a form. Raises :class:`NoGroupedForm` for a network with other parts than convolutions,
     linear layers, group norms, pooling, activations, flattening and sums, for one with hooks, and if a comparison
     fails.
@@ -150,12 +150,12 @@ def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) 
 
 def _computed(form: GroupedForm, twins: Sequence[nn.Module], images: Tensor, labels: Tensor) -> TensorDict:
     """Return the losses and gradients of some networks in their grouped form, by name: a row for each network."""
-    flat = Flat(FlatLayout(twins[0], trained_names(twins[0]), len(twins)))
+    layout = FlatLayout(twins[0], trained_names(twins[0]), len(twins))
+    values = layout.zeros()
     for number, twin in enumerate(twins):
-        with FlatParameters(twin, flat, number):
-            pass  # its values are in the flat tensor now
-    stacked = {name: flat.layout.stacked(flat.values, name, len(twins)) for name in flat.layout.names}
-    weights = {name: tensor.detach().requires_grad_() for name, tensor in stacked.items()}
+        for name, view in layout.views(values, number).items():
+            view.copy_(twin.get_parameter(name).detach())
+    weights = {name: layout.stacked(values, name, len(twins)).requires_grad_() for name in layout.names}
     ones, all_labels = torch.ones(images.shape[:2], device=images.device), labels.expand(len(images), -1)
     losses, gradients = grouped_gradients(form, weights, list(weights.values()), images, all_labels, ones)
     rows = (each.reshape(len(twins), -1) for each in (losses, *gradients))
