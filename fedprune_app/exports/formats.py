@@ -4,7 +4,6 @@ The network is without removed channels. Single pruned weights are left out of t
 values and entropy-coded masks. In ONNX files, which have only dense tensors, these weights are zeros.
 """
 
-import platform
 import statistics
 import time
 import warnings
@@ -30,6 +29,7 @@ from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.vision import parameter_names, state_tensors
 from fedprune_app.results.ownership import check_new_file
+from fedprune_app.results.recorder import processor
 
 Runner = Callable[[Tensor], Any]  # images (N, C, H, W) to logits (N, classes)
 
@@ -101,13 +101,7 @@ def _milliseconds(runner: Runner, images: Tensor) -> float:
 
 def machine() -> str:
     """Return the machine of the measured times: its processor, and the PyTorch version."""
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
-    except OSError:
-        pass  # this system is not Linux
-    return f"{processor}, PyTorch {torch.__version__}"
+    return f"{processor()}, PyTorch {torch.__version__}"
 
 
 PACKED, GGUF = "packed", "gguf"  # of language models

@@ -251,6 +251,7 @@ class Recorder:
         if new_versions := _changed_versions(info):
             since = {"round": rounds_completed, **new_versions}
             info["versions_since"] = [*info.get("versions_since", []), since]
+            log.warning("the run goes on with %s", ", ".join(f"{name} {new}" for name, new in new_versions.items()))
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:
@@ -420,8 +421,8 @@ def _changed_versions(info: Values) -> dict[str, str | None]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that results depend on; None for a package that is not installed."""
-    version_by_package: dict[str, str | None] = {"python": platform.python_version()}
+    """Return what results depend on: the processor, and the versions of packages, None for one not installed."""
+    version_by_package: dict[str, str | None] = {"processor": processor(), "python": platform.python_version()}
     for package in (
         "fedprune",
         "flwr",
@@ -438,6 +439,14 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             version_by_package[package] = None  # an app bundle is unpacked, not installed
     return version_by_package
+
+
+def processor() -> str:
+    """Return the processor's name and the instructions that PyTorch uses of it."""
+    import torch  # late, for programs that only read records
+
+    name = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 @cache  # a sweep runs the code that it loaded, even after later commits

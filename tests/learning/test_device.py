@@ -76,6 +76,7 @@ def test_more_steps_are_no_more_copies_to_the_device(how, monkeypatch):
     assert 0 < few == many
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("device", "last"), [("cpu", True), (META, False)])
 def test_channels_are_last_on_a_cpu_alone(device, last):
     network = build_model("vgg11-gn", (3, 32, 32), 10, rng=generator(0, "model")).to(device)

@@ -183,6 +183,7 @@ def test_half_precision_models_compute_what_transformers_does_far_into_a_text_to
         assert torch.equal(load_packed(tmp_path / "packed")(ids).logits, logits)
 
 
+@pytest.mark.full
 def test_a_model_that_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
     transformers = import_transformers()
     config = transformers.T5Config(vocab_size=37, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)

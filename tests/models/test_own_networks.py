@@ -277,6 +277,7 @@ def test_a_convolution_whose_norm_is_the_last_layer_keeps_its_channels(check):
     assert check("norm_at_the_end", system="subfedavg-hy") == []
 
 
+@pytest.mark.full
 def test_matrices_that_stay_dense_count_towards_dispfls_density_and_a_density_below_them_is_told(
     check, tmp_path, no_plugins
 ):

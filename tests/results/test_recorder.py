@@ -174,6 +174,14 @@ def test_a_run_that_is_resumed_with_other_packages_says_so_once(tmp_path, monkey
     assert info(tmp_path)["versions"] == had
 
 
+def test_a_run_that_goes_on_on_another_processor_says_so(tmp_path, monkeypatch, caplog):
+    assert torch.backends.cpu.get_cpu_capability() in started(tmp_path).info["versions"]["processor"]
+    monkeypatch.setattr(recorder_module, "processor", lambda: "another, AVX2")
+    Recorder(tmp_path).resume(0)
+    assert info(tmp_path)["versions_since"] == [{"round": 0, "processor": "another, AVX2"}]
+    assert "the run goes on with processor another, AVX2" in caplog.text
+
+
 PAIR = [[0.0, 0.25], [0.25, 0.0]]
 
 
