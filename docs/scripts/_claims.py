@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+OURS = "not in the paper"  # the source of a claim that is ours
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -180,7 +182,7 @@ FEDPER, FEDREP = ({"system": "fedper", "fedper.head-epochs": epochs} for epochs 
 LAST_PHASE = (
     *(
         Claim(
-            name, "not in the paper", f"Tuned: a last phase makes {method} more accurate",
+            name, OURS, f"Tuned: a last phase makes {method} more accurate",
             TUNED_LAST, {"system": system, **more}, {"system": system, **more}, seeds=5, first_seed=1,
             measure="last_phase", worse_measure="personal",
         )
@@ -191,7 +193,7 @@ LAST_PHASE = (
     ),
     *(
         Claim(
-            name, "not in the paper",
+            name, OURS,
             f"Tuned: FedAvg-FT (10 clients) beats {method}, both after a last phase",
             TUNED_LAST, TEN, settings, seeds=5, first_seed=1, measure="last_phase",
         )
@@ -302,7 +304,7 @@ FIRST = (
         _subfedavg(70.0), _subfedavg(30.0), margin=3.0,
     ),
     Claim(
-        "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % beats FedAvg's clients after local training",
+        "2e", OURS, "Sub-FedAvg (Un) at 30 % beats FedAvg's clients after local training",
         ROUNDS, _subfedavg(30.0), {"system": "fedavg"},
     ),
     Claim(
@@ -314,7 +316,7 @@ FIRST = (
         _subfedavg(50.0), {"system": "lg-fedavg"},
     ),
     Claim(
-        "2h", "not in the paper",
+        "2h", OURS,
         "MNIST: Sub-FedAvg (Un) at 50 % beats FedAvg's clients after local training",
         ROUNDS_MNIST, _subfedavg(50.0), {"system": "fedavg"},
     ),
@@ -337,7 +339,7 @@ FIRST = (
         _fedp3(0.9, "opu3"), _fedp3(0.9),
     ),
     Claim(
-        "3e", "not in the paper",
+        "3e", OURS,
         "Layers by what a client can hold beat one hidden layer each, density 0.9",
         LAYERS, _fedp3(0.9, "capacity", **{"fedp3.capacities": CAPACITIES}), _fedp3(0.9),
     ),
@@ -422,33 +424,33 @@ FIRST = (
         of_merge(0.2, 32),
     ),
     _of_language(
-        "5d", "not in the paper",
+        "5d", OURS,
         "Pruned by Hessians, the global model is better than by the mean, 32 segments, 50 %",
         of_merge(0.5, 32, "hessians", refine=True), worse=of_merge(0.5, 32), worse_measure="received",
     ),
     _of_language(
-        "5e", "not in the paper",
+        "5e", OURS,
         "Pruned by Hessians, the global model is better than by the mean, 32 segments, 80 %",
         of_merge(0.2, 32, "hessians", refine=True), worse=of_merge(0.2, 32), worse_measure="received",
     ),
     _of_language(
-        "5f", "not in the paper",
+        "5f", OURS,
         "Pruned by Hessians, the global model is better than the clients' own, 32 segments, 50 %",
         of_merge(0.5, 32, "hessians", refine=True), worse=of_merge(0.5, 32),
     ),
     _of_language(
-        "5g", "not in the paper",
+        "5g", OURS,
         "The mean of the clients' weights is better than FedPrLLM's vote of their masks (Wanda), 32 segments, 50 %",
         of_merge(0.5, 32), worse=of_merge(0.5, 32, "masks", pruner="wanda"), worse_measure="received",
     ),
     _of_language(
-        "5h", "not in the paper",
+        "5h", OURS,
         "The mean of the clients' weights is better than FedPrLLM's vote of their masks (Wanda), 32 segments, 80 %",
         of_merge(0.2, 32), worse=of_merge(0.2, 32, "masks", pruner="wanda"), worse_measure="received",
     ),
     *(
         _of_language(
-            name, "not in the paper",
+            name, OURS,
             "The mean of the clients' weights is better than a vote of their masks, both by SparseGPT, 32 segments, "
             f"{removed} %",
             of_merge(density, 32), worse=of_merge(density, 32, "masks"), worse_measure="received",
@@ -476,7 +478,7 @@ FIRST = (
     ),
     *LAST_PHASE,
     Claim(
-        "6g", "not in the paper", "Tuned: FedAvg-FT with all clients a round beats with ten",
+        "6g", OURS, "Tuned: FedAvg-FT with all clients a round beats with ten",
         TUNED, ALL, TEN, seeds=5, first_seed=1,
     ),
 )  # fmt: skip
@@ -499,7 +501,7 @@ OF_NATURAL = (
 )
 NATURAL = tuple(
     Claim(
-        f"8{letter}", "not in the paper", f"Watches, tuned: {text}", WATCH, better, worse,
+        f"8{letter}", OURS, f"Watches, tuned: {text}", WATCH, better, worse,
         seeds=5, first_seed=1, margin=margin, measure="last_phase",
     )
     for letter, text, better, worse, margin in OF_NATURAL
@@ -546,7 +548,7 @@ OF_CLASSES = (
 OF_PAPER = dict.fromkeys("bcuv", "Dis-PFL, Table 1") | {"f": "Dis-PFL, Tables 1 and 3"}
 AGAIN_TUNED = tuple(
     Claim(
-        f"9{letter}", OF_PAPER.get(letter, "not in the paper"), f"Tuned anew{of}: {text}", data,
+        f"9{letter}", OF_PAPER.get(letter, OURS), f"Tuned anew{of}: {text}", data,
         better, worse, seeds=5, first_seed=21, margin=margin, measure="last_phase", known=known,
     )
     for data, of, claims in ((TUNED_AGAIN, "", OF_AGAIN), (AGAIN_CLASSES, ", two classes per client", OF_CLASSES))

@@ -41,6 +41,7 @@ from _claims import (
     MARGIN,
     MATRICES,
     MERGES,
+    OURS,
     SCARCE,
     SECTIONS,
     TEN,
@@ -429,8 +430,8 @@ def figures() -> Iterable[tuple[str, Figure]]:
 
 
 def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
-    """What the runs of a data file cost and reached, by setting; without settings that wait for seeds."""
-    rows = sorted(read(name), key=_by_setting)
+    """What the runs of a data file cost and reached, by setting."""
+    rows = _whole(name)
     axes = {"MB sent up by all clients": "megabytes_up", "operations of training, 10¹²": "teraflops"}
     found: dict[str, drawn.Cost] = {}
     for row, settings in zip(rows, differing(rows), strict=True):
@@ -440,8 +441,14 @@ def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
         for axis, column in axes.items():
             cost.spent[axis].append(charged(row, column))
         cost.reached.append(float(row[measure]))
-    most = max((len(cost.reached) for cost in found.values()), default=0)
-    return [cost for cost in found.values() if len(cost.reached) == most]
+    return list(found.values())
+
+
+def _whole(name: str) -> list[Row]:
+    """The rows of a data file by setting, without those of settings that wait for seeds."""
+    rows = sorted(read(name), key=_by_setting)
+    seeds = Counter(row["settings"] for row in rows)
+    return [row for row in rows if seeds[row["settings"]] == max(seeds.values())]
 
 
 def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]]:
@@ -547,7 +554,7 @@ def costs_table(name: str) -> str:
     return settings_table(name, COSTS, rising=COSTS[0])
 
 
-IN_FILE_ALONE, OURS = (TUNED, TUNED_LAST, WATCH), "not in the paper"
+IN_FILE_ALONE = (TUNED, TUNED_LAST, WATCH)
 RANKED = {
     TUNED: ((TUNED, TUNED_GALLERY), {"personal": "personal, %", "received": "received, %"}),
     TUNED_AGAIN: (
@@ -587,15 +594,13 @@ def ranked_table(table: str) -> str:
     Costs are as :func:`charged`.
     """
     names, ((measure, title), *others) = RANKED[table][0], RANKED[table][1].items()
-    by_name = {name: sorted(read(name), key=_by_setting) for name in names}
+    by_name = {name: _whole(name) for name in names}
     costs = {"megabytes_up": "MB up", "megabytes_down": "MB down", "teraflops": "FLOPs, 10¹²"}
     titles = ("clients a round", "epochs", title, "ahead (95 %)", *dict(others).values(), "kept", *costs.values())
     lines = [f"| system | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     reference = paired(names[0], chosen(by_name[names[0]], TEN), measure)
 
     found = [(name, each) for name, rows in by_name.items() for each in _of_settings(rows).values()]
-    most = max(len(rows) for _, rows in found)
-    found = [each for each in found if len(each[1]) == most]  # the others wait for seeds
     found.sort(key=lambda each: -fmean(float(row[measure]) for row in each[1]))
     for name, of_setting in found:
         own = {**DEFAULTS, **json.loads(of_setting[0]["settings"])}
