@@ -26,7 +26,7 @@ from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.alps import alps
-from fedprune_app.core.gptq import gptq_batched
+from fedprune_app.core.gptq import gptq
 from fedprune_app.core.grids import Quantized, grid_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import wanda_mask
@@ -169,7 +169,7 @@ class Compression:
             has_zeros = not all(bool(mask.all()) for mask in masks)
             grid = grid_of(self.options.bits, keeps_zeros=has_zeros)
             on_device = [[each.to(hessian.device) for each in part] for part in ([left[n] for n in names], masks)]
-            found = gptq_batched(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
+            found = gptq(on_device[0], hessian, grid, on_device[1] if has_zeros else None)
             for name, mask, quantized in zip(names, masks, found, strict=True):
                 weights = quantized.weights()[:, : mask.shape[1]].cpu().to(tensors[name].dtype)
                 tensors[name] = tensors[name].masked_scatter(payload.masks[name], weights[mask])

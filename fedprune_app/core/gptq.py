@@ -19,34 +19,25 @@ from fedprune_app.core.sparsegpt import inverse_factor
 _PANEL = 4 * BLOCK  # columns that are updated one by one; those to the right of a panel are updated together
 
 
-def gptq(weight: Tensor, hessian: Tensor, grid: Grid, mask: Tensor | None = None, damping: float = 0.01) -> Quantized:
-    """Return the quantized matrix.
-
-    ``weight`` is (out, in), and ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its diagonal grows by ``damping``
-    times the mean of the diagonal. A row that ends within a block is padded with 0. Weights off the boolean ``mask``
-    (out, in) are exactly 0 in the result, which requires a grid without minimums. Weights of unseen inputs (0 on the
-    diagonal) are set to 0 before rounding.
-
-    A block's scale and minimum minimise the sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
-    ``H⁻¹``: the cost of a column's error after the columns to the right have compensated for it.
-
-    Raises ``ValueError`` for a mask on a grid with minimums, for values that are not
-    finite or too large for float16, and when the damped ``hessian`` is not positive definite.
-    """
-    (quantized,) = gptq_batched([weight], hessian, grid, None if mask is None else [mask], damping)
-    return quantized
-
-
-def gptq_batched(
+def gptq(
     matrices: Sequence[Tensor],
     hessian: Tensor,
     grid: Grid,
     masks: Sequence[Tensor] | None = None,
     damping: float = 0.01,
 ) -> list[Quantized]:
-    """Return the result of :func:`gptq` for each of ``matrices`` (out, in), which share their inputs.
+    """Return each of ``matrices`` (out, in), which share their inputs, quantized; one pass covers the rows of all.
 
-    One pass covers the rows of all matrices. Arguments and errors are those of :func:`gptq`.
+    ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its diagonal grows by ``damping`` times the mean of the diagonal. A
+    row that ends within a block is padded with 0. Weights off the boolean ``masks`` (out, in) are exactly 0 in the
+    result, which requires a grid without minimums. Weights of unseen inputs (0 on the diagonal) are set to 0 before
+    rounding.
+
+    A block's scale and minimum minimise the sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
+    ``H⁻¹``: the cost of a column's error after the columns to the right have compensated for it.
+
+    Raises ``ValueError`` for masks on a grid with minimums, for values that are not
+    finite or too large for float16, and when the damped ``hessian`` is not positive definite.
     """
     if masks is not None and grid.has_minimums:
         raise ValueError(f"grid {grid.gguf_type} has no exact 0, allowed with a mask: one without minimums")

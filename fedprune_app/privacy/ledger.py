@@ -127,11 +127,6 @@ class Ledger:
         return any(part.records & data.records for part in self._data)
 
     @property
-    def identities(self) -> list[str]:
-        """The digests of the data whose releases these are."""
-        return [part.identity for part in self._data]
-
-    @property
     def spent(self) -> Spent:
         return Counter(self._spent)
 

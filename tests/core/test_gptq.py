@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core import hessians
-from fedprune_app.core.gptq import gptq, gptq_batched
+from fedprune_app.core.gptq import gptq as quantized_together
 from fedprune_app.core.grids import BLOCK, Grid, Quantized, grid_of
 from tests.core.one_matrix import sparsegpt
 from tests.core.test_sparsegpt import hessian_of, problem
@@ -20,6 +20,10 @@ from tests.examples import examples
 
 BITS = (8, 5, 4, 3)
 GRIDS = [grid_of(bits, keeps_zeros=keeps_zeros) for bits in BITS for keeps_zeros in (True, False)]
+
+
+def gptq(weight, hessian, grid, mask=None):
+    return quantized_together([weight], hessian, grid, None if mask is None else [mask])[0]
 
 
 def name(grid):
@@ -170,7 +174,7 @@ def test_matrices_with_the_same_inputs_are_quantized_as_each_alone():
     first, inputs = problem(seed=7, rows=9, columns=64, tokens=300)
     second = problem(seed=8, rows=5, columns=64)[0]
     hessian, grid = hessian_of(inputs), grid_of(4, keeps_zeros=False)
-    for weight, quantized in zip((first, second), gptq_batched([first, second], hessian, grid), strict=True):
+    for weight, quantized in zip((first, second), quantized_together([first, second], hessian, grid), strict=True):
         assert torch.equal(quantized.packed(), gptq(weight, hessian, grid).packed())
 
 

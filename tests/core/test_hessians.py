@@ -98,7 +98,7 @@ def test_8_bits_and_a_hundredth_less_correlation_prune_and_round_as_well_as_32_b
     plain, coarse = (error(sparsegpt(weight, each, 0.5)[0]) for each in (hessian, small))
     assert coarse < 1.1 * plain
     grid = grid_of(4, keeps_zeros=False)
-    plain, coarse = (error(gptq(weight, each, grid).weights()) for each in (hessian, small))
+    plain, coarse = (error(gptq([weight], each, grid)[0].weights()) for each in (hessian, small))
     assert coarse < 1.1 * plain
 
 
