@@ -334,16 +334,24 @@ def export(
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
     The ``format`` is safetensors or onnx, by default that of the suffix of ``output``. :func:`load_model` reads a
-    safetensors file. For a language model, or a checkpoint of transformers instead of a run, the format is packed,
-    and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and ``plugins`` are as for
-    :func:`model`. Raises ``ValueError`` if the export is not possible.
+    safetensors file. For a language model, or a checkpoint of transformers instead of a run, ``output`` is a .gguf
+    file, or a folder, which is packed; :func:`load_packed` reads it. ``state_dir``, ``data_dir`` and ``plugins`` are as
+    for :func:`model`. Raises ``ValueError`` if the export is not possible.
     """
-    from fedprune_app.exports.formats import check_options, export_model, format_of, is_language_model, pack_model
+    from fedprune_app.exports.formats import (
+        check_options,
+        export_model,
+        format_of,
+        is_gguf,
+        is_language_model,
+        pack_model,
+    )
+    from fedprune_app.exports.language import export_gguf
 
     path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):
         check_options(path, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugins)
-        pack_model(folder, path, force=force)
+        (export_gguf if is_gguf(path) else pack_model)(folder, path, force=force)
         return path
     state, data = _present_folder("state_dir", state_dir), _present_folder("data_dir", data_dir)
     form, trusted = format_of(path, format), _trusted_names(plugins)

@@ -72,7 +72,7 @@ class DADPFL(fp.DisPFL):
     def end(self, round: fp.Round) -> None:
         threshold, rows = self.config.table(DADPFLOptions).threshold, round.log.clients.values()
         settled_rows = [row for row in rows if row.get("change") is not None and row["change"] <= threshold]
-        if not self.began and 2 * len(settled_rows) >= len(self.members):
+        if not self.began and 2 * len(settled_rows) >= len(round.participants):
             self.began = round.number + 1
 
     def state(self) -> fp.State:

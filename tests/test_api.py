@@ -21,6 +21,7 @@ from fedprune_app import server_app
 from fedprune_app.data import splits
 from fedprune_app.exports.file import read_export_info
 from fedprune_app.exports.predict import predictions
+from fedprune_app.models.embedded import write_untrained
 from fedprune_app.results.recorder import write_info
 from tests.examples import full
 from tests.models.tiny_llm import tiny_checkpoint
@@ -166,6 +167,12 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
     for given in ({"client": 1}, {"format": "onnx"}, {"state_dir": "s"}, {"plugins": ["p"]}):
         with refuses(*next(iter(given.items())), condition="with a language model"):
             fedprune_app.export(folder, tmp_path / "x", **given)
+
+
+def test_a_language_model_is_exported_as_a_gguf_file(tmp_path):
+    write_untrained(tmp_path / "checkpoint")
+    path = fedprune_app.export(tmp_path / "checkpoint", tmp_path / "a.gguf", format="gguf")
+    assert path.read_bytes()[:4] == b"GGUF"
 
 
 @pytest.mark.parametrize(

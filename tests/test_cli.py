@@ -320,6 +320,13 @@ def test_a_sweep_runs_every_cell_once_and_tables_them(fedprune, tmp_path):
     assert told.count("finished before") == 3
     assert json.loads(cut.read_text())["final_sha256"] == info["final_sha256"]
     assert whole.stat().st_mtime_ns == written
+    # a damaged one is told, and stops no other
+    damaged = tmp_path / "s" / names[0] / "clients.jsonl"
+    kept = damaged.read_bytes()
+    damaged.write_bytes(kept[:-5])
+    code, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume")
+    assert (code, "1 of 4 runs failed" in told, told.count("finished before")) == (1, True, 4)
+    damaged.write_bytes(kept)
     refused, told = fedprune(
         "sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume", "num-server-rounds=1"
     )

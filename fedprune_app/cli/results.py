@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -382,7 +383,10 @@ def audit(
     client: Annotated[
         str, typer.Option("--client", help="The client whose data hold the canaries: a number or a name.")
     ] = "0",
-    clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else 20, or as many as the run has.", min=1),
+    ] = None,
     noise_share: Annotated[
         float,
         typer.Option(
@@ -413,21 +417,25 @@ def audit(
     from fedprune_app.testing.audit import Question
     from fedprune_app.testing.audit import audit as run_audit
 
-    files = [Path(text) for text in settings if "=" not in text]
+    files, overrides = [Path(text) for text in settings if "=" not in text], [text for text in settings if "=" in text]
+    of, placement = None, Placement("inprocess", clients)
     if len(files) == 1 and (files[0] / "run.json").is_file():
         info = read_info(files.pop())
-        of = info["final_sha256"]
+        of = None if overrides else info["final_sha256"]
         inputs = of_run(info, trusted_code(plugin))
-        clients = int(info.get("num_partitions") or clients)
+        inputs = replace(inputs, on_command_line=inputs_in(None, overrides).on_command_line)
+        placement = placement.resumed(info)
     else:
-        of, inputs = None, inputs_in(files, [text for text in settings if "=" in text], plugin)
-    prepared = prepare(inputs, Placement("inprocess", clients))
+        inputs = inputs_in(files, overrides, plugin)
+    prepared = prepare(inputs, placement)
     config = prepared.config
     number = client_number(owner_names(config), client)
     question = Question(canaries, delta, confidence, number, noise_share)
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS | {"settings", "run", "made"})
-    with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
+    with console.status(
+        Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {placement.clients} clients")
+    ):
         finding = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
     for name, text in (

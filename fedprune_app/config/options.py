@@ -90,7 +90,7 @@ class Option:
             return value
         if self.kind.is_folder:
             return _real_path(value)
-        if self.kind is PathKind.MODEL and (value.endswith(".gguf") or Path(os.path.expanduser(value)).is_dir()):
+        if self.kind is PathKind.MODEL and (value.endswith(".gguf") or _is_folder(value)):
             return _real_path(value)
         if self.kind in (PathKind.CODE, PathKind.MODEL):
             return ",".join(_code_from_here(part.strip()) for part in value.split(","))
@@ -172,6 +172,12 @@ def _code_from_here(code: str) -> str:
     """Return code in a file with the file's absolute path; a module or other name is returned unchanged."""
     file, colon, function = code.rpartition(":") if not code.endswith(".py") else (code, "", "")
     return f"{_real_path(file)}{colon}{function}" if file.endswith(".py") else code
+
+
+def _is_folder(model: str) -> bool:
+    """Whether a model is a folder; one that is called like a network, such as a run's, has to be a checkpoint."""
+    folder = Path(os.path.expanduser(model))
+    return folder.is_dir() and (os.sep in model or (folder / "config.json").exists())
 
 
 def _real_path(path: str) -> str:

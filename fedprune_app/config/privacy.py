@@ -177,7 +177,7 @@ class DPOptions(Table):
         is_noised = self.accuracies == "noised" and common.system != "fedspallm"  # whose clients report no accuracies
         if is_noised or common.system in ("fedltp", "fedavg-ft", "dpsgd-ft"):  # they score or train in evaluations
             reason = "the noise was chosen for so many evaluations"
-            fixed |= {"evaluate-every": reason, **({"num-server-rounds": reason} if common.evaluate_every else {})}
+            fixed |= {"evaluate-every": reason, "num-server-rounds": reason}
         if not self.planned_rounds:
             reason = "dp.target-epsilon is spread over these rounds, unless a run begins with dp.planned-rounds"
             fixed["num-server-rounds"] = reason

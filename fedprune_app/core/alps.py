@@ -66,11 +66,11 @@ def alps(
     return pairs
 
 
-def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor, steps: int = 200) -> Tensor:
+def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor) -> Tensor:
     """Return the weights on ``mask`` (out, in) whose outputs are nearest those of ``dense``: ``min ‖(W - W₀) X‖²``.
 
     Each row is a problem of its own. All rows are solved together by conjugate gradients from ``start``, for at most
-    ``steps`` steps or until a row's residual is 10⁻⁵ of what it is at 0. ``hessian`` (in, in) is ``X Xᵀ`` with 1 on
+    200 steps or until a row's residual is 10⁻⁵ of what it is at 0. ``hessian`` (in, in) is ``X Xᵀ`` with 1 on
     the diagonal, which leaves a diagonal preconditioner nothing to do.
     """
     kept = mask.float()
@@ -78,7 +78,7 @@ def least_squares(dense: Tensor, mask: Tensor, hessian: Tensor, start: Tensor, s
     direction = residual = ((dense - weights) @ hessian) * kept
     size = residual.square().sum(dim=1, keepdim=True)  # (out, 1)
     limit = 1e-10 * ((dense @ hessian) * kept).square().sum(dim=1, keepdim=True)
-    for _ in range(steps):
+    for _ in range(200):
         is_open = size > limit
         if not bool(is_open.any()):
             break

@@ -6,13 +6,11 @@ from torch import Tensor
 _STEPS = 64  # the most steps in which groups are removed; more change little
 
 
-def cut_inputs(
-    weight: Tensor, hessian: Tensor, size: int, num_kept: int, damping: float = 0.01
-) -> tuple[Tensor, Tensor]:
+def cut_inputs(weight: Tensor, hessian: Tensor, size: int, num_kept: int) -> tuple[Tensor, Tensor]:
     """Return the weights (out, in) with ``num_kept`` groups of inputs kept, and which inputs these are: bool (in,).
 
-    A group is ``size`` neighbouring inputs. The diagonal of ``hessian`` (in, in) is raised by ``damping`` times its
-    mean. Each step removes the groups of least ``tr(W_G (H⁻¹_GG)⁻¹ W_Gᵀ)``, the error of their removal, and updates the
+    A group is ``size`` neighbouring inputs. The diagonal of ``hessian`` (in, in) is raised by a hundredth of its mean.
+    Each step removes the groups of least ``tr(W_G (H⁻¹_GG)⁻¹ W_Gᵀ)``, the error of their removal, and updates the
     other weights to the least squares ``min ‖(W - W₀) X‖²``. The result has the dtype of ``weight``. Raises
     ``ValueError`` for a Hessian that is not positive definite.
 
@@ -23,7 +21,7 @@ def cut_inputs(
     num_inputs = weight.shape[1]
     num_groups = num_inputs // size
     damped_hessian = hessian.double().clone()
-    damped_hessian.diagonal().add_(damping * damped_hessian.diagonal().mean())
+    damped_hessian.diagonal().add_(0.01 * damped_hessian.diagonal().mean())
     factor, failure = torch.linalg.cholesky_ex(damped_hessian)
     if bool(failure):
         raise ValueError("the Hessian is not positive definite")

@@ -7,13 +7,7 @@ import numpy as np
 
 Neighbours = dict[int, tuple[int, ...]]
 
-TOPOLOGIES = {
-    "random": "new every round: each client receives from a fixed number of others and sends to as many",
-    "random-in": "new every round: each client draws its senders by itself, so some send far more than they receive",
-    "ring": "the client before and the client after",
-    "full": "all others",
-    "exponential": "the clients 1, 2, 4, 8, ... places before",
-}
+TOPOLOGIES = ("random", "random-in", "ring", "full", "exponential")
 
 
 def neighbours(

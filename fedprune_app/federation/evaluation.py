@@ -109,7 +109,8 @@ def _local_phase(
     phase = replace(phase, channel=replace(channel, state_rounds=dict(channel.state_rounds)))
     strategy.begin(phase)
     trained = set[int]()
-    for reply in exchange(phase, strategy.send(phase), strategy.expect, name=name, into=strategy.accumulator()):
+    sent, into = strategy.send(phase), strategy.accumulator()
+    for reply in exchange(phase, sent, strategy.expect, name=name, into=into, discards=True):
         for client, row in reply.by_client.items():
             flops += row["flops"]
             row.clear()

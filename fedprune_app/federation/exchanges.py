@@ -49,6 +49,7 @@ def exchange(
     kind: metrics.ReplyKind = TRAINING,
     least: int = 0,
     into: Accumulator | None = None,
+    discards: bool = False,
 ) -> Iterator[Reply]:
     """Send messages and yield each valid reply as it arrives, one at a time; count all of them in the round's log.
 
@@ -57,11 +58,11 @@ def exchange(
     declined is not yielded: its reason is in the log. A yielded one counts unless the caller rejects it, see
     :meth:`RoundLog.rejecting`. Raises :class:`fedprune_app.engine.exchange.TooFewReplies` at the end if fewer than
     ``least`` replies counted. ``into`` is what the caller adds the replies up with, if it does nothing else with them:
-    with ``secure-sums`` one reply is then yielded, the sum of all.
+    with ``secure-sums`` one reply is then yielded, the sum of all, which is not opened if the caller ``discards`` it.
     """
     name = name or f"round {round.number}"
     if channel_of(round).context.config.secure_sums and into is not None and expect is not None:
-        return _summed(round, outgoing, expect, name, kind, least, into)
+        return _summed(round, outgoing, expect, name, kind, least, into, discards)
     return _one_by_one(round, outgoing, expect, name, kind, least)
 
 
@@ -105,6 +106,7 @@ def _summed(
     kind: metrics.ReplyKind,
     least: int,
     into: Accumulator,
+    discards: bool,
 ) -> Iterator[Reply]:
     """Yield one reply that is the sum of all, of which none is seen; see :mod:`fedprune_app.engine.secure_aggregation`.
 
@@ -140,13 +142,14 @@ def _summed(
             total.num_examples += reply.num_examples
             total.rows[reply.client], reply.row = reply.row, {}
     secure.close(INPUT, log.failures[num_failures:])
-    if secure.survivors != members:
-        context.recorder.annotate(sum_members={**earlier, key: secure.survivors})
-    for stage in (AGREE, OPEN):
-        _ask_members(round, secure, stage)
-    words = torch.from_numpy(secure.unmasked().view(np.int64))
-    parts = zip(shapes, torch.split(words, sizes), strict=True)
-    total.update = Payload({key: part.view(shapes[key]) for key, part in parts})
+    if not discards:  # members would refuse to open another sum for the same message, such as that of a longer run
+        if secure.survivors != members:
+            context.recorder.annotate(sum_members={**earlier, key: secure.survivors})
+        for stage in (AGREE, OPEN):
+            _ask_members(round, secure, stage)
+        words = torch.from_numpy(secure.unmasked().view(np.int64))
+        parts = zip(shapes, torch.split(words, sizes), strict=True)
+        total.update = Payload({key: part.view(shapes[key]) for key, part in parts})
     yield total
     if not total.counts:
         raise TooFewReplies(log.failures[-1])

@@ -38,7 +38,7 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
     last_round: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not participation.eligible(number):
-            log.info("every client has spent its privacy budget: %d rounds of %d", number - 1, num_rounds)
+            log.info("too few clients can pay for a round: %d rounds of %d", number - 1, num_rounds)
             break
         start = time.monotonic()
 
@@ -68,7 +68,9 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
             if participation.is_last(number) and not was_last and config.evaluate_clients:
                 row |= _evaluate(strategy, round)  # it has spent the last budgets: now all clients are asked
         failure = row.pop("failure", None)
-        state = strategy.state()  # before a last phase, whose updates are discarded
+        state = strategy.state()  # before local phases, of which no longer run knows
+        if participation.is_last(number) and participation.holdouts:
+            row |= newcomers(strategy, round)
         if participation.is_last(number) and has_effect("last-phase", config) and config.last_phase:
             row |= last_phase(strategy, round)
 
@@ -76,7 +78,8 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
         marks = context.recorder.marks  # ends of the records that belong to the checkpoint
-        meta = {**state.meta, "records": marks, "digests": {str(k): digest for k, digest in strategy.digests.items()}}
+        digests = {str(k): digest for k, digest in strategy.digests.items()}
+        meta = {**state.meta, **strategy.budgets.state(), "records": marks, "digests": digests}
         context.checkpoints.save(number, State(state.tensors, meta))
         if failure is not None:  # a resumed run does not repeat the round: its privacy is charged already
             raise failure
@@ -89,12 +92,8 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
 
 
 def _evaluate(strategy: FederatedStrategy, round: Round) -> dict[str, Any]:
-    """Have the members evaluate; after the last round the held-out clients join and are tested too."""
     start = time.monotonic()
-    columns = {**evaluate(strategy, round), "evaluation_seconds": time.monotonic() - start}
-    if strategy.participation.holdouts and strategy.participation.is_last(round.number):
-        columns |= newcomers(strategy, round)
-    return columns
+    return {**evaluate(strategy, round), "evaluation_seconds": time.monotonic() - start}
 
 
 def exchange_columns(round: Round) -> dict[str, Any]:

@@ -50,7 +50,9 @@ class Participation:
         ]
 
     def eligible(self, round: int) -> list[int]:
-        return [client for client in self.members if self.budgets.bears(client, round)]
+        """Return the members whose budgets allow the round; none if they are too few for it."""
+        found = [client for client in self.members if self.budgets.bears(client, round)]
+        return found if self.sample_size(len(found)) >= self.config.least_members else []
 
     def look_for(self, nodes: Iterable[int]) -> list[str]:
         """Take those whose nodes are not among the connected ``nodes`` for absent; return who is gone, or back."""
@@ -77,11 +79,11 @@ class Participation:
         return sorted(clients[i] for i in permutation[: self.sample_size(len(clients))])
 
     def dropped(self, round: int, sampled: list[int]) -> list[int]:
-        """Draw the sampled clients that drop out, each with ``drop-probability``; at least one stays."""
+        """Draw the sampled clients that drop out, each with ``drop-probability``; as many stay as a round needs."""
         draws = rng.numpy_generator(self.config.seed, "drop", round=round).random(len(self.clients))
         luck = dict(zip(self.clients, draws, strict=True))
-        last_client = max(sampled, key=lambda client: luck[client])
-        return [k for k in sampled if luck[k] < self.config.drop_probability and k != last_client]
+        last_clients = sorted(sampled, key=luck.__getitem__)[-self.config.least_members :]
+        return [k for k in sampled if luck[k] < self.config.drop_probability and k not in last_clients]
 
     def evaluates(self, round: int) -> bool:
         """Whether an evaluation after this round is planned; one that ends the run early is not."""

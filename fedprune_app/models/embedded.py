@@ -72,9 +72,9 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
     return made
 
 
-def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
+def write_untrained(folder: Path) -> None:
     """Write a model with the shapes and the tokenizer of the embedded one, and random weights."""
-    _save(_untrained_model(recipe, torch.Generator().manual_seed(recipe.seed)), folder)
+    _save(_untrained_model(DEFAULT, torch.Generator().manual_seed(DEFAULT.seed)), folder)
 
 
 def _save(model: Any, folder: Path) -> None:

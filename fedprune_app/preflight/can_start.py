@@ -161,11 +161,11 @@ def warnings(config: Config, placement: Placement) -> list[str]:
 
 
 def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
-    """Raise :class:`ConfigError` if no client's privacy budget can pay for the training of a round.
+    """Raise :class:`ConfigError` if too few clients' privacy budgets can pay for the training of a round.
 
     ``sizes`` has each client's number of training examples. The client with the most is charged least.
     """
-    k = sizes.index(max(sizes))
+    k = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[: config.least_members][-1]
     client = SYSTEMS[config.system].client(config, NodeContext(k, len(sizes), folder / "clients"))
     assert isinstance(client, ImageClient)
     assert client.privacy is not None

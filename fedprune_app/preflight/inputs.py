@@ -66,8 +66,10 @@ def inputs_in(
 
     ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
     """
-    in_files = [read_toml(config_file(file)) for file in files or []]
-    return with_plugins(in_files, dict(map(parse_override, overrides or [])), more_plugins)
+    in_files, texts = [read_toml(config_file(file)) for file in files or []], overrides or []
+    known = [text for text in texts if text.partition("=")[0].strip() in OPTIONS]
+    with_plugins(in_files, dict(map(parse_override, known)), more_plugins)  # declares the options of the other texts
+    return with_plugins(in_files, dict(map(parse_override, texts)), more_plugins)
 
 
 def with_plugins(

@@ -229,7 +229,8 @@ def table_text(
     """
     if suffix == ".csv":
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([header, *([_csv_text(cell) for cell in row] for row in rows)])
+        guarded = [[*map(_csv_text, row[:num_texts]), *row[num_texts:]] for row in rows]
+        csv.writer(text, lineterminator="\n").writerows([header, *guarded])
         return text.getvalue()
     escaped, form = (latex_text, "\\textbf{{{}}}") if suffix == ".tex" else (_markdown_cell, "**{}**")
     titles = [escaped(cell) for cell in header]

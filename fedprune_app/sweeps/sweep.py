@@ -35,7 +35,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,12 +126,13 @@ def find(
 ) -> SearchResult:
     """Run all trials of a search, by ``make(name, settings)`` for each run, and return the result.
 
-    Earlier trials of the ``study`` count. A trial whose run fails is ignored, and one with the settings of an earlier
-    trial has its value without a run. Raises :class:`LaunchError` if no trial succeeded.
+    Earlier trials of the ``study`` count. A trial whose run fails is left for a resumed search, and one with the
+    settings of an earlier trial has its value without a run. Raises :class:`LaunchError` if no trial succeeded.
     """
+    failed: set[int] = set()
     distributions = search.distributions()
     label = f"{search.name} ".lstrip()
-    while trial := _next_trial(search, study, distributions):
+    while trial := _next_trial(search, study, distributions, failed):
         params = dict(trial.params)
         twin = _distinct_trials(search, study).get(_identity(search, params))
         footnote = f": as trial {twin.number + 1}, whose value counts" if twin else ""
@@ -139,11 +140,11 @@ def find(
         say("", f"{label}({trial.number + 1}/{search.trials}) {words}{footnote}")
         try:
             study.tell(trial.number, twin.value if twin else _value_of(search, trial.number, params, make))
-        except (LaunchError, ConfigError) as error:
+        except (LaunchError, ValueError) as error:
             say("failed", f" {label}trial {trial.number + 1}: {one_line(error)}")
-            study.tell(trial.number, state=optuna().trial.TrialState.FAIL)
-        _write_table(out / search.file("search.csv"), study, search)
-    _write_table(out / search.file("search.csv"), study, search)  # if a killed search did not write it
+            failed.add(trial.number)
+        _write_table(out / search.file("search.csv"), study, search, failed)
+    _write_table(out / search.file("search.csv"), study, search, failed)  # if a killed search did not write it
     if not (trials := _distinct_trials(search, study)):
         raise LaunchError(f"none of {search.trials} trials succeeded")
     runs = [load_run(out / search.folder(trial.number, seed)) for trial in trials.values() for seed in search.seeds]
@@ -174,10 +175,10 @@ def _identity(search: Search, params: Settings) -> str:
     return json.dumps(effective(search, params), sort_keys=True)
 
 
-def _next_trial(search: Search, study: Study, distributions: Values) -> FrozenTrial | None:
-    """Return an interrupted trial, else a new one, or None if all are finished."""
+def _next_trial(search: Search, study: Study, distributions: Values, failed: Collection[int]) -> FrozenTrial | None:
+    """Return an interrupted trial or one that failed earlier, else a new one, or None if all are finished."""
     for trial in study.trials:
-        if not trial.state.is_finished():
+        if not trial.state.is_finished() and trial.number not in failed:
             return trial
     number = len(study.trials)
     if number >= search.trials:
@@ -200,13 +201,14 @@ def _value_of(search: Search, number: int, params: Settings, make: Callable[[str
     return statistics.fmean(values)
 
 
-def _write_table(path: Path, study: Study, search: Search) -> None:
+def _write_table(path: Path, study: Study, search: Search, failed: Collection[int]) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["trial", *search.space, search.objective, "state"])
     for trial in study.trials:
         values = [trial.params.get(key, "") for key in search.space]  # None becomes an empty cell
-        writer.writerow([trial.number + 1, *values, trial.value, trial.state.name.lower()])
+        state = "fail" if trial.number in failed else trial.state.name.lower()
+        writer.writerow([trial.number + 1, *values, trial.value, state])
     replace_file(path, text.getvalue().encode())
 
 
@@ -270,6 +272,8 @@ def sweep(matrix: Matrix, inputs: RunInputs, placement: Placement, console: Cons
     out = inputs.folder
     num_recorded = recorded_clients(sorted(out.glob("*/"))) if inputs.resume else 0
     num_clients = num_recorded or matrix.num_clients or 20
+    if num_recorded and matrix.num_clients not in (None, num_recorded):
+        say("note", f": the sweep goes on with {num_recorded} clients, as it began, and not with {matrix.num_clients}")
     placement = replace(placement, num_clients=num_clients if placement.num_clients is None else placement.num_clients)
     check_out(out)
     if out.exists() and any(out.iterdir()) and not inputs.resume:
@@ -317,7 +321,7 @@ def _run_matrix(cells: Sequence[Prepared], make: Callable[[Prepared], Run], say:
         say("", f"({number}/{len(cells)}) {name}{': finished before' if cell.is_complete else ''}")
         try:
             runs.append(make(cell))
-        except (LaunchError, ConfigError) as error:
+        except (LaunchError, ValueError) as error:  # also of damaged records
             failed[name] = one_line(error)
             say("failed", f" {name}: {failed[name]}")
     return SweepResult(tuple(runs), (), failed, len(cells))

@@ -116,7 +116,9 @@ def test_resuming_into_another_folder_is_refused():
 
 def test_paths_on_a_command_line_begin_where_the_command_was_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama").mkdir()
+    for name in ("llama", "lenet5"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "llama" / "config.json").touch()
     here = {key: "there/x" for key, option in OPTIONS.items() if option.kind.is_folder}
     given = {**here, "model": "llama", "fedspallm.evaluation-texts": "a=one.txt, b=/two.txt", "seed": 3, "unknwon": "x"}
     found = paths_from_here(given)

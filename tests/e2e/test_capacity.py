@@ -93,7 +93,7 @@ def test_the_topologies_that_can_be_chosen_are_those_that_exist():
     from fedprune_app.core.topology import TOPOLOGIES
 
     for table in ("dispfl", "dpsgd"):
-        assert OPTIONS[f"{table}.topology"].choices.keys() == TOPOLOGIES.keys()
+        assert OPTIONS[f"{table}.topology"].choices.keys() == {*TOPOLOGIES}
 
 
 @pytest.mark.full

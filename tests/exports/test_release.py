@@ -114,6 +114,19 @@ def test_a_pack_verifies_and_has_the_epsilon_that_clients_told(pack, run):
     assert load_model(pack / "MODEL" / "model.safetensors")(torch.zeros(1, 2, 1, 1)).shape == (1, 2)
 
 
+def test_an_audit_of_a_run_takes_other_settings_and_no_other_clients(run, fedprune, tmp_path):
+    assert fedprune("audit", run, "nonsense=1")[0] == 2
+    code, said = fedprune("audit", run, "--clients", "7")
+    assert (code, "--clients is 7, allowed when resuming: 2" in " ".join(said.split())) == (2, True)
+    file = tmp_path / "audit.json"
+    code, said = fedprune("audit", run, "dp.noise-multiplier=1.1", "--json", file)
+    assert code == 0, said
+    other = json.loads(file.read_text())
+    assert other["run"] is None
+    question = Question(run, audit=file, policy=run.parent / "policy.toml")
+    refused(question, tmp_path / "pack", "no-audit", "the audit is of other settings")
+
+
 def test_a_clients_own_model_has_the_ledgers_of_all_clients(run, tmp_path):
     pack = release(Question(run, client=0, allowed=["no-audit", "no-policy"]), tmp_path / "pack")
     assert len(verify(pack)) == 2

@@ -98,6 +98,12 @@ def test_all_clients_train_in_a_phase_after_the_last_round(tmp_path):
     assert None not in after
 
 
+def test_half_of_those_that_train_decide_when_pruning_begins(tmp_path):
+    settings = {"dispfl__topology": "full", "num_server_rounds": 12, "fraction_train": 0.5, "dadpfl__threshold": 1e6}
+    densities = [row["density_mean"] for row in small.run(tmp_path, "dadpfl", density=0.8, **settings).rounds]
+    assert densities[0] > densities[-1]
+
+
 @pytest.mark.full
 def test_models_become_sparser_when_they_hardly_move_and_not_below_the_least_density(tmp_path):
     settings = {"density": 0.8, "dispfl__topology": "full", "num_server_rounds": 8, "dadpfl__least_density": 0.3}

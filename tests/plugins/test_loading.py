@@ -12,7 +12,7 @@ import pytest
 from fedprune_app import plugins, registry
 from fedprune_app.config import PolicyError, parse_config, with_carrier
 from fedprune_app.plugins import loading
-from fedprune_app.preflight.inputs import RunInputs
+from fedprune_app.preflight.inputs import RunInputs, inputs_in
 from fedprune_app.preflight.node import read_policy
 from fedprune_app.preflight.prepare import prepare
 from tests.examples import full
@@ -215,6 +215,23 @@ def test_options_travel_through_flower_in_one_declared_key(files):
     assert carried.keys() == parse_config({}).to_dict().keys()
     assert json.loads(carried["plugin-options"]) == {"my-prox.mu": 0.7}
     assert parse_config(carried) == run
+
+
+TAGGED = """from dataclasses import dataclass
+from fedprune_app.extend import FedAvg, FedAvgClient, Table, option, register_system
+
+@dataclass(frozen=True)
+class Options(Table):
+    tag: str = option("", "A text.")
+
+register_system("tagged", strategy=FedAvg, client=FedAvgClient, summary="FedAvg with a tag", options=Options)
+"""
+
+
+@pytest.mark.parametrize("tag", ["2024_01", "1.10", "2024-01-01", "[1]"])
+def test_a_text_for_a_plugin_stays_as_it_was_typed(tmp_path, tag):
+    given = [f"tagged.tag={tag}", "system=tagged", f"plugins={write(tmp_path / 'tagged.py', TAGGED)}"]
+    assert prepare(inputs_in(None, given)).config.to_dict()["tagged.tag"] == tag
 
 
 @pytest.mark.parametrize(

@@ -369,6 +369,11 @@ def test_the_markdown_table_keeps_its_columns_whatever_a_name_holds():
     assert header.count("|") == rule.count("|") == row.count("|") - 1
 
 
+def test_a_csv_guards_texts_alone_from_spreadsheets():
+    text = table_text(".csv", ["", "gain"], [["=cmd()", "-3.20"], ["@x", "–"]])
+    assert [*csv.reader(io.StringIO(text))] == [["", "gain"], ["'=cmd()", "-3.20"], ["'@x", "–"]]
+
+
 def test_the_csv_has_plain_numbers_and_empty_cells():
     text = comma_separated(group_runs([run("=cmd()", 0, 0.25), run("=cmd()", 1, 0.75)]))
     (row,) = csv.DictReader(io.StringIO(text))

@@ -77,9 +77,10 @@ def test_all_clients_train_once_more_where_there_are_fewer_sub_models(federation
 
 
 @pytest.mark.full
-def test_a_run_with_a_last_phase_goes_on_as_if_it_had_none(federation):
-    """Whom the last phase gives a sub-model draws again when the run goes on."""
-    more = {**QUICK, **ITERATIVE, "fedltp_validators": "none", "fraction_train": 0.34, "last_phase": True}
+@pytest.mark.parametrize("ended", [{"last_phase": True}, {"holdout_clients": 2}])
+def test_a_run_that_ended_with_a_local_phase_goes_on_as_if_it_had_none(federation, ended):
+    """Whom the phase gives a sub-model draws again when the run goes on."""
+    more = {**QUICK, **ITERATIVE, "fedltp_validators": "none", "fraction_train": 0.34, **ended}
     once, whole = (federation(system="fedltp", clients=6, num_server_rounds=n, **more) for n in (1, 3))
     resumed = federation(system="fedltp", clients=6, num_server_rounds=3, resume_from=str(once.folder), **more)
     assert resumed.info["final_sha256"] == whole.info["final_sha256"]

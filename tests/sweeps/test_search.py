@@ -110,7 +110,7 @@ def test_settings_that_are_drawn_again_are_not_run_again_and_count_once(tmp_path
 
 
 @pytest.mark.full
-def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
+def test_a_trial_that_fails_stops_no_other_and_is_repeated_by_a_resumed_search(tmp_path, monkeypatch):
     real, count = searching._value_of, []
 
     def failing(*given):
@@ -123,6 +123,9 @@ def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
     runs = fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
     assert [row["state"] for row in rows(tmp_path / "s")] == ["complete", "fail", "complete", "complete"]
     assert len(runs) == 3
+    runs = fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK, resume=True)
+    assert [row["state"] for row in rows(tmp_path / "s")] == ["complete"] * 4
+    assert len(runs) == 4
 
 
 @pytest.mark.full
@@ -153,18 +156,20 @@ def test_a_search_does_not_go_on_with_another_network_of_the_same_name(tmp_path,
 
 
 @pytest.mark.full
-def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path):
+def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path, capsys):
     def search(trials, **more):
         document = {**DOCUMENT, "clients": 4, "search": {**DOCUMENT["search"], "trials": trials}}
-        return fedprune_app.sweep(document, out=tmp_path / "s", **QUICK, **more)
+        return fedprune_app.sweep(document, out=tmp_path / "s", **QUICK | more)
 
     search(1, clients=2)
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
     with refuses("out", which="began with other settings, clients or plug-ins"):
         search(2, clients=3, resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
-    runs = search(2, resume=True)
+    capsys.readouterr()
+    runs = search(2, resume=True, progress=True)
     assert [len(run.info["partition"]) for run in runs] == [2, 2]
+    assert "the sweep goes on with 2 clients, as it began, and not with 4" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
