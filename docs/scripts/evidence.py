@@ -454,8 +454,8 @@ def _costs(name: str, measure: str = "personal") -> list[drawn.Cost]:
 def _whole(name: str) -> list[Row]:
     """The rows of a data file by setting, without those of settings that wait for seeds."""
     rows = sorted(read(name), key=_by_setting)
-    seeds = Counter(row["settings"] for row in rows)
-    return [row for row in rows if seeds[row["settings"]] == max(seeds.values())]
+    seeds = Counter(_by_setting(row)[:2] for row in rows)
+    return [row for row in rows if seeds[_by_setting(row)[:2]] == max(seeds.values())]
 
 
 def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]]:

@@ -121,9 +121,11 @@ def _check_dataset(name: str, data: Dataset, public_scale: bool) -> Dataset:
         if images.ndim != 4 or not is_labelled:
             shapes = f"examples of shape {images.shape} and labels of shape {labels.shape}"
             raise _error(name, f"has {shapes}", f"(N, C, H, W), and N labels from 0 to {data.num_classes - 1}")
-    for groups, labels in ((data.groups, data.train_labels), (data.test_groups, data.test_labels)):
-        if groups is not None and len(groups) != len(labels):
-            raise _error(name, f"has {len(groups)} groups for {len(labels)} examples", "one for each")
+    for kind in ("groups", "owners"):
+        for split, labels in (("", data.train_labels), ("test_", data.test_labels)):
+            of_rows = getattr(data, split + kind)
+            if of_rows is not None and len(of_rows) != len(labels):
+                raise _error(name, f"has {len(of_rows)} {kind} for {len(labels)} examples", "one for each")
     depth = data.train_images.shape[1]
     if not (len(data.mean) == len(data.std) and len(data.mean) in (1, depth) and min(data.std) > 0):
         constants = f"the mean {data.mean} and the deviation {data.std}"

@@ -27,8 +27,10 @@ from fedprune_app.learning.flat import FlatLayout, trained_names
 
 _Operation = Callable[[Tensors, int, Sequence[Tensor]], Tensor]
 _ALIGNED_ROWS = 16  # so many rows of any length are a multiple of 64 bytes
-_ELEMENTWISE = (nn.ReLU, nn.Identity, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.LeakyReLU, nn.SiLU)
-_BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+# A number's bits are the same wherever in a tensor it is. Those of GELU, SiLU, sigmoid and ELU differ in the last few.
+_ELEMENTWISE = (nn.ReLU, nn.Identity, nn.Tanh, nn.LeakyReLU)
+_BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveMaxPool2d)
+_VECTORS = 64  # of so many channels of a client torch computes each in the same way, wherever it is
 
 
 class NoGroupedForm(ValueError):
@@ -222,6 +224,8 @@ def _layer_operation(path: str, layer: nn.Module) -> _Operation:
             )
         case nn.Flatten():
             return _flatten
+        case nn.AdaptiveAvgPool2d() if layer.output_size in (1, (1, 1)):
+            return lambda _weights, clients, values: _global_mean(_channels(values[0]), clients)
         case _ if type(layer) in _ELEMENTWISE:
             return lambda _weights, _clients, values: layer(values[0])
         case _ if type(layer) in _BY_CHANNEL:
@@ -248,6 +252,12 @@ def _channels(value: Tensor) -> Tensor:
     for transposed, images in zip(output, halves.unbind(2), strict=True):  # a matrix at a time, which is fast in torch
         transposed.copy_(images.reshape(clients * 2 * depth, -1).t())
     return output.view(batch // 2, height, width, -1).permute(0, 3, 1, 2)
+
+
+def _global_mean(value: Tensor, clients: int) -> Tensor:
+    """Return the mean of each channel, whose bits do not depend on the number of clients."""
+    is_whole = value.shape[1] // clients % _VECTORS == 0
+    return F.adaptive_avg_pool2d(value, 1) if is_whole else F.avg_pool2d(value, value.shape[2:])
 
 
 def _group_norm_input(value: Tensor) -> Tensor:

@@ -283,6 +283,8 @@ def _check_network(name: str, model: nn.Module, image_shape: ImageShape, num_cla
             raise ValueError(f"model '{name}' has the lazy parameter '{key}', allowed: layers that know their sizes")
         if parameter.dtype != torch.float32:
             raise ValueError(f"model '{name}' has the parameter '{key}' of type {parameter.dtype}, allowed: float32")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"model '{name}' has a hook on '{key}', which copies lose, allowed: hooks on layers")
     if not prunable_names(model):
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
     for count, images in ((2, "two images"), (1, "one image")):

@@ -202,6 +202,11 @@ def tied(shape, classes):
 def double(shape, classes):
     return layers(classes).double()
 
+def hooked(shape, classes):
+    model = layers(classes)
+    model[1].weight.register_hook(lambda gradient: 0 * gradient)
+    return model
+
 def lazy(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
 
@@ -219,6 +224,9 @@ def labelled(folder):
 
 def grouped(folder):
     return made(groups=[0] * 19)
+
+def owned(folder):
+    return made(owners=np.zeros(9, np.int64))
 
 def even(folder):
     return made(std=0.0)
@@ -264,9 +272,11 @@ def unseeded(labels, num_clients, rng):
     [
         ("model=odd.py:double", "has the parameter '1.weight' of type torch.float64, allowed: float32"),
         ("model=odd.py:lazy", "has the lazy parameter '1.weight', allowed: layers that know their sizes"),
+        ("model=odd.py:hooked", "has a hook on '1.weight', which copies lose, allowed: hooks on layers"),
         ("dataset=odd.py:flat", "has examples of shape (20, 8, 8) and labels of shape (20,)"),
         ("dataset=odd.py:labelled", "allowed: (N, C, H, W), and N labels from 0 to 1"),
         ("dataset=odd.py:grouped", "has 19 groups for 20 examples, allowed: one for each"),
+        ("dataset=odd.py:owned", "has 9 owners for 20 examples, allowed: one for each"),
         ("dataset=odd.py:even", "the deviation (0.0,), allowed: 1 numbers each, deviations above 0"),
         (
             "dataset=odd.py:tracked",
