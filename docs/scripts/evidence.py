@@ -387,7 +387,7 @@ def claims_table(*, whole: bool = False) -> str:
 
 def left_table() -> str:
     """The runs of all matrices that have no row, and their hours, judged by those of their kind that have one."""
-    said = "We estimate the hours from finished runs of the same settings, or else from the mean of the table's rows."
+    said = "Hours are estimated from rows. Runs of `gallery/again.yaml` are not in this table."
     lines = [
         said,
         "",

@@ -1,7 +1,7 @@
 """The data behind docs/smollm.md: FedSpaLLM's Tables 1 to 3 on SmolLM2-135M-Instruct, and other rules of the server.
 
     python docs/scripts/smollm.py texts CORPORA             # texts/articles and texts/kinds
-    python docs/scripts/smollm.py add runs/smollm-*/*       # rows of completed runs, each once
+    python docs/scripts/smollm.py add runs/smollm-*/*/      # rows of completed runs, each once
     python docs/scripts/smollm.py write                     # the tables and the figure of the page
 
 CORPORA holds wikitext-2/{valid,test}.txt, ptb/{valid,test}.txt and shakespeare/input.txt. A run is a row of
