@@ -455,7 +455,8 @@ def _whole(name: str) -> list[Row]:
     """The rows of a data file by setting, without those of settings that wait for seeds."""
     rows = sorted(read(name), key=_by_setting)
     seeds = Counter(_by_setting(row)[:2] for row in rows)
-    return [row for row in rows if seeds[_by_setting(row)[:2]] == max(seeds.values())]
+    most = max(seeds.values(), default=0)
+    return [row for row in rows if seeds[_by_setting(row)[:2]] == most]
 
 
 def _budgets(name: str) -> dict[str, dict[int, list[tuple[float, float, float]]]]:
@@ -607,7 +608,8 @@ def ranked_table(table: str) -> str:
 
     Costs are as :func:`charged`. A distance is bold where Holm's correction leaves its claim.
     """
-    strong = [claim for claim in CLAIMS if _is_ranked(claim) and claim.name in left_by_holm()[0]]
+    left = left_by_holm()[0]
+    strong = [claim for claim in CLAIMS if claim.data == table and _is_ranked(claim) and claim.name in left]
     sides = [side for claim in strong for side in (claim.better, claim.worse)]
     names, ((measure, title), *others) = RANKED[table][0], RANKED[table][1].items()
     by_name = {name: _whole(name) for name in names}
@@ -629,7 +631,7 @@ def ranked_table(table: str) -> str:
             f"{float(own['fraction-train']) * int(of_setting[0]['clients']):.0f}",
             _epochs(of_setting[0]),
             _spread([row[measure] for row in of_setting], 2),
-            f"**{ahead}**" if is_strong and name == TUNED_AGAIN else ahead,
+            f"**{ahead}**" if is_strong else ahead,
             *(_spread([row[other] for row in of_setting], 2).partition(" ±")[0] for other, _ in others),
             _spread([row["kept"] for row in of_setting], 2),
             *(f"{fmean(charged(row, cost) for row in of_setting):.1f}" for cost in costs),

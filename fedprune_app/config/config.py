@@ -60,11 +60,6 @@ class Config(CommonOptions):
         """The unit that dp.enabled protects: "example", "group", or the name of the column of groups."""
         return (self.dp.unit == "group" and self.group_column) or self.dp.unit
 
-    @property
-    def least_members(self) -> int:
-        """How many clients a round needs: one, or as many as a secure sum."""
-        return (self.secure_sums_threshold or 3) if self.secure_sums else 1
-
     def settled(self) -> Self:
         """Return the configuration with the test split, and for Sub-FedAvg (Hy) the network, that 'auto' stands for."""
         model = "auto-bn" if self.model == "auto" and self.system == "subfedavg-hy" else self.model

@@ -36,8 +36,8 @@ def gptq(
     A block's scale and minimum minimise the sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
     ``H⁻¹``: the cost of a column's error after the columns to the right have compensated for it.
 
-    Raises ``ValueError`` for masks on a grid with minimums, for values that are not
-    finite or too large for float16, and when the damped ``hessian`` is not positive definite.
+    Raises ``ValueError`` for masks on a grid with minimums, for values that are not finite or too large for float16,
+    and when the damped ``hessian`` is not positive definite.
     """
     if masks is not None and grid.has_minimums:
         raise ValueError(f"grid {grid.gguf_type} has no exact 0, allowed with a mask: one without minimums")

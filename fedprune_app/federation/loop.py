@@ -69,16 +69,18 @@ def run(strategy: FederatedStrategy, grid: Grid, num_rounds: int, rounds_complet
                 row |= _evaluate(strategy, round)  # it has spent the last budgets: now all clients are asked
         failure = row.pop("failure", None)
         state = strategy.state()  # before local phases, of which no longer run knows
-        if participation.is_last(number) and participation.holdouts:
-            row |= newcomers(strategy, round)
-        if participation.is_last(number) and has_effect("last-phase", config) and config.last_phase:
-            row |= last_phase(strategy, round)
+        if participation.is_last(number):
+            if participation.holdouts:
+                row |= newcomers(strategy, round)
+            if has_effect("last-phase", config) and config.last_phase:
+                row |= last_phase(strategy, round)
 
         # 6. Record, 7. save a checkpoint. If the run dies between them, it drops the record and repeats the round.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)
         marks = context.recorder.marks  # ends of the records that belong to the checkpoint
         digests = {str(k): digest for k, digest in strategy.digests.items()}
+        # the budgets are those after local phases, which spend
         meta = {**state.meta, **strategy.budgets.state(), "records": marks, "digests": digests}
         context.checkpoints.save(number, State(state.tensors, meta))
         if failure is not None:  # a resumed run does not repeat the round: its privacy is charged already

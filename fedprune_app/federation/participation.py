@@ -26,6 +26,11 @@ def check_min_replies(config: Config, max_participants: int, num_clients: int) -
         raise ConfigError("secure-sums", True, "false", condition=condition, hint=hint)
 
 
+def least_members(config: Config) -> int:
+    """Return how many clients a round needs: one, or as many as a secure sum."""
+    return threshold_of(config.secure_sums_threshold, 0) if config.secure_sums else 1
+
+
 class Participation:
     """Selects the eligible, sampled and dropped clients of each round, and the clients to evaluate."""
 
@@ -52,7 +57,7 @@ class Participation:
     def eligible(self, round: int) -> list[int]:
         """Return the members whose budgets allow the round; none if they are too few for it."""
         found = [client for client in self.members if self.budgets.bears(client, round)]
-        return found if self.sample_size(len(found)) >= self.config.least_members else []
+        return found if self.sample_size(len(found)) >= least_members(self.config) else []
 
     def look_for(self, nodes: Iterable[int]) -> list[str]:
         """Take those whose nodes are not among the connected ``nodes`` for absent; return who is gone, or back."""
@@ -82,7 +87,7 @@ class Participation:
         """Draw the sampled clients that drop out, each with ``drop-probability``; as many stay as a round needs."""
         draws = rng.numpy_generator(self.config.seed, "drop", round=round).random(len(self.clients))
         luck = dict(zip(self.clients, draws, strict=True))
-        last_clients = sorted(sampled, key=luck.__getitem__)[-self.config.least_members :]
+        last_clients = sorted(sampled, key=luck.__getitem__)[-least_members(self.config) :]
         return [k for k in sampled if luck[k] < self.config.drop_probability and k not in last_clients]
 
     def evaluates(self, round: int) -> bool:

@@ -47,11 +47,12 @@ def proximal(anchor: Tensors, strength: float) -> GradientHook:
 
 
 def adam() -> GradientHook:
-    """Return a hook that turns each gradient into Adam's step, ``m̂ / (√v̂ + 10⁻⁸)``, with β of 0.9 and 0.999.
+    """Return a hook that turns each gradient into Adam's step, ``m̂ / (√v̂ + ε)``.
 
     Plain SGD without momentum is then Adam. A hook stores the moments of one training. Source: Kingma and Ba, ICLR
     2015, Algorithm 1.
     """
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-8
     first: TensorDict = {}
     second: TensorDict = {}
     steps = 0
@@ -62,10 +63,10 @@ def adam() -> GradientHook:
         for name, gradient in gradients.items():
             if steps == 1:
                 first[name], second[name] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-            m = first[name].mul_(0.9).add_(gradient, alpha=1 - 0.9)
-            v = second[name].mul_(0.999).addcmul_(gradient, gradient, value=1 - 0.999)
-            scale = (v / (1 - 0.999**steps)).sqrt_().add_(1e-8)
-            gradient.copy_(m / (1 - 0.9**steps) / scale)
+            m = first[name].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            v = second[name].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            scale = (v / (1 - beta2**steps)).sqrt_().add_(epsilon)
+            gradient.copy_(m / (1 - beta1**steps) / scale)
 
     return precondition
 

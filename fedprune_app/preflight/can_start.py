@@ -28,7 +28,7 @@ from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.engine.simulated_grid import InProcessGrid, quiet
 from fedprune_app.engine.store import VersionedStore, new_run_key
 from fedprune_app.federation.clients import ImageClientInfo, Roster
-from fedprune_app.federation.participation import check_min_replies
+from fedprune_app.federation.participation import check_min_replies, least_members
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning import text_cache
@@ -165,7 +165,7 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
 
     ``sizes`` has each client's number of training examples. The client with the most is charged least.
     """
-    k = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[: config.least_members][-1]
+    k = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[: least_members(config)][-1]
     client = SYSTEMS[config.system].client(config, NodeContext(k, len(sizes), folder / "clients"))
     assert isinstance(client, ImageClient)
     assert client.privacy is not None

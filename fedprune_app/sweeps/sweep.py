@@ -129,7 +129,7 @@ def find(
     Earlier trials of the ``study`` count. A trial whose run fails is left for a resumed search, and one with the
     settings of an earlier trial has its value without a run. Raises :class:`LaunchError` if no trial succeeded.
     """
-    failed: set[int] = set()
+    failed = set[int]()
     distributions = search.distributions()
     label = f"{search.name} ".lstrip()
     while trial := _next_trial(search, study, distributions, failed):
