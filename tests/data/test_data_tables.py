@@ -450,6 +450,7 @@ def test_what_is_charged_follows_the_number_of_patients(fedprune, visits, tmp_pa
     assert "(per patient, simulated)" in str(final_rows(group_runs([load_run(tmp_path / "run")])))
 
 
+@pytest.mark.full
 def test_a_run_whose_groups_have_one_row_each_is_one_of_examples_to_the_last_bit(fedprune, clinics, tmp_path):
     for part in ("train", "test"):
         frame = pd.read_csv(clinics / f"{part}.csv").assign(patient="")

@@ -539,6 +539,7 @@ def test_a_folder_that_is_a_clients_own_has_its_own_test_text_with_a_partition_i
     assert [row["documents"] for row in run.info["partition"]] == [[], []]
 
 
+@pytest.mark.full
 def test_an_own_test_text_too_short_for_a_window_is_found_before_anything_is_pruned(own, tmp_path):
     public = text_folder(tmp_path / "public")
     folder = text_folder(tmp_path / "short")

@@ -210,6 +210,7 @@ def test_a_message_is_sent_only_while_what_is_under_way_weighs_less_than_the_lim
         assert max(grid.before_each) > min(in_flight_bytes, sum(SIZES.values())) - 3000, "the room is used"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_flight_bytes", [1, 5000, 10**9])
 def test_with_and_without_room_each_client_is_answered_for_once(in_flight_bytes):
     kinds = (0.0, "error", "twice", "refuse", 0.05, "never")

@@ -543,6 +543,7 @@ def test_a_reply_of_very_many_objects_is_not_fetched(link):
     assert "pull-object" not in link.requests[before:]
 
 
+@pytest.mark.full
 @with_a_database_and_without
 def test_a_reply_whose_upload_does_not_end_is_waited_for_until_its_deadline_only(link):
     requests = link.ask(0, 1)

@@ -490,6 +490,7 @@ def test_a_fine_tuned_model_is_the_one_that_was_tested(tmp_path, batch_norm):
         assert row["accuracy_personal"] == pytest.approx(found.double().mean().item(), abs=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_plugins")
 def test_a_model_is_made_of_the_runs_network_and_of_no_other_with_its_name(tmp_path):
     """A notebook's cell is edited and run again."""
@@ -518,6 +519,7 @@ fp.register_system("headed", strategy=fp.FedAvgFT, client=Client, summary="FedAv
 """
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_plugins")
 def test_a_fine_tuned_model_of_a_plugin_begins_from_the_clients_state(tmp_path):
     plugin = tmp_path / "headed.py"

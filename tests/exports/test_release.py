@@ -114,6 +114,7 @@ def test_a_pack_verifies_and_has_the_epsilon_that_clients_told(pack, run):
     assert load_model(pack / "MODEL" / "model.safetensors")(torch.zeros(1, 2, 1, 1)).shape == (1, 2)
 
 
+@pytest.mark.full
 def test_an_audit_of_a_run_takes_other_settings_and_no_other_clients(run, fedprune, tmp_path):
     assert fedprune("audit", run, "nonsense=1")[0] == 2
     code, said = fedprune("audit", run, "--clients", "7")

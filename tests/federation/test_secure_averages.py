@@ -58,6 +58,7 @@ def full_disk(self, round, *more, **named):
     return SAVE(self, round, *more, **named)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("away", [{"fraction_train": 0.75}, {"drop_probability": 0.3}])
 def test_a_run_goes_on_after_a_last_phase(federate, tmp_path, away):
     """Whose sum, of all clients' updates of the next round's model, was not opened."""

@@ -596,6 +596,7 @@ def test_a_policy_file_and_the_node_config_hold_together(tmp_path):
     assert read_policy({"policy-file": str(path)}).max_clip_norm == 1.0
 
 
+@pytest.mark.full
 def test_a_private_rehearsal_says_where_noise_of_shared_data_comes_from(fedprune, monkeypatch, tmp_path):
     """Nodes with data or a policy of their own, and runs that are not private, are told nothing."""
     started = []

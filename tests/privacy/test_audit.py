@@ -201,6 +201,7 @@ def patients(tmp_path):
     }
 
 
+@pytest.mark.full
 def test_groups_are_canaries_where_groups_are_protected(patients, monkeypatch):
     asked = prepared(2, **patients, **{"batch-size": 100})
     found = audit(asked, Question())

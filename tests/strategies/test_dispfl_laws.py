@@ -481,6 +481,7 @@ def test_fedfomo_sends_no_more_candidates_than_asked_for_and_never_a_clients_own
                 assert update.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
 
 
+@pytest.mark.full
 def test_a_run_with_a_horizon_of_its_own_can_be_resumed_for_longer(federation, tmp_path):
     """Without one, a longer run would have searched its masks at another rate from the first round on."""
     settings = {"system": "dispfl", "dispfl_topology": "ring", **QUICK}

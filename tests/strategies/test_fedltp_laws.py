@@ -257,6 +257,7 @@ def test_every_score_that_was_answered_is_charged_and_no_other(federation):
     assert [row["validations"] for row in run.rounds] == [4, 4, 4]
 
 
+@pytest.mark.full
 def test_only_the_rounds_clients_are_asked_and_charged_if_so_wished(federation):
     run = federation(system="fedltp", clients=4, num_server_rounds=3, **QUICK, **PRIVATE, fedltp_validators="selected")
     for partition in range(4):

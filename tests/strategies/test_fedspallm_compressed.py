@@ -123,6 +123,7 @@ def test_the_sums_of_all_layers_are_those_of_the_dense_model(run, llm):
     assert len(list((result.folder / "sums").iterdir())) == model.num_layers
 
 
+@pytest.mark.full
 def test_layers_of_one_exchange_follow_the_pruned_ones_before_the_first_of_them(run, tmp_path):
     llm = tiny_byte_model(tmp_path / "llm", "llama", num_layers=4)
     result = run(model=str(llm), fedspallm_layers_per_exchange=2, fraction_train=1.0)
@@ -227,6 +228,7 @@ def test_a_client_joins_and_is_forgotten_as_if_it_had_always_or_never_been_there
     )
 
 
+@pytest.mark.full
 def test_clients_may_join_and_be_forgotten_in_any_order(alone, tmp_path):
     """The sums are what counts: the model is made of them by the code of every run."""
     order, config = random.Random(0), alone().config

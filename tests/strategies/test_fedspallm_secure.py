@@ -136,6 +136,7 @@ def test_what_honest_clients_add_together_is_what_one_adds_alone_and_is_charged_
     assert told == pytest.approx([epsilon(spent, 1e-5)] * len(clients))
 
 
+@pytest.mark.full
 def test_with_shared_noise_a_stopped_run_goes_on_to_the_same_model(run, wanted, tmp_path, monkeypatch):
     settings = {name.replace("_", "-").replace("dp-", "dp."): value for name, value in SHARED.items()}
     cut_off({**wanted, **settings, "secure-sums-threshold": 3}, tmp_path / "cut", monkeypatch)
@@ -171,6 +172,7 @@ def test_the_sum_is_of_those_that_are_left_wherever_the_others_are_lost(run, sta
     assert sorted({text.split(":")[0] for text in secure.rounds[0]["failure_reasons"]}) == ["client 1", "client 4"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["agree", "open"])
 def test_a_sum_is_opened_by_those_that_are_left_after_it(run, stage):
     secure = run(losing({stage: {0, 3}}), clients=5, secure_sums=True)

@@ -147,6 +147,7 @@ def test_seeded_noise_marks_every_epsilon_as_simulated_and_secure_noise_does_not
     assert "epsilon_simulated" not in federation(system="fedavg", num_server_rounds=2).rounds[0]
 
 
+@pytest.mark.full
 def test_noised_accuracies_stand_beside_the_noise_of_their_mean(federation):
     settings = {"system": "fedavg", **DP, "evaluate_every": 1}
     run = federation(**settings | {"dp_accuracies": "noised", "dp_count_scale": 10.0})
@@ -352,6 +353,7 @@ def test_a_run_that_its_budgets_have_ended_is_whole_and_charges_nothing_more(fed
     assert {path: path.read_bytes() for path in run.folder.rglob("*.json*") if path.is_file()} == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [3.1, 3.9, 4.1])
 def test_the_last_evaluation_asks_all_clients_also_where_it_spends_the_last_budgets(federation, budget):
     settings = DP | NOISED | {"num_server_rounds": 9, "evaluate_every": 1, "evaluate_clients": 1}

@@ -314,6 +314,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, se
 # --- an audit -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unit", ["example", "group"])
 @pytest.mark.parametrize("family", ["llama"], indirect=True)
 def test_an_audit_bounds_a_part_of_the_claim_and_finds_noise_at_half_of_what_is_charged(settings, tmp_path, unit):

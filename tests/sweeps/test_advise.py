@@ -81,6 +81,7 @@ def test_each_site_has_a_file_of_its_own_whatever_its_name_is(tmp_path, monkeypa
     assert {"北京.onnx", "上海.onnx", "north.onnx", "dispfl-1.onnx"} <= {*files}
 
 
+@pytest.mark.full
 def test_with_too_few_minutes_the_rounds_measured_are_kept_for_a_second_call_on_the_same_data(fedprune, clinics):
     given = (clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0.01", "-o", "advice")
     allowed = "at least 1, by the first rounds on this machine; a second call goes on from here"
@@ -108,6 +109,7 @@ def test_what_advise_decides_is_no_setting_of_all_runs(fedprune, clinics, settin
     assert said.endswith(f"error: {key} is {value}, which is what advise decides, allowed: other keys\n")
 
 
+@pytest.mark.full
 def test_only_the_runs_of_a_plug_in_need_it(fedprune, clinics, tmp_path):
     fedprune("advise", clinics, "owner-column=clinic", "label-column=outcome", "--minutes", "0", "-o", "advice")
     runs = [json.loads(path.read_text()) for path in (tmp_path / "advice" / "measured").glob("*/run.json")]

@@ -137,6 +137,7 @@ def test_a_search_does_not_go_on_with_other_settings(tmp_path):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
 
 
+@pytest.mark.full
 def test_a_search_does_not_go_on_with_another_network_of_the_same_name(tmp_path, no_plugins):
     file, network = tmp_path / "mine.py", "nn.Sequential(nn.Flatten(), nn.Linear(64, n))"
     text = f"from torch import nn\ndef net(shape, n): return {network}"
@@ -258,6 +259,7 @@ def test_a_search_by_validation_data_that_no_run_has_is_refused_before_anything_
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.full
 def test_a_search_by_what_a_last_phase_leaves_needs_one(tmp_path):
     objective = "accuracy_last_phase_validation_mean"
     search = {"trials": 1, "objective": objective, "space": {"momentum": [0.1]}}
