@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core.scores import NOfM, magnitude_mask
+from fedprune_app.core.sparsegpt import DAMPING
 
 # The penalty grows from _FIRST to _LAST in _STEPS steps, by a constant factor. In the paper the factor depends on how
 # many weights of the mask changed.
@@ -23,11 +24,10 @@ def alps(
     hessian: Tensor,
     density: float | None = None,
     n_of_m: NOfM | None = None,
-    damping: float = 0.01,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the pruned matrix and its mask, both (out, in), for each of ``matrices``, which share their inputs.
 
-    ``hessian`` (in, in) is ``X Xᵀ`` up to a factor; its diagonal grows by ``damping`` times its mean. A matrix keeps
+    ``hessian`` (in, in) is ``X Xᵀ`` up to a factor; its diagonal grows by a hundredth of its mean. A matrix keeps
     exactly ``keep_count(n, density)`` of its entries, wherever they are, or with ``n_of_m`` n of every m neighbours of
     a row. The results have the dtypes of the matrices.
 
@@ -39,7 +39,7 @@ def alps(
     finite.
     """
     damped_hessian = hessian.detach().float().clone()
-    damped_hessian.diagonal().add_(damping * damped_hessian.diagonal().mean())
+    damped_hessian.diagonal().add_(DAMPING * damped_hessian.diagonal().mean())
     sizes = damped_hessian.diagonal().clamp(min=_TINY).sqrt()  # (in,)
     damped_hessian /= sizes * sizes[:, None]
     rows = [len(matrix) for matrix in matrices]
@@ -62,7 +62,7 @@ def alps(
     results = zip(matrices, torch.split(pruned, rows), torch.split(mask, rows), strict=True)
     pairs = [(weight.to(matrix.dtype), kept_mask) for matrix, weight, kept_mask in results]
     if not all(bool(weight.isfinite().all()) for weight, _ in pairs):
-        raise ValueError("pruned weights are not finite, allowed: finite weights and sums, or a larger damping")
+        raise ValueError("pruned weights are not finite, allowed: finite weights and sums")
     return pairs
 
 

@@ -24,13 +24,12 @@ def gptq(
     hessian: Tensor,
     grid: Grid,
     masks: Sequence[Tensor] | None = None,
-    damping: float = 0.01,
 ) -> list[Quantized]:
     """Return each of ``matrices`` (out, in), which share their inputs, quantized; one pass covers the rows of all.
 
-    ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its diagonal grows by ``damping`` times the mean of the diagonal. A
-    row that ends within a block is padded with 0. Weights off the boolean ``masks`` (out, in) are exactly 0 in the
-    result, which requires a grid without minimums. Weights of unseen inputs (0 on the diagonal) are set to 0 before
+    ``hessian`` (in, in) is ``X Xᵀ`` up to a factor. Its diagonal grows by a hundredth of its mean. A row
+    that ends within a block is padded with 0. Weights off the boolean ``masks`` (out, in) are exactly 0 in the result,
+    which requires a grid without minimums. Weights of unseen inputs (0 on the diagonal) are set to 0 before
     rounding.
 
     A block's scale and minimum minimise the sum of ``error² / U_jj²``, ``U`` being the upper Cholesky factor of
@@ -52,7 +51,7 @@ def gptq(
         kept = F.pad(torch.cat([*masks]).T, (0, 0, 0, missing))
     is_unseen = hessian.diagonal() == 0
     weights[is_unseen] = 0
-    factor = inverse_factor(hessian, is_unseen, damping)
+    factor = inverse_factor(hessian, is_unseen)
     importance = factor.diagonal().reciprocal().square()[:, None] * (kept & ~is_unseen[:, None])
     levels = torch.empty_like(weights, dtype=torch.int8)
     scales, minimums = weights.new_empty((2, num_inputs // BLOCK, weights.shape[1]))
@@ -71,7 +70,7 @@ def gptq(
         weights[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     halves = scales.T.half(), minimums.T.half()
     if not all(bool(half.isfinite().all()) for half in halves):
-        raise ValueError("weights are not finite or beyond float16, allowed: finite weights and sums, a larger damping")
+        raise ValueError("weights are not finite or beyond float16, allowed: finite weights and sums")
     sizes = [len(matrix) for matrix in matrices]
     parts = zip(*(torch.split(each, sizes) for each in (levels.T, *halves)), strict=True)
     return [Quantized(grid, *(part.contiguous() for part in each)) for each in parts]

@@ -14,6 +14,7 @@ from fedprune_app.core.graphs import CudaGraphs, RepeatedSteps
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import PRUNED, NOfM, check_n_of_m, missing_until, n_of_m_mask, one_target, smallest
 
+DAMPING = 0.01  # of the diagonal's mean, as in the released code
 _WIDE, _PANELS = 1024, 8
 _SMALL = 256  # rows of a triangle that is inverted by substitution
 
@@ -85,7 +86,6 @@ def sparsegpt(
     density: float | None = None,
     n_of_m: NOfM | None = None,
     block_size: int = 128,
-    damping: float = 0.01,
     recorder: CudaGraphs | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each pruned and updated matrix and its mask, both (out, in), in the matrix's dtype.
@@ -104,7 +104,7 @@ def sparsegpt(
     released code removes one entry more per block: all up to and including the one at position ``⌊n · sparsity⌋`` when
     sorted.
 
-    The diagonal grows by ``damping`` times its mean. The column of an input that was never seen (0 on the diagonal)
+    The diagonal grows by a hundredth of its mean. The column of an input that was never seen (0 on the diagonal)
     counts as 0, so it is pruned as far as the count allows.
 
     With a ``recorder`` the sweep over a block's columns is recorded, and replayed for the other blocks.
@@ -125,7 +125,7 @@ def sparsegpt(
     pruned_before = weights == 0
     is_unseen = hessian.diagonal() == 0
     weights[:, is_unseen] = 0
-    factor = inverse_factor(hessian.float(), is_unseen, damping)
+    factor = inverse_factor(hessian.float(), is_unseen)
     mask = torch.ones_like(weights, dtype=torch.bool)
     bounds = [*range(0, num_columns, block_size), num_columns]
     zeros = torch.split(pruned_before, sizes)
@@ -160,7 +160,7 @@ def sparsegpt(
     for matrix, pruned, part_mask in zip(matrices, torch.split(weights, sizes), torch.split(mask, sizes), strict=True):
         pruned = pruned.to(matrix.dtype)
         if not bool(pruned.isfinite().all()):
-            raise ValueError(f"updated weights are not finite in {matrix.dtype}; allowed: a larger damping")
+            raise ValueError(f"updated weights are not finite in {matrix.dtype}, allowed: more calibration text")
         results.append((pruned, part_mask))
     return results
 
@@ -200,7 +200,7 @@ class _Block:
             block[i:].addr_(self._factor[i, i:], self.errors[i], alpha=-1)
 
 
-def inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor:
+def inverse_factor(hessian: Tensor, is_unseen: Tensor) -> Tensor:
     """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``.
 
     With rows and columns in reverse order, one factorisation gives ``H = V Vᵀ`` with an upper triangle ``V``, and ``U``
@@ -209,15 +209,14 @@ def inverse_factor(hessian: Tensor, is_unseen: Tensor, damping: float) -> Tensor
     damped_hessian = hessian.detach().clone()
     diagonal = damped_hessian.diagonal()
     diagonal[is_unseen] = 1
-    diagonal.add_(damping * diagonal.mean())
+    diagonal.add_(DAMPING * diagonal.mean())
     reverse_factor: Tensor
     reverse_factor, failure = torch.linalg.cholesky_ex(damped_hessian.flip(0, 1))
     factor = reverse_factor if int(failure) else _upper_inverse(reverse_factor.flip(0, 1))
     if int(failure) or not bool(factor.isfinite().all()):
         place = f" (Cholesky fails at input {len(damped_hessian) - int(failure)})" if int(failure) else ""
         raise ValueError(
-            f"the hessian with damping {damping} is not positive definite{place}, "
-            "allowed: more calibration text, or a larger damping"
+            f"the hessian with damping {DAMPING} is not positive definite{place}, allowed: more calibration text"
         )
     return factor
 
