@@ -194,7 +194,7 @@ def paper_rows(
     for key in keys:
         if key not in known_columns:
             raise ConfigError("--columns", key, ", ".join(known_columns))
-    shown_columns = [known_columns[key] for key in keys]
+    shown_columns = [known_columns[key] for key in dict.fromkeys(keys)]
     rows = []
     for group in groups:
         cells, seeds = [], len(group.runs) if intervals else 0

@@ -424,5 +424,6 @@ def test_a_table_for_a_paper_has_few_columns_intervals_and_bold_where_nothing_is
     assert "\nsubfedavg & " in tex
     assert "| **fedprox** | **" in table_text(".md", header, rows, bold)
     assert next(csv.reader(io.StringIO(table_text(".csv", header, rows, bold)))) == header
+    assert paper_rows(groups, ["density", "density"], intervals=True, best_bold=False)[0][2:] == []
     with refuses("--columns", "acuracy"):
         paper_rows(groups, ("acuracy",), intervals=True, best_bold=False)
