@@ -38,7 +38,8 @@ class DittoClient(ImageClient):
         payload = Payload({name: tensors[name] for name in self.shared})
 
         vision.load_state_tensors(self.model, personal)
-        anchor = {name: task.payload.tensors.get(name, tensor).to(self.device) for name, tensor in tensors.items()}
+        received = {**personal, **self.begin(task, state)}  # norms that stay: those that the phase began with
+        anchor = {name: tensor.to(self.device) for name, tensor in received.items()}
         step = self.config.learning_rates[task.round] * options.pull
 
         def pull(values: Tensors) -> None:

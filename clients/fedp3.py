@@ -5,7 +5,7 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 * Weights that the server pruned stay pruned while the client trains, as in Algorithm 2; in the code they grow back
   until the next round overwrites them.
 * ``Q_i`` selects the part of the network that a local step trains, as FjORD's ordered dropout does. Each call draws
-  the part of one step. The client's own layers are always trained in full.
+  the part of one step. The client's own layers are trained in full, where the next layer uses them.
 * All layers are trained, those that are not sent too, as in both. In its last round the code trains only the last
   layer, for 10 epochs; the text does not mention it, and it is not done here.
 """

@@ -44,7 +44,9 @@ class LGFedAvgClient(ImageClient):
             raise ValueError(f"lgfedavg.global-layers is {number}: {error}") from None
 
     def begin(self, task: Task, state: State) -> TensorDict:
-        return {**self.own_model(state), **task.payload.tensors}
+        is_whole = task.state_round <= self.config.lgfedavg.pretrain_rounds  # a newcomer's test has all layers, too
+        received = task.payload.tensors.items()
+        return {**self.own_model(state), **{name: t for name, t in received if is_whole or name in self.shared}}
 
     def local_update(self, task: Task, state: State) -> Update:
         """Send the upper layers; during ``lgfedavg.pretrain-rounds`` all layers, as FedAvg does."""

@@ -18,7 +18,7 @@ own width, with its Scaler, so its model is not exported; the paper tests the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Unpack
 
 import torch
@@ -55,6 +55,12 @@ class FedRolex(HeteroFL):
         reach = self.extents_of(client)
         model = self.rolled(self.model, -self.first)
         return {n: fp.structured.leading_block(t, reach.get(n)).contiguous() for n, t in model.items()}
+
+    def send_to_evaluate(self, round: fp.Round) -> Iterator[fp.OutgoingMessage]:
+        """Send the model as the next round does, whose window leads."""
+        payload = fp.Payload(self.rolled(self.model, -round.number))
+        for client in self.clients:
+            yield fp.OutgoingMessage(client, payload, fields={"width": self.width(client)})
 
     def end(self, round: fp.Round) -> None:
         self.model = self.rolled(self.mean.mean(self.rolled(self.model, -self.first)), self.first)

@@ -141,10 +141,13 @@ class Gossip(Relay):
         # complete topology only active clients send.
         serves_stale = self.options.trains_alone and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
-        senders = list(round.sampled) if serves_stale else active
-        # a client that is held out has no place in a ring before it joins
-        clients = sorted({*self.members, *round.sampled})
-        senders_by_client = neighbours(self.options.topology, clients, senders, self.options.neighbours, draw)
+        senders = round.sampled if serves_stale else active
+        senders_by_client: dict[int, tuple[int, ...]] = {}
+        # clients that are held out join one by one, since they have no models for each other
+        for joining in [[], *([client] for client in round.sampled if client not in self.members)]:
+            clients = sorted([*self.members, *joining])
+            present = [sender for sender in senders if sender in clients]
+            senders_by_client |= neighbours(self.options.topology, clients, present, self.options.neighbours, draw)
         return {client: () if client in round.dropped else senders_by_client[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------

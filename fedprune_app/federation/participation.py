@@ -116,5 +116,5 @@ class Participation:
 
     def following(self, last: Round, clients: Iterable[int], log: RoundLog) -> Round:
         """Return a local phase of these clients after the ``last`` round, counted in ``log``."""
-        number, sampled, participants = last.number + 1, tuple(self.clients), tuple(clients)
-        return Round(number, sampled, (), participants, evaluates=True, log=log, channel=last.channel)
+        sampled, participants = tuple(sorted({*self.members, *clients})), tuple(clients)
+        return Round(last.number + 1, sampled, (), participants, evaluates=True, log=log, channel=last.channel)

@@ -9,7 +9,7 @@ from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.testing import check_system
 from tests.examples import full
 from tests.gallery import federations as small
-from tests.gallery.narrow import WIDTHS, logits, reference
+from tests.gallery.narrow import WIDTHS, cut, grid, logits, reference
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 SETTINGS = {"fjord__widths": " ".join(map(str, WIDTHS)), "num_server_rounds": 3}
@@ -36,6 +36,10 @@ def test_a_narrow_client_is_tested_as_it_was_trained(tmp_path, system):
         data = client_data(data_config(config), client, small.CLIENTS)
         hits = logits(weights, data.test_images, rate).argmax(1) == data.test_labels
         assert rows[client]["accuracy_personal"] == pytest.approx(float(hits.float().mean()), abs=0.02)
+        places = cut(6 if system == "fedrolex" else 0, rate)  # of the next round, which would begin with them
+        received = {name: tensor[grid(places[name])] for name, tensor in small.global_model(finished).items()}
+        hits = logits(received, data.test_images, rate).argmax(1) == data.test_labels
+        assert rows[client]["accuracy_received"] == pytest.approx(float(hits.float().mean()), abs=0.02)
     with pytest.raises(ValueError, match="tests more than a network's tensors, which are all that is written"):
         fedprune_app.model(finished.folder, client=client, plugins=str(small.file_of(system)))
 

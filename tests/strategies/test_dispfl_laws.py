@@ -110,6 +110,15 @@ def test_a_held_out_client_leaves_no_gap_in_a_ring(federation):
     assert one_held_out.rounds[1]["peer_bytes"] == four.rounds[1]["peer_bytes"] > 0
 
 
+@pytest.mark.parametrize("topology", ["random", full("random-in"), full("ring")])
+def test_after_the_last_round_each_client_hears_as_many_members_as_in_a_round(federation, topology):
+    """Members in a last phase, and clients that were held out, who have no models for each other."""
+    settings = {"clients": 7, "dpsgd_topology": topology, "dpsgd_neighbours": 2, "num_server_rounds": 2}
+    run = start(federation, "dpsgd", settings, dpsgd_gossip="client", holdout_clients=3, last_phase=True)
+    heard = [(m.round, m.partition, len(m.peer_updates)) for m in run.wiretap.messages if m.kind == "train"]
+    assert {(client, count) for round, client, count in heard if round == 3} == {(client, 2) for client in range(7)}
+
+
 @pytest.mark.parametrize("case", in_test(GOSSIP, "dispfl"))
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):
     relayed = start(federation, case, GOSSIP[case])

@@ -393,3 +393,30 @@ def test_on_a_gpu_clients_prune_as_on_the_cpu(federation):
     on_gpu, on_cpu = (federation(device=device) for device in ("cuda", "cpu"))
     assert on_gpu.rounds[-1]["failures"] == 0
     assert on_gpu.rounds[-1]["density_mean"] == pytest.approx(on_cpu.rounds[-1]["density_mean"], abs=1e-3)
+
+
+def test_a_newcomer_to_lg_fedavg_keeps_the_lower_layers_that_it_trained(federation):
+    """Its test has the server's lower layers too, where rounds of FedAvg came first."""
+    settings = {"lgfedavg_pretrain_rounds": 1, "num_server_rounds": 2, "local_epochs": 20, "learning_rate": 0.1}
+    run = federation(system="lg-fedavg", clients=4, partition="iid", holdout_clients=2, **settings)
+    rows = {row["partition"]: row.get("accuracy_newcomer") for row in run.clients if row["round"] == 2}
+    newcomers = {partition: accuracy for partition, accuracy in rows.items() if accuracy is not None}
+    assert len(newcomers) == 2
+    network = initial_model(run.config.model, "digits", (1, 8, 8), 10, init=run.config.init, seed=0)
+    load_state_tensors(network, run.server)
+    of_the_server = {}
+    for partition in newcomers:
+        data = client_data(data_config(run.config), partition, 4)
+        of_the_server[partition] = evaluate(network, data.test_images, data.test_labels).accuracy
+    assert newcomers != pytest.approx(of_the_server)
+
+
+def test_a_full_pull_leads_ditto_back_to_the_model_that_it_received_local_norms_too(federation, pictures):
+    settings = {"batch_norm": "local", "clients": 1, **pictures, "num_server_rounds": 1, "local_epochs": 1}
+    pull = {"learning_rate": 0.125, "ditto_pull": 8.0, "ditto_global_epochs": 1, "ditto_personal_epochs": 1}
+    run = federation(system="ditto", **settings, **pull)
+    own = run.client(0)[1].group("weights")
+    start = federation(system="ditto", **settings, **{**pull, "learning_rate": 1e-30}).client(0)[1]
+    learned = [name for name in own if "running" not in name]
+    for name in learned:
+        torch.testing.assert_close(own[name], start.group("weights")[name], msg=name)
