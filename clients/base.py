@@ -27,7 +27,7 @@ from fedprune_app.core.digests import check_json, json_with_digest
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.holders import HELD, HOLDERS, Holders
 from fedprune_app.core.masks import packed
-from fedprune_app.core.named import TensorDict
+from fedprune_app.core.named import TensorDict, Values
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
@@ -192,14 +192,9 @@ class ImageClient(Node):
         tensors = vision.named_tensors(self.model)
         return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
 
-    def load_state(self, task: Task) -> tuple[State, str]:
-        state, loss = super().load_state(task)
-        if state.meta:
-            self.images.check_kept(state.meta)
-        return state, loss
-
-    def check_state(self, round: int) -> None:
-        self.images.check_kept(self.store.read(round).meta)
+    def check_kept(self, meta: Values) -> None:
+        super().check_kept(meta)
+        self.images.check_parts(meta)
 
     # --- what a system overrides --------------------------------------------------------------------------------
 

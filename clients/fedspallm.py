@@ -94,6 +94,8 @@ class FedSpaLLMClient(Node):
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", context.run_key)
         )
+        if self.has_own_text:
+            self.kept_properties = {"data-sha256": hashlib.sha256(b"".join(self.record_digests())).hexdigest()}
         self.privacy = self.open_privacy(self.record_digests, self.options.deal)
         self.shares_noise = config.dp.enabled and config.dp.noise_shared_by > 1
         if self.shares_noise and self.member is not None and self.privacy is not None:
@@ -210,6 +212,8 @@ class FedSpaLLMClient(Node):
         Raises ``ValueError`` if there is too little, unless that is secret.
         """
         _, documents = self.segments()
+        if self.options.recovery_rounds:
+            self.segments(self.options.recovery_segments)
         if self.own_text and not self.config.dp.enabled:
             windows_of(self.model.encode(self.own_text[1]), self.model.sequence_length(self.options.window))
         return documents
@@ -431,6 +435,7 @@ class FedSpaLLMClient(Node):
         return self.layers.load(layer, int(version), Schema.like(self.model.layer_like(layer)).max_bytes)
 
     def check_state(self, round: int) -> None:
+        super().check_state(round)
         meta = self.store.read(round).meta
         for layer, version in meta.get("pruned", {}).items():
             self.layers.check(int(layer), int(version))

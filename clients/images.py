@@ -1,5 +1,7 @@
 """A client's images, and the properties that it reports of them."""
 
+import logging
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,8 +21,11 @@ from fedprune_app.data.splits import (
     label_counts,
     part_sizes,
     record_digests,
+    unread,
 )
 from fedprune_app.engine.simulated_grid import is_simulated
+
+log = logging.getLogger("flwr.fedprune")
 
 # with privacy, label counts are secret, and the others may follow from the images
 _OF_THE_DATA = frozenset(
@@ -69,6 +74,8 @@ class Images:
             fields["features"] = list(dataset.features)
         if is_own:
             fields["data-dir"] = self.config.data_dir
+            for line in unread(self.data_config):
+                log.warning("%s", line)
         elif self.config.partition == OWNERS and dataset.owner_names and is_simulated():
             fields["owner"] = dataset.owner_names[self.context.client_id]  # names of people do not leave a node
         if not is_private:
@@ -86,11 +93,9 @@ class Images:
         own = {"data-sha256": self.dataset.content_sha256} if self.context.has_own_data else {}
         return {"normalisation": self._normalisation(), **features, **drawn, **own}
 
-    def check_kept(self, meta: Values) -> None:
-        """Raise ``ValueError`` for a state of other data of the node, or of other parts that its secret drew."""
-        if (began_with := meta.get("data-sha256")) and began_with != self.dataset.content_sha256:
-            raise ValueError("the node's own data have changed since the run began, allowed: the same data")
-        if self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
+    def check_parts(self, meta: Values) -> None:
+        """Raise ``ValueError`` for a state of other parts that the node's secret drew."""
+        if meta and self.data_config.split_secret and meta.get("parts-drawn") != PARTS_DRAWN:
             raise ValueError(
                 "the run began with a version that drew other parts of a node's own data, allowed with dp.enabled: a "
                 "new run"

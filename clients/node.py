@@ -364,14 +364,20 @@ class Node(NumPyClient):
         if round != wanted_round:
             way = f"went on from round {round}" if round else "began anew"
             loss = f"the state of round {wanted_round} is lost, {way}"
+        self.check_kept(state.meta)
         if self.privacy is not None:
             epsilon_known = float(task.fields.get("epsilon-rdp", 0.0))
             self.privacy.require_memory(int(state.meta.get("charges", 0)), epsilon_known)
         return state, loss
 
+    def check_kept(self, meta: Values) -> None:
+        """Raise ``ValueError`` for a state of other data of the node."""
+        if meta.get("data-sha256", digest := self.kept_properties.get("data-sha256")) != digest:
+            raise ValueError("the node's own data have changed since the run began, allowed: the same data")
+
     def check_state(self, round: int) -> None:
-        """Raise ``ValueError`` with the file's name if the state after ``round`` is damaged or missing."""
-        self.store.read(round)
+        """Raise ``ValueError`` with the file's name if the state after ``round`` is damaged, or of other data."""
+        self.check_kept(self.store.read(round).meta)
 
     def lost_states(self, rounds: Iterable[int]) -> ValueDict:
         """Return which of these versions of the state are lost, and why, for a server that resumes a run."""

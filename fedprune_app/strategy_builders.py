@@ -12,7 +12,7 @@ from fedprune_app.core.named import ValueDict
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
-from fedprune_app.learning.language_models import check_start_token, language_model, perplexities
+from fedprune_app.learning.language_models import check_same_model, check_start_token, language_model, told_perplexities
 from fedprune_app.models.initial import initial_model, shared_names
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import probe, prunable_names, state_tensors
@@ -122,6 +122,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     """Build the strategy over a dense language model on this machine."""
     config, recorder = context.config, context.recorder
     model = language_model(config, device_of(config))
+    check_same_model(model, recorder.info)
     parameters, prunable = model.num_parameters()
     recorder.annotate(
         model={
@@ -130,21 +131,10 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
             "prunable": prunable,
             "layers": model.num_layers,
             "dtype": str(model.dtype).removeprefix("torch."),
+            "sha256": model.digest(),
         },
     )
     if "dense_perplexity" not in recorder.info:
         check_start_token(config, model)
-        dense_perplexities = perplexities(config, model, None)
-        recorder.annotate(
-            dense_perplexity={
-                name: {
-                    "value": p.value,
-                    "window": p.window,
-                    "windows": p.windows,
-                    "windows_in_text": p.windows_in_text,
-                    "tokens": p.window * p.windows,
-                }
-                for name, p in dense_perplexities.items()
-            }
-        )
+        recorder.annotate(dense_perplexity=told_perplexities(config, model))
     return FedSpaLLM(context, model)

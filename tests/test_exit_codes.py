@@ -81,6 +81,13 @@ def test_a_setting_that_the_run_would_refuse_is_told_before_it_starts(fedprune, 
     assert not (tmp_path / "a").exists()
 
 
+def test_a_run_on_real_nodes_needs_a_folder_of_the_server(fedprune, tmp_path):
+    """runs/latest here says nothing about the server."""
+    code, said = fedprune("run", "--superlink", "far", "system=fedavg")
+    assert (code, said) == (2, "error: --out is '', allowed: a folder of the server\n")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_sweep_with_a_run_that_could_not_start_begins_none(fedprune, tmp_path):
     cells = "[fedavg, {system: fedavg, partition: classes, classes-per-client: 11}]"
     (tmp_path / "m.yaml").write_text(f"clients: 4\ncommon: {{num-server-rounds: 1}}\nsystems: {cells}\n")

@@ -476,7 +476,11 @@ def release(
     policy: Annotated[Path | None, typer.Option("--policy", help="The policy file of the sites' nodes.")] = None,
     ledger: Annotated[
         list[Path] | None,
-        typer.Option("--ledger", help="A client's ledger that is not in the run's folder. You may repeat the option."),
+        typer.Option(
+            "--ledger",
+            exists=True,
+            help="A client's ledger that is not in the run's folder. You may repeat the option.",
+        ),
     ] = None,
     allow: Annotated[
         list[str] | None,

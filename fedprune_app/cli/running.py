@@ -19,6 +19,7 @@ from fedprune_app.cli.options import (
     Workers,
     complete_run,
 )
+from fedprune_app.config import ConfigError
 from fedprune_app.core.named import ValueDict, Values
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import LATEST, folder_for
@@ -60,6 +61,8 @@ def run(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
+    if superlink and out is None:
+        raise ConfigError("--out", "", "a folder of the server")
     is_new = not (superlink or resume)
     with folder_for(out, is_new) as folder:
         inputs = inputs_in(config, overrides, plugin)

@@ -200,7 +200,9 @@ def _groups(folder: Path, items: Sequence[os.DirEntry[str]]) -> list[str]:
         raise FileError(table, "has no columns 'file' and 'group', allowed: both, and a row for each image of a group")
     names = {}
     for row in rows:
-        names[Path(row["file"] or "")] = row["group"] or ""
+        names[Path(row["file"] or "")] = (row["group"] or "").strip()
+    if len(names) < len(rows):
+        raise FileError(table, "names a file twice, allowed: one row for each image")
     if unknown_paths := sorted(names.keys() - {*paths}):
         raise FileError(table, f"names the file '{unknown_paths[0]}', allowed: paths of images, below the folder of it")
     return [names.get(path, "") for path in paths]

@@ -251,7 +251,7 @@ def calibration_segments(
     if len(segments) < count and not may_lack:
         raise ValueError(
             f"client {partition} of {num_partitions} finds {len(segments)} segments of {length} tokens of {count}; "
-            "allowed: a smaller fedspallm.segments or segment-length, or more text"
+            "allowed: a smaller fedspallm.segments, recovery-segments or segment-length, or more text"
         )
     return _stacked(segments, length), sorted({name for name, _ in segments})
 

@@ -11,7 +11,7 @@ from fedprune_app.core.named import ValueDict
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import checkpoint_store, new_run_key
 from fedprune_app.learning.device import device_of, prepare_torch
-from fedprune_app.learning.language_models import language_model, perplexities
+from fedprune_app.learning.language_models import check_same_model, language_model, perplexities, told_perplexities
 from fedprune_app.models.saving import write_codes
 from fedprune_app.preflight.inputs import of_run
 from fedprune_app.preflight.prepare import prepare
@@ -23,7 +23,8 @@ from strategies.pruned_model import PrunedModel
 _BITS, _SHAPE = "fedspallm.bits", ("density", "fedspallm.pattern", "fedspallm.refine")  # the keys that may change
 _LAYERS = "fedspallm.layers-per-exchange"
 # the keys that two runs have alike whose sums are put together
-_ALIKE = ("model", "fedspallm.dtype", "fedspallm.hessian-form", "fedspallm.segment-length", _LAYERS)
+_FORM = ("dtype", "hessian-form", "segment-length", "start-token")
+_ALIKE = ("model", "dp.enabled", *(f"fedspallm.{key}" for key in _FORM), _LAYERS)
 
 
 def compress(run: Path, changes: Mapping[str, Scalar], out: Path) -> ValueDict:
@@ -85,7 +86,7 @@ class SumsRun:
 
     def __init__(self, run: Path, changes: Mapping[str, Scalar]) -> None:
         info = self.info = read_info(run)
-        if info["status"] != "completed" or not info["config"].get("fedspallm.keep-sums"):
+        if info["status"] != "completed" or not (run / "sums").is_dir():
             reason = "it keeps no sums, and what a client gave cannot be told from its weights"
             allowed = "a completed run with fedspallm.keep-sums"
             raise ValueError(f"run {str(run)!r} stays as it is: {reason}, allowed: {allowed}")
@@ -94,6 +95,7 @@ class SumsRun:
         self.options = self.config.fedspallm
         prepare_torch(self.config)
         self.model = language_model(self.config, device_of(self.config))
+        check_same_model(self.model, info)
         self.compression = Compression(self.config, self.model)
         self.pruned = PrunedModel(self.model, run, info["run_key"])
         self.pruned.versions = dict.fromkeys(self.pruned.versions, 1)
@@ -117,7 +119,7 @@ class SumsRun:
     ) -> ValueDict:
         """Make a model of the layers' sums, or of its pruned layers, which are rounded, and return its run.json."""
         info, model, recorder, run_key = self.info, self.model, Recorder(out), new_run_key()
-        facts = {key: info[key] for key in ("partition", "model", "dense_perplexity", "headline")}
+        facts = {key: info[key] for key in ("partition", "model", "headline")}
         facts |= {"run_key": run_key, "made_from": info["final_sha256"], "epsilon_paid": self.epsilon, **(said or {})}
         recorder.start(self.config.to_dict(), self.config.seed, facts)
         new = PrunedModel(model, out, run_key)
@@ -137,6 +139,7 @@ class SumsRun:
         recorder.annotate(
             final_model=new.write(self.compression.cut),
             perplexity={name: result.value for name, result in results.items()},
+            dense_perplexity=told_perplexities(self.config, model),  # of today's texts, too
         )
         digests = new.digest() * (1 + len(facts["partition"]))  # the clients' model is the server's
         recorder.finish("completed", final_sha256=hashlib.sha256(digests.encode()).hexdigest())

@@ -150,6 +150,8 @@ class Pack:
             return "no node's policy that demands privacy is given"
         try:
             policy.check(self.config)
+            for release in (each for ledger in self.ledgers for each in ledger.spent if isinstance(each, Steps)):
+                policy.check_noise(self.config.dp, release.noise_multiplier, "noise multiplier")
         except PolicyError as error:
             return str(error)
         if 0 < policy.epsilon_budget < (spent := self.epsilon(policy.budget_delta)):

@@ -139,6 +139,7 @@ class ImageClientInfo(ClientInfo):
             ("num-classes", self.num_classes),
             ("features", self.features or None),
             ("features-digest", self.features_digest or None),
+            ("data-sha256", self.data_sha256 or None),
         )
 
     def description(self) -> dict[str, Any]:

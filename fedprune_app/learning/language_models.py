@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from fedprune_app.config import NO_POLICY, Config, ConfigError, Policy
-from fedprune_app.core.named import TensorDict
+from fedprune_app.core.named import TensorDict, ValueDict, Values
 from fedprune_app.data.text import (
     perplexity_texts,
     stdlib_training_text,
@@ -84,6 +84,26 @@ def check_start_token(config: Config, model: LanguageModel) -> None:
         if result.value > _FACTOR * other[name].value:
             allowed = f"true: a window of {name} then has perplexity {other[name].value:.1f}, else {result.value:.1f}"
             raise ConfigError("fedspallm.start-token", False, allowed)
+
+
+def check_same_model(model: LanguageModel, info: Values) -> None:
+    """Raise :class:`ConfigError` if ``model`` is not the one with which the run of ``info`` began."""
+    if (info.get("model") or {}).get("sha256", model.digest()) != model.digest():
+        raise ConfigError("model", str(model.folder), "the one of the run", which="has other weights now")
+
+
+def told_perplexities(config: Config, model: LanguageModel) -> ValueDict:
+    """Return the dense model's perplexities by test text, as run.json tells them."""
+    return {
+        name: {
+            "value": p.value,
+            "window": p.window,
+            "windows": p.windows,
+            "windows_in_text": p.windows_in_text,
+            "tokens": p.window * p.windows,
+        }
+        for name, p in perplexities(config, model, None).items()
+    }
 
 
 def perplexities(

@@ -6,6 +6,7 @@ rejects a model that does more between its layers.
 """
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -229,6 +230,11 @@ class LanguageModel:
     def shell_digest(self) -> str:
         """Return the SHA-256 of the tensors outside the decoder layers."""
         return self._digest(-1, self.shell_tensors)
+
+    def digest(self) -> str:
+        """Return one SHA-256 of the whole dense model."""
+        parts = (self.shell_digest(), *map(self.layer_digest, range(self.num_layers)))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
 
     def _digest(self, part: int, read: Callable[[], Tensors]) -> str:
         if part not in self._digests:

@@ -266,7 +266,13 @@ def test_a_table_beside_a_folder_says_which_images_are_of_one_group(mixed):
     data = image_folder("image-folder", mixed, Form(image_size=8))
     assert [i for i, name in enumerate(data.groups) if name == "ann"] == [0, len(data.groups) - 1]
     assert {*data.groups} | {*data.test_groups} == {"ann", ""}
-    for text, said in (("file\nx\n", "columns 'file' and 'group'"), ("file,group\ntrain/no.png,a\n", "train/no.png")):
+    (mixed / "groups.csv").write_text(f"group,file\nann,{first}\nann ,{others[-1]}\n")  # an export's blanks
+    assert {*image_folder("image-folder", mixed, Form(image_size=8)).groups} == {"ann", ""}
+    for text, said in (
+        ("file\nx\n", "columns 'file' and 'group'"),
+        ("file,group\ntrain/no.png,a\n", "train/no.png"),
+        (f"file,group\n{first},a\n{first},b\n", "names a file twice"),
+    ):
         (mixed / "groups.csv").write_text(text)
         with pytest.raises(FileError, match=said):
             image_folder("image-folder", mixed, Form(image_size=8))

@@ -27,6 +27,7 @@ from fedprune_app.engine import simulated_grid
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.simulated_grid import InProcessGrid, run_in_process
 from fedprune_app.exports.find import find_model
+from fedprune_app.learning import text_cache
 from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
@@ -133,7 +134,7 @@ def test_a_node_tells_nobody_how_its_images_are_normalised_and_exports_its_model
         assert (found.mean, found.std) == (before.mean, before.std)
     with pytest.raises(ValueError, match=r"--data-dir is .*images became inputs"):
         find_model(run.folder, None)
-    assert find_model(run.folder, None, data_dir=str(mine[0])).info.mean == dataset_of(settings_of(mine[0])).mean
+    assert find_model(run.folder, None, data_dir=str(mine[0])).info.mean == dataset_of(settings_of(mine[0]), 1).mean
 
 
 def test_the_same_nodes_give_the_same_models_in_whatever_order_they_are_listed(own, folders):
@@ -191,6 +192,17 @@ def test_a_number_that_the_server_makes_up_begins_no_fresh_ledger(own, folders):
     ledger(3).charge_steps(1.0, 0.5, 7)
     assert len(ledger(4)) == 1
     assert ledger(3).path == ledger(4).path
+
+
+def test_a_nodes_log_says_how_many_images_are_of_nobody(own, folders, tmp_path, caplog):
+    """The operator's alone: their number is private."""
+    folder = shutil.copytree(folders[0], tmp_path / "a")
+    first = next((folder / "train" / "0").iterdir()).relative_to(folder)
+    (folder / "groups.csv").write_text(f"file,group\n{first},ann\n")
+    private = {"dp.enabled": True, "dp.unit": "group", "dp.noise-multiplier": 1.0, "dp.accuracies": "none"}
+    run = own(places([folder]), num_server_rounds=1, system="fedavg", **private)
+    assert "47 examples have no group: each is a group of its own" in caplog.messages
+    assert "have no group" not in json.dumps(run.info)
 
 
 @pytest.mark.full
@@ -547,6 +559,19 @@ def test_an_own_test_text_too_short_for_a_window_is_found_before_anything_is_pru
         path.write_text("")
     with pytest.raises(TooFewReplies, match=r"no client could start: .*the node cannot do this with data of its own"):
         own(places([folder]), **own_text_settings(public, tmp_path))
+
+
+@pytest.mark.full
+def test_a_node_whose_texts_have_changed_takes_no_part_in_the_rest_of_a_run(own, tmp_path):
+    public = text_folder(tmp_path / "public")
+    folders = [text_folder(tmp_path / name) for name in ("a", "b")]
+    settings = own_text_settings(public, tmp_path)
+    run = own(places(folders), [1, 2], **settings)
+    path = folders[0] / "calibration" / "client0.txt"
+    path.write_text(path.read_text()[::-1])
+    text_cache.clear_cache()
+    more = own(places(folders), [1, 2], **{**settings, "num_server_rounds": 2, "resume_from": str(run.folder)})
+    assert "the node's own data have changed since the run began" in str(more.info)
 
 
 def test_the_servers_texts_may_not_be_called_as_clients_own_are(own, tmp_path):

@@ -103,6 +103,16 @@ def test_matrices_are_rounded_and_units_filled_up_to_whole_blocks(kind, tmp_path
         assert part == "down" or not rest.any()  # what leaves a unit of 0 is multiplied by 0
 
 
+def test_rows_below_the_steps_of_16_bit_scales_are_written(tmp_path):
+    """Tokens that were never trained have such rows."""
+    model = tiny(tmp_path / "model")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[3:60] *= torch.logspace(-8, -2, 57)[:, None]
+    model.save_pretrained(tmp_path / "model")
+    for kind in ("Q8_0", "F16", "Q4_0"):
+        write_gguf(LanguageModel(tmp_path / "model"), tmp_path / f"{kind}.gguf", kind)
+
+
 def test_zeros_stay_zeros_in_blocks_of_type_q4_0(tmp_path):
     model, path = tiny(tmp_path / "model"), tmp_path / "model.gguf"
     with torch.no_grad():

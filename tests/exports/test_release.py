@@ -338,3 +338,14 @@ def test_the_command_releases_verifies_and_names_a_wrong_refusal(run, audited, f
     code, said = fedprune("release")
     assert code == 2
     assert "a run folder, or --verify" in said
+
+
+@pytest.mark.full
+def test_noise_that_a_target_chose_is_held_against_the_policy(tmp_path, fedprune):
+    run = make_run(tmp_path / "made", **{"dp.noise-multiplier": 0.0, "dp.target-epsilon": 15.0})
+    (tmp_path / "policy.toml").write_text("min-noise-multiplier = 50.0")
+    question = Question(run, policy=tmp_path / "policy.toml", allowed=["no-audit"])
+    with pytest.raises(ValueError, match=r"noise multiplier is .*, allowed by its min-noise-multiplier: at least 50"):
+        release(question, tmp_path / "pack")
+    code, said = fedprune("release", run, "--ledger", tmp_path / "none.jsonl", "-o", tmp_path / "pack")
+    assert (code, "none.jsonl" in said) == (2, True), said

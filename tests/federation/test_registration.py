@@ -129,6 +129,13 @@ def test_whose_table_has_its_columns_in_another_order_is_left_out(usual, other):
     assert reason.endswith("allowed: the same columns in the same order in all tables")
 
 
+def test_who_has_another_copy_of_the_data_that_are_dealt_is_left_out():
+    """Partition ids name rows of the one that most have: two clients would train on the same ones."""
+    roster, (reason,) = introduced((0, {"data-sha256": "f" * 64}))
+    assert list(roster) == [1, 2, 3]
+    assert "has data-sha256" in reason
+
+
 def test_in_a_tie_of_own_tables_the_run_stops_and_names_both():
     own = {"own-data": True, "classes": [], **NO_SCALE}
     said = [(k, {**own, "data-dir": f"/{k}", "features-digest": str(k % 2)}) for k in range(2)]

@@ -20,7 +20,7 @@ from fedprune_app.core import hessians
 from fedprune_app.exports.compressed import combine, compress
 from fedprune_app.exports.language import export_gguf
 from fedprune_app.models.layer_pruning import input_matrices
-from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.llm import LanguageModel, open_model
 from fedprune_app.models.saving import read_codes
 from fedprune_app.preflight.inputs import Placement, RunInputs
 from fedprune_app.preflight.prepare import prepare
@@ -53,11 +53,10 @@ def run(federation, texts, llm):
             3,
             system="fedspallm",
             dataset="text",
-            data_dir=str(texts),
             fedspallm_segments=4,
             fedspallm_segment_length=16,
             fedspallm_window=32,
-            **{"model": str(llm), "num_server_rounds": 1, "density": 0.5, **ALL, **more},
+            **{"data_dir": str(texts), "model": str(llm), "num_server_rounds": 1, "density": 0.5, **ALL, **more},
         )
 
     return go
@@ -208,6 +207,39 @@ def test_what_cannot_be_compressed_is_refused(run, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+def with_other_weights(llm, folder, file="model.safetensors"):
+    tensors = load_file(llm / file)
+    save_file({name: 1.01 * tensor for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+    open_model.cache_clear()
+
+
+def test_neither_a_run_nor_its_sums_go_on_with_a_dense_model_that_has_changed_since(run, llm, tmp_path):
+    """Its layers would be the old one's, and its embeddings, norms and head the new one's."""
+    folder = shutil.copytree(llm, tmp_path / "llm")
+    result = run(model=str(folder))
+    paper = {"fedspallm_merge": "mean", "fedspallm_keep_sums": False, "model": str(folder)}
+    longer = run(**paper)
+    with_other_weights(llm, folder)
+    with refuses("model", str(folder), condition=""):
+        compress(result.folder, {"fedspallm.bits": 4}, tmp_path / "new")
+    with refuses("model", str(folder), condition=""):
+        run(**{**paper, "num_server_rounds": 2, "resume_from": str(longer.folder)})
+    assert not (tmp_path / "new").exists()
+
+
+def test_perplexities_before_and_after_are_of_the_same_texts(run, texts, tmp_path, fedprune):
+    """A test text changed after the run, and another one was added."""
+    folder = shutil.copytree(texts, tmp_path / "texts")
+    result = run(data_dir=str(folder))
+    (folder / "test" / "first.txt").write_text("bad cab " * 60)
+    (folder / "test" / "third.txt").write_text("a cabbage " * 60)
+    code, said = fedprune("compress", result.folder, "fedspallm.bits=8", "-o", tmp_path / "new")
+    assert (code, said.count("perplexity:")) == (0, 3), said
+    info, before = read_info(tmp_path / "new"), result.info["dense_perplexity"]
+    assert info["dense_perplexity"]["first"] != before["first"]
+    assert info["dense_perplexity"]["second"] == before["second"]
+
+
 @pytest.fixture
 def alone(run):
     """Runs in which some of the three clients take part, by their numbers; none means all."""
@@ -259,6 +291,11 @@ def test_who_is_not_in_the_sums_or_is_already_or_is_all_that_there_is_changes_no
         combine(everybody.folder, alone(1, seed=5).folder, new)
     with pytest.raises(ValueError, match="not of what the client sends now, allowed: the same bytes as then"):
         combine(everybody.folder, alone(1, seed=5).folder, new, forgets=True)
+    private = {"dp_enabled": True, "dp_noise_multiplier": 1.0, "dp_accuracies": "none"}
+    with refuses("dp.enabled", True, condition=""):
+        combine(alone(0, 2).folder, alone(1, **private).folder, new)
+    with refuses("fedspallm.start-token", True, condition=""):
+        combine(alone(0, 2).folder, alone(1, fedspallm_start_token=True).folder, new)
     with pytest.raises(ValueError, match="nothing would be left of the sums"):
         combine(client.folder, client.folder, new, forgets=True)
     assert not new.exists()
