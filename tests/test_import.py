@@ -36,6 +36,7 @@ print(*[name for name in before if before[name] != after[name]])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "imported",
     [

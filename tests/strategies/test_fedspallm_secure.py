@@ -197,6 +197,7 @@ def test_below_the_threshold_the_run_stops_with_one_line(run, stage, line):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on_to_the_same_model(run, wanted, tmp_path, monkeypatch):
     secure = {**wanted, "secure-sums": True}
     cut_off(secure, tmp_path / "cut", monkeypatch)

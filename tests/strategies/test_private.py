@@ -127,6 +127,7 @@ def test_how_many_test_examples_a_client_has_does_not_leave(federation):
         assert in_the_open["num-examples"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", ["fedavg", full("subfedavg"), full("dispfl")])
 def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation, system):
     settings = {"system": system, **DP, **ADMISSIBLE[system]}
