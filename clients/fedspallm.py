@@ -435,8 +435,8 @@ class FedSpaLLMClient(Node):
         return self.layers.load(layer, int(version), Schema.like(self.model.layer_like(layer)).max_bytes)
 
     def check_state(self, round: int) -> None:
-        super().check_state(round)
         meta = self.store.read(round).meta
+        self.check_kept(meta)
         for layer, version in meta.get("pruned", {}).items():
             self.layers.check(int(layer), int(version))
 
@@ -461,11 +461,8 @@ class FedSpaLLMClient(Node):
         """
         if self.options.merge == "hessians":
             state = State({}, self._received_layers(task, state))
-        total = hashlib.sha256(self.model.shell_digest().encode())
-        for layer in range(self.model.num_layers):
-            payload = self.own_layer(layer, state)
-            total.update((payload.digest() if payload.tensors else self.model.layer_digest(layer)).encode())
-        fields: ValueDict = {"digest": total.hexdigest(), "density": self.density(state)}
+        digest = self.model.digest(partial(self.own_layer, state=state))
+        fields: ValueDict = {"digest": digest, "density": self.density(state)}
         fields["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1] if self.own_text else None
         if self.privacy is not None:

@@ -1,6 +1,5 @@
 """FedSpaLLM's global model on the server: the dense model, its pruned layers by round on disk, and recovery."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -59,11 +58,7 @@ class PrunedModel:
 
     def digest(self) -> str:
         """Return one SHA-256 over all layers and the parts that are never pruned."""
-        total = hashlib.sha256(self.dense.shell_digest().encode())
-        for layer in range(self.dense.num_layers):
-            current = self.layer(layer)
-            total.update((current.digest() if current.tensors else self.dense.layer_digest(layer)).encode())
-        return total.hexdigest()
+        return self.dense.digest(self.layer)
 
     def write(self, cut: Cut | None) -> dict[str, int]:
         """Write the model into the run's folder, narrowed by ``cut``; return the bytes of its weights."""

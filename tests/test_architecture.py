@@ -236,7 +236,7 @@ def test_a_wheel_can_move_every_import_below_fedprune(package):
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-BUDGET = 263_710
+BUDGET = 263_630
 """Tokens of the product. A commit that raises the number says why; what lets it sink lowers it."""
 
 NODES_PER_STATEMENT = 12.75

@@ -22,8 +22,8 @@ from strategies.pruned_model import PrunedModel
 
 _BITS, _SHAPE = "fedspallm.bits", ("density", "fedspallm.pattern", "fedspallm.refine")  # the keys that may change
 _LAYERS = "fedspallm.layers-per-exchange"
-# the keys that two runs have alike whose sums are put together
 _FORM = ("dtype", "hessian-form", "segment-length", "start-token")
+# the keys that two runs have alike whose sums are put together
 _ALIKE = ("model", "dp.enabled", *(f"fedspallm.{key}" for key in _FORM), _LAYERS)
 
 

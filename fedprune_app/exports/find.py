@@ -149,7 +149,7 @@ def _same_data(run: Path, info: Values, config: Config, data_dir: str) -> Datase
     if is_own and not data.data_dir:
         hint = f"run {str(run)!r} does not say how its nodes' images became inputs"
         raise ConfigError("--data-dir", "", "a folder of a node's data", hint=hint)
-    dataset, model = dataset_of(data, is_own), info.get("model") or {}
+    dataset, model = dataset_of(data, int(is_own)), info.get("model") or {}
     found = {
         "image_shape": list(dataset.image_shape),
         "classes": dataset.num_classes,

@@ -231,10 +231,13 @@ class LanguageModel:
         """Return the SHA-256 of the tensors outside the decoder layers."""
         return self._digest(-1, self.shell_tensors)
 
-    def digest(self) -> str:
-        """Return one SHA-256 of the whole dense model."""
-        parts = (self.shell_digest(), *map(self.layer_digest, range(self.num_layers)))
-        return hashlib.sha256("".join(parts).encode()).hexdigest()
+    def digest(self, pruned_layer: Callable[[int], Payload] = lambda layer: Payload({})) -> str:
+        """Return one SHA-256 of the model; each ``pruned_layer`` that is not empty stands for the layer."""
+        total = hashlib.sha256(self.shell_digest().encode())
+        for layer in range(self.num_layers):
+            payload = pruned_layer(layer)
+            total.update((payload.digest() if payload.tensors else self.layer_digest(layer)).encode())
+        return total.hexdigest()
 
     def _digest(self, part: int, read: Callable[[], Tensors]) -> str:
         if part not in self._digests:
